@@ -1,0 +1,1 @@
+"""The command line: parses, asks the runtime, prints, and turns errors into words."""

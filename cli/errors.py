@@ -1,0 +1,95 @@
+"""The one place where exceptions become words: a code, what happened, what to type next.
+
+Does not know how errors are shown. Exceptions are looked up by class name along their ancestry, so
+that describing an error imports nothing (torch least of all).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from moeinf.runtime.sizes import format_bytes
+
+
+class Described(NamedTuple):
+    """An error in words. exit_code as in the README: 1 the request failed, 2 wrong usage."""
+
+    code: str
+    message: str
+    hint: str = ""
+    exit_code: int = 1
+
+
+def _no_such_model(error: Any) -> Described:
+    near = f"Did you mean {', '.join(error.nearest)}? " if error.nearest else ""
+    add = f"`moeinf pull ./folder --name {error.wanted}` adds one."
+    return Described("model_not_found", str(error), f"{near}`moeinf list` shows all; {add}")
+
+
+def _does_not_fit(error: Any) -> Described:
+    return Described(
+        "does_not_fit",
+        f"{format_bytes(error.given_bytes)} for experts is too little: "
+        f"at least {error.min_bytes} bytes ({format_bytes(error.min_bytes)}) are needed",
+        f"Give more with --memory {error.min_bytes}, or free some memory.",
+    )
+
+
+def _read_error(error: Any) -> Described:
+    return Described(
+        "unreadable_shard",
+        f"the expert shard {error.shard} cannot be read: {error.problem}",
+        "Pull the model again to repair it.",
+    )
+
+
+def _damaged(error: Exception) -> Described:
+    return Described("damaged_model", str(error), "Pull the model again to repair it.")
+
+
+def _os_error(error: OSError) -> Described:
+    if error.errno == errno.ENOSPC:
+        where = f" ({error.filename})" if error.filename else ""
+        return Described(
+            "disk_full", f"{error.strerror}{where}", "Free some disk space and try again."
+        )
+    return Described("io_error", str(error))
+
+
+def _plain(code: str, hint: str = "", exit_code: int = 1) -> Callable[[Exception], Described]:
+    return lambda error: Described(code, str(error), hint, exit_code)
+
+
+_WORDS: dict[str, Callable[[Any], Described]] = {
+    "NoSuchModel": _no_such_model,
+    "BadName": _plain("bad_name", exit_code=2),
+    "Usage": _plain("usage", "`moeinf --help` shows what can be typed.", exit_code=2),
+    "DoesNotFit": _does_not_fit,
+    "BadContext": _plain("bad_context", "Give a smaller --ctx."),
+    "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
+    "ModelInUse": _plain("model_in_use", "End that process first."),
+    "PullInProgress": _plain("pull_in_progress", "Wait for it to end."),
+    "DamagedModel": _damaged,
+    "ExpertReadError": _read_error,
+    "BadCheckpoint": _plain("bad_checkpoint"),
+    "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
+    "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
+    "MemoryError": lambda error: Described("out_of_memory", f"not enough memory: {error}"),
+    "OSError": _os_error,
+    "ValueError": _plain("invalid", exit_code=2),
+}
+
+
+def describe(error: Exception) -> Described:
+    """The words for any exception; what is nobody's fault but ours is called a bug."""
+    for ancestor in type(error).__mro__:
+        words = _WORDS.get(ancestor.__name__)
+        if words is not None:
+            return words(error)
+    return Described(
+        "internal",
+        f"this is a bug in moeinf: {type(error).__name__}: {error}",
+        "MOEINF_DEBUG=1 shows where it happened.",
+    )

@@ -1,0 +1,61 @@
+"""`moeinf list`: the models on this machine."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from moeinf.cli.options import Json
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.library import Installed, Library
+from moeinf.runtime.sizes import format_bytes
+
+
+def list_models(json: Json = False) -> None:
+    """Lists the models on this machine."""
+    out = Output(json=json)
+    entries = Library(read_environment()).installed()
+    if json:
+        out.document({"models": [_as_json(entry) for entry in entries]})
+        return
+    rows = []
+    for entry in entries:
+        m = entry.manifest
+        if m is None:
+            rows.append([str(entry.name), "-", entry.name.tag, f"damaged: {entry.problem}"])
+        else:
+            rows.append([str(entry.name), format_bytes(m.size_bytes), m.tag, _ago(m.created_at)])
+    out.table(["NAME", "SIZE", "QUANT", "MODIFIED"], rows)
+
+
+def _as_json(entry: Installed) -> dict[str, Any]:
+    m = entry.manifest
+    if m is None:
+        return {"name": entry.name.name, "tag": entry.name.tag, "problem": entry.problem}
+    return {
+        "name": m.name,
+        "tag": m.tag,
+        "family": m.family,
+        "quantization": m.tag,
+        "size_bytes": m.size_bytes,
+        "layers": m.layers,
+        "experts_per_layer": m.experts,
+        "modified_at": m.created_at,
+        "source": m.source,
+        "revision": m.revision,
+    }
+
+
+def _ago(moment: str) -> str:
+    """How long ago, as Ollama says it: in the largest unit that fits."""
+    try:
+        then = datetime.datetime.fromisoformat(moment)
+        seconds = (datetime.datetime.now(datetime.UTC) - then).total_seconds()
+    except (ValueError, TypeError):
+        return "-"
+    for unit, length in (("week", 604800), ("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // length)
+        if count:
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"

@@ -1,0 +1,93 @@
+"""The `moeinf` command: which commands there are, and the one boundary that catches errors.
+
+Does not know what any command does. Command modules import torch only when they run, so that
+`--help` and `list` answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.errors import describe
+from moeinf.cli.list_models import list_models
+from moeinf.cli.output import Output
+from moeinf.cli.plan import plan
+from moeinf.cli.pull import pull
+from moeinf.cli.rm import rm
+from moeinf.cli.run import run
+from moeinf.cli.show import show
+from moeinf.runtime.config import read_environment
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="moeinf",
+    help="Runs big Mixture-of-Experts models on machines with little memory.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run)
+app.command("pull")(pull)
+app.command("list")(list_models)
+app.command("ls", hidden=True)(list_models)
+app.command("show")(show)
+app.command("plan")(plan)
+app.command("rm")(rm)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        Output().line(f"moeinf version is {importlib.metadata.version('moeinf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="The version.")
+    ] = False,
+) -> None: ...
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(answer(sys.argv[1:]))
+
+
+def answer(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code: 0, 1, 2 or 130."""
+    out = Output(json="--json" in arguments)
+    try:
+        code = typer.main.get_command(app)(
+            args=list(arguments), prog_name="moeinf", standalone_mode=False
+        )
+        return code if isinstance(code, int) else 0
+    except typer.TyperException as error:
+        out.error("usage", error.format_message(), "`moeinf --help` shows what can be typed.")
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if _debugging():
+            traceback.print_exc()
+        words = describe(error)
+        out.error(words.code, words.message, words.hint)
+        return words.exit_code
+
+
+def _debugging() -> bool:
+    try:
+        return read_environment().debug
+    except ValueError:
+        return False

@@ -1,0 +1,67 @@
+"""Options that several commands share, and how their text becomes values.
+
+Does not know what any command does with them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeinf.offload.policy import POLICIES
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.sizes import MemorySize, parse_memory
+
+
+class Usage(ValueError):
+    """The command line asks for something that cannot be."""
+
+
+def _memory(text: str) -> MemorySize:
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _policy(text: str) -> str:
+    if text not in POLICIES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(POLICIES)}")
+    return text
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL[:TAG]", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+Memory = Annotated[
+    MemorySize | None,
+    typer.Option(
+        parser=_memory,
+        metavar="SIZE",
+        help="RAM for experts: 6MiB, 4GB, 50% of them. Default: what is free.",
+        show_default=False,
+    ),
+]
+Context = Annotated[
+    int | None, typer.Option("--ctx", min=16, help="Tokens of context.", show_default=False)
+]
+PolicyName = Annotated[
+    str, typer.Option("--policy", parser=_policy, metavar="NAME", help="Which expert is evicted.")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)
+]
+
+
+def engine_config(
+    settings: Settings,
+    memory: MemorySize | None,
+    context: int | None,
+    policy: str,
+    threads: int | None,
+) -> EngineConfig:
+    """An option counts more than the environment, the environment more than the default."""
+    return EngineConfig(
+        memory=memory or settings.memory, context=context, policy=policy, threads=threads
+    )

@@ -1,0 +1,225 @@
+"""The conversation at a terminal: prompt, streaming, slash commands.
+
+Does not know how answers are made. Looks and behaves like Ollama's.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+from moeinf.cli.errors import describe
+from moeinf.cli.interrupt import interruptible
+from moeinf.cli.output import Output
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import Settings
+from moeinf.runtime.conversations import load_conversation, save_conversation
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.library import Library
+from moeinf.runtime.report import verbose_lines
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import format_bytes
+
+_HELP = (
+    ("/set parameter NAME VALUE", "temperature, top_k, top_p, min_p, seed, num_predict, stop, …"),
+    ("/set system TEXT", "the system message"),
+    ("/set verbose, /set quiet", "show or hide timings, hit rate and bytes read"),
+    ("/set history, /set nohistory", "keep or do not keep what you type"),
+    ("/show info|parameters|system|template|cache", "what is loaded and set"),
+    ("/save NAME, /load NAME", "keep the conversation, or go on with one"),
+    ("/list", "the models on this machine"),
+    ("/clear", "forget the conversation"),
+    ("/bye", "leave"),
+    ('"""', "begin and end a message of several lines"),
+)
+_FENCE = '"""'
+
+
+class BadCommand(ValueError):
+    """A slash command that does not exist or lacks its words."""
+
+
+class Repl:
+    """One conversation at a terminal; `loop` returns when the person leaves."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        conversation: Conversation,
+        options: SamplingOptions,
+        limits: Limits,
+        settings: Settings,
+        out: Output,
+        verbose: bool,
+    ) -> None:
+        self._engine = engine
+        self._conversation = conversation
+        self._options = options
+        self._limits = limits
+        self._settings = settings
+        self._out = out
+        self._verbose = verbose
+        self._load_seconds = engine.load_seconds
+        self._session: PromptSession[str] = PromptSession(history=self._history(keep=True))
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/set": self._set,
+            "/show": self._show,
+            "/save": self._save,
+            "/load": self._load,
+            "/list": lambda _: self._list(),
+            "/clear": lambda _: self._clear(),
+            "/help": lambda _: out.fields(_HELP),
+            "/?": lambda _: out.fields(_HELP),
+        }
+
+    def loop(self) -> None:
+        """Reads and answers until /bye or Ctrl-D."""
+        while True:
+            try:
+                text = self._read()
+            except KeyboardInterrupt:
+                self._out.line("Use Ctrl + d or /bye to exit.")
+                continue
+            except EOFError:
+                return
+            if text.strip() in ("/bye", "/exit"):
+                return
+            try:
+                if text.startswith("/"):
+                    self._command(text.strip())
+                elif text.strip():
+                    self._answer(text)
+            except Exception as error:  # whatever happened, the conversation goes on
+                words = describe(error)
+                self._out.error(words.code, words.message, words.hint)
+
+    def _read(self) -> str:
+        text = self._session.prompt(">>> ")
+        if not text.lstrip().startswith(_FENCE):
+            return text
+        text = text.lstrip()[len(_FENCE) :]
+        while _FENCE not in text:
+            text += "\n" + self._session.prompt("... ")
+        return text[: text.index(_FENCE)]
+
+    def _answer(self, text: str) -> None:
+        conversation = self._conversation
+        dropped = conversation.dropped
+        with interruptible() as stopped:
+            answer = conversation.ask(text, self._options, self._limits, stopped)
+            if conversation.dropped > dropped:
+                count = conversation.dropped - dropped
+                self._out.note(f"the context is full: the oldest {count} messages were dropped")
+            for piece in answer:
+                self._out.text(piece)
+        self._out.text("\n\n")
+        if answer.finish_reason == "length":
+            self._out.note("the answer ends here because of num_predict or the context's length")
+        if self._verbose:
+            self._out.fields(
+                verbose_lines(self._engine, answer, self._load_seconds), to_stderr=True
+            )
+        self._load_seconds = 0.0
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            raise BadCommand(f"unknown command {name!r}. Type /? for help")
+        command(rest.strip())
+
+    def _set(self, text: str) -> None:
+        what, _, rest = text.partition(" ")
+        if what in ("verbose", "quiet"):
+            self._verbose = what == "verbose"
+            self._out.line(f"Set '{what}' mode.")
+        elif what in ("history", "nohistory"):
+            self._session.history = self._history(keep=what == "history")
+            self._session.default_buffer.history = self._session.history
+        elif what == "system":
+            self._conversation.system = rest.strip().strip('"')
+            self._out.line("Set system message.")
+        elif what == "parameter":
+            self._set_parameter(rest)
+        else:
+            raise BadCommand("usage: /set parameter|system|verbose|quiet|history|nohistory")
+
+    def _set_parameter(self, text: str) -> None:
+        words = shlex.split(text)
+        if len(words) < 2:
+            raise BadCommand("usage: /set parameter NAME VALUE")
+        name, values = words[0], words[1:]
+        if name == "stop":
+            self._limits = replace(self._limits, stop=tuple(values))
+        elif name == "num_predict":
+            count = int(values[0])
+            self._limits = replace(self._limits, max_tokens=None if count < 0 else count)
+        elif name in {field.name for field in fields(SamplingOptions)}:
+            self._options = self._options.having(name, float(values[0]))
+        else:
+            raise BadCommand(f"unknown parameter {name!r}")
+        self._out.line(f"Set parameter '{name}' to '{' '.join(values)}'")
+
+    def _show(self, what: str) -> None:
+        out, m, place = self._out, self._engine.manifest, self._engine.placement
+        if what == "info":
+            shape = f"{m.layers} MoE layers, {m.experts} experts each, {m.top_k} per token"
+            context = f"{place.context} tokens"
+            out.fields([("model", str(m.model)), ("family", m.family), ("experts", shape)])
+            out.fields([("context", context), ("source", m.source)])
+        elif what == "parameters":
+            chosen = self._options.over(self._engine.sampling)
+            said = [(f.name, getattr(chosen, f.name)) for f in fields(chosen)]
+            said += [("num_predict", self._limits.max_tokens), ("stop", self._limits.stop or None)]
+            out.fields([(name, str(value)) for name, value in said if value is not None])
+        elif what == "system":
+            out.line(self._conversation.system or "No system message was set.")
+        elif what == "template":
+            out.line(self._engine.tokenizer.chat_template or "The model has no chat template.")
+        elif what == "cache":
+            resident = self._engine.store.resident
+            used = format_bytes(resident * place.slot_bytes)
+            total = format_bytes(place.experts_bytes)
+            rate = self._engine.store.stats.hit_rate
+            out.fields(
+                [
+                    ("experts in RAM", f"{resident} of {m.slots.experts}, {used} of {total}"),
+                    ("hit rate", "-" if rate is None else f"{rate:.1%}"),
+                    ("KV cache", f"{self._conversation.cached_tokens} of {place.context} tokens"),
+                ]
+            )
+        else:
+            raise BadCommand("usage: /show info|parameters|system|template|cache")
+
+    def _save(self, name: str) -> None:
+        save_conversation(self._settings, name, self._engine.manifest.model, self._conversation)
+        self._out.line(f"Saved the conversation as '{name}'.")
+
+    def _load(self, name: str) -> None:
+        model = load_conversation(self._settings, name, self._conversation)
+        self._out.line(f"Loaded '{name}': {len(self._conversation.messages)} messages.")
+        if model != str(self._engine.manifest.model):
+            self._out.note(f"it was held with {model}")
+
+    def _list(self) -> None:
+        for entry in Library(self._settings).installed():
+            self._out.line(str(entry.name))
+
+    def _clear(self) -> None:
+        self._conversation.clear()
+        self._out.line("Cleared the conversation.")
+
+    def _history(self, keep: bool) -> History:
+        """What was typed before, readable by its owner only."""
+        if not keep:
+            return InMemoryHistory()
+        path = self._settings.history
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        return FileHistory(str(path))

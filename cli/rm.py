@@ -1,0 +1,29 @@
+"""`moeinf rm`: deletes a model from this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.options import Json
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.library import Library
+
+
+def rm(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL[:TAG]…", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Deletes models; refuses while one is in use."""
+    out = Output(json=json)
+    library = Library(read_environment())
+    for model in models:
+        library.find(model)  # all of them exist, or none is deleted
+    gone = [str(library.remove(model)) for model in models]
+    if json:
+        out.document({"deleted": gone})
+        return
+    for name in gone:
+        out.line(f"deleted '{name}'")

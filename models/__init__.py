@@ -1,0 +1,32 @@
+"""The families that can run, as an explicit table.
+
+Does not know files: nothing named in a downloaded config is ever imported or executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeinf.models import deepseek_v2, mixtral, olmoe
+from moeinf.models.base import Family, ModelDataError
+
+__all__ = ["FAMILIES", "Family", "ModelDataError", "family_of"]
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v2": deepseek_v2.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "olmoe": olmoe.FAMILY,
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that config.json's model_type names. Raises ModelDataError for any other."""
+    name = config.get("model_type") if isinstance(config, Mapping) else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        shown = repr(name[:40]) if isinstance(name, str) else "absent"
+        raise ModelDataError(
+            f"config.json: model_type {shown} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return family

@@ -1,0 +1,157 @@
+"""Causal attention: prefill, decode, and grouped-query attention as a layer.
+
+Does not know families or the layout of checkpoints beyond {q,k,v,o}_proj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.base import Linear, Parts
+from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
+from moeinf.models.kv_cache import PassRows
+from moeinf.models.rope import rotate_half
+
+SCRATCH_BYTES = 64 << 20  # what one step over a block of heads may use, if one head fits
+
+
+def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:
+    """Cuts heads into blocks of at most SCRATCH_BYTES, or of one head where one needs more."""
+    step = max(1, SCRATCH_BYTES // max(1, bytes_per_head))
+    for start in range(0, heads, step):
+        yield slice(start, min(start + step, heads))
+
+
+def causal_mask(
+    new: int, total: int, window: int | None, device: torch.device | None = None
+) -> Tensor:
+    """[new, total] bool: which of `total` tokens each of the last `new` sees, itself included."""
+    at = torch.arange(total - new, total, device=device)[:, None]  # [T, 1]
+    key = torch.arange(total, device=device)  # [S]
+    mask = key <= at
+    return mask if window is None else mask & (key > at - window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """The last T of S tokens attend to what they may see.
+
+    q [T, H, W], k and v [G, S, W] with G dividing H: query head h uses key head h // (H / G).
+    Returns [T, H·W]. A window of n sees the token itself and the n - 1 before it. Keys are never
+    expanded to H heads, and scores are never held for all of T × S × H at once.
+    """
+    if window is not None:
+        seen = min(k.shape[1], len(q) + window - 1)
+        k, v = k[:, -seen:], v[:, -seen:]
+    if len(q) == 1:
+        return _attend_one(q[0], k, v, scale)[None]
+    new, total = len(q), k.shape[1]
+    mask = None
+    if new != total or window is not None:
+        mask = causal_mask(new, total, window, q.device)
+    q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # no copies
+    out = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return out.permute(2, 0, 1, 3).flatten(1)
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q [H, W] of the newest token, k and v [G, S, W] -> [H·W].
+
+    Two matmuls with a float32 softmax: faster on CPU than scaled_dot_product_attention.
+    """
+    grouped = q.view(len(k), -1, q.shape[1])  # [G, H/G, W]
+    out = torch.empty_like(grouped)
+    for block in head_blocks(len(k), grouped.shape[1] * k.shape[1] * (3 * 4)):
+        scores = (grouped[block] @ k[block].mT).float() * scale  # [g, H/G, S]
+        out[block] = scores.softmax(-1).to(v.dtype) @ v[block]
+    return out.flatten()
+
+
+@dataclass(frozen=True)
+class GqaShape:
+    """Sizes and variations of grouped-query attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False  # on all four projections
+    clip: float | None = None  # of q, k and v (olmoe's clip_qkv)
+    window: int | None = None  # tokens seen, itself included
+
+    def __post_init__(self) -> None:
+        require(
+            self.heads % self.kv_heads == 0,
+            f"{self.heads} heads cannot share {self.kv_heads} key-value heads",
+        )
+        require(self.head_dim % 2 == 0, f"a head_dim of {self.head_dim} cannot be rotated")
+
+    @property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """What a layer caches: see kv_cache.py."""
+        return ((self.kv_heads, self.head_dim),) * 2
+
+
+def parse_gqa(fields: Fields, hidden: int, heads: int) -> GqaShape:
+    """Reads the sizes, with transformers' defaults; raises ModelDataError."""
+    head_dim = fields.optional_integer("head_dim", high=MAX_WIDTH)
+    if head_dim is None:
+        require(hidden % heads == 0, f"hidden_size {hidden} is not a multiple of {heads} heads")
+        head_dim = hidden // heads
+    kv_heads = fields.integer("num_key_value_heads", high=MAX_HEADS, default=heads)
+    return GqaShape(heads, kv_heads, head_dim)
+
+
+class GqaAttention:
+    """Grouped-query attention of one layer, with half-rotation rope."""
+
+    def __init__(
+        self,
+        layer: int,
+        shape: GqaShape,
+        projections: tuple[Linear, Linear, Linear, Linear],  # q, k, v, o
+        q_norm: Callable[[Tensor], Tensor] | None = None,
+        k_norm: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """The norms act on the whole projection [T, heads·head_dim], before rope."""
+        self._layer, self._shape = layer, shape
+        self._q, self._k, self._v, self._o = projections
+        self._q_norm, self._k_norm = q_norm, k_norm
+
+    def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
+        """x [T, D] -> [T, D]; writes each request's keys and values into its cache."""
+        q, k, v = self._q(x), self._k(x), self._v(x)
+        if self._q_norm is not None:
+            q = self._q_norm(q)
+        if self._k_norm is not None:
+            k = self._k_norm(k)
+        shape = self._shape
+        if shape.clip is not None:
+            q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
+        q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))  # [T, heads, W]
+        q, k = (rotate_half(y, rows.cos, rows.sin) for y in (q, k))
+        out = x.new_empty(len(x), shape.heads * shape.head_dim)
+        for span in rows.spans:
+            r = span.rows
+            keys, values = span.cache.write(self._layer, span.past, k[r], v[r])
+            out[r] = attend(q[r], keys, values, shape.head_dim**-0.5, shape.window)
+        return self._o(out)
+
+
+def gqa_projections(
+    parts: Parts, prefix: str, hidden: int, shape: GqaShape
+) -> tuple[Linear, Linear, Linear, Linear]:
+    """From `prefix`.{q,k,v,o}_proj."""
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return (
+        parts.linear(f"{prefix}.q_proj", wide, hidden, shape.bias),
+        parts.linear(f"{prefix}.k_proj", narrow, hidden, shape.bias),
+        parts.linear(f"{prefix}.v_proj", narrow, hidden, shape.bias),
+        parts.linear(f"{prefix}.o_proj", hidden, wide, shape.bias),
+    )

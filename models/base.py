@@ -1,0 +1,166 @@
+"""The seam between models and expert stores, and the verbs that every family speaks.
+
+Does not know where weights come from, which experts are resident, or what text is.
+
+One legend for all floors:
+    T  tokens (rows) in a pass        E  routed experts per layer      D  hidden size
+    K  experts per token (top-k)      L  MoE layers, a flat index      N  entries in the EAMC
+    F  intermediate size of one expert                                 S  tokens in a KV cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+Phase = Literal["encode", "prefill", "decode"]
+Role = Literal["gate", "up", "down"]
+Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
+
+
+class Pending(Protocol):
+    """The routed output of one layer, possibly still being computed."""
+
+    def result(self) -> Tensor:
+        """[T, D]: sum over k of weights[t, k] * ffn(expert ids[t, k], x[t]); blocks until done."""
+        ...
+
+
+class Experts(Protocol):
+    """Runs the routed experts of every layer. The only thing a model knows about offloading."""
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        """Opens a pass of T rows; rows [T] int64 names the request that each row belongs to."""
+        ...
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        """Starts layer `layer` (0 … L-1) on x [T, D] with ids [T, K] int64 and weights [T, K] f32.
+
+        An id of -1 means no expert (padding, a dropped token). Does not modify its arguments; they
+        must not change before `result`. At most one submit is outstanding at a time.
+        """
+        ...
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        """What `layer` will probably route to, [T, K] each; it never changes a result."""
+        ...
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        """Closes the pass; accepted_rows [T] bool says which rows count as history (None: all)."""
+        ...
+
+
+class Parts(Protocol):
+    """Hands a family its dense weights, by checkpoint name. The loader decides their form."""
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name`; raises ModelDataError when it is missing or has another shape."""
+        ...
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        """x @ `prefix`.weight.T (+ `prefix`.bias), with weight [out_features, in_features]."""
+        ...
+
+
+class ModelDataError(ValueError):
+    """A checkpoint or a configuration does not describe a model that we can run."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """What an expert store must know of a family: L layers of E gated experts, K per token."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Where one source tensor belongs: the `role` matrix of expert `expert` of MoE layer `layer`.
+
+    gate and up are [F, D], down is [D, F].
+    """
+
+    layer: int
+    expert: int
+    role: Role
+
+
+class State(Protocol):
+    """What one request has left behind in the layers (the KV cache), as a value."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Tokens it can hold; extending beyond raises ContextFull before anything is computed."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forgets every token after the first `length`."""
+        ...
+
+    def snapshot(self) -> State:
+        """An independent copy, of the same capacity."""
+        ...
+
+
+class ContextFull(ValueError):
+    """More tokens than the state has room for."""
+
+
+class Model(Protocol):
+    """One decoder-only family at one size, with its dense weights."""
+
+    moe: MoeShape
+    vocab_size: int
+    max_context: int
+    kv_bytes_per_token: int
+
+    def new_state(self, capacity: int) -> State:
+        """An empty state for up to `capacity` tokens; memory is touched only as tokens arrive."""
+        ...
+
+    def extend(
+        self,
+        batch: Sequence[tuple[Sequence[int], State]],
+        experts: Experts,
+        logits: Literal["last", "all"] = "last",
+    ) -> Tensor:
+        """Appends token ids to each state in one pass, and returns the logits in float32.
+
+        "last": [requests, vocab], one row for the last token of each request; "all": [T, vocab] for
+        every token, in batch order. The phase is decode when every request brings exactly one token
+        and has history, else prefill. Raises ContextFull; a failed pass leaves all lengths as they
+        were.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """One line of the table in models/__init__.py: what a family's file offers.
+
+    parse     config.json as a mapping -> the family's frozen config (unknown keys are ignored);
+              raises ModelDataError for values that are absent, absurd or not supported
+    build     (config, parts) -> Model
+    expert    (tensor name, config) -> the part it is, or None for a dense tensor
+    ignores   (tensor name, config) -> whether the tensor is deliberately not loaded
+    """
+
+    model_type: str
+    parse: Callable[[Mapping[str, Any]], Any]
+    build: Callable[[Any, Parts], Model]
+    expert: Callable[[str, Any], ExpertPart | None]
+    ignores: Callable[[str, Any], bool]

@@ -1,0 +1,139 @@
+"""Reads config.json values that may be absent, absurd or hostile.
+
+Does not know families, files or tensors; nothing read here is ever imported or executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from moeinf.models.base import ModelDataError
+
+# No published model comes near these; beyond them sizes are typing errors or attacks.
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 14
+MAX_EXPERTS = 1 << 16
+MAX_WIDTH = 1 << 20  # any vector: hidden, intermediate, rank, head_dim
+MAX_CONTEXT = 1 << 27
+MAX_VOCAB = 1 << 24
+
+
+class Fields:
+    """One JSON object of a config. A key that is null counts as absent.
+
+    Every method raises ModelDataError naming the key. Where a method takes several names they are
+    spellings of one key: all that are present must agree.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        if not isinstance(values, Mapping):
+            raise ModelDataError(f"{where} must be an object, not {_shown(values)}")
+        self._values = values
+        self._where = where
+
+    def integer(self, *names: str, high: int, low: int = 1, default: int | None = None) -> int:
+        """An integer in low … high; required when there is no default."""
+        value = self.optional_integer(*names, high=high, low=low)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelDataError(f"{self._where} lacks {' or '.join(names)}")
+        return value
+
+    def optional_integer(self, *names: str, high: int, low: int = 1) -> int | None:
+        """An integer in low … high, or None when absent."""
+        name, value = self._find(names)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self._error(name, value, f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, *, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in low … high; required when there is no default."""
+        value = self.optional_number(name, low=low, high=high)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelDataError(f"{self._where} lacks {name}")
+        return value
+
+    def optional_number(self, name: str, *, low: float, high: float) -> float | None:
+        """A finite number in low … high, or None when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not low <= value <= high
+        ):
+            raise self._error(name, value, f"must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._error(name, value, "must be true or false")
+        return value
+
+    def choice(self, *names: str, default: str, known: tuple[str, ...]) -> str:
+        """One of the `known` words; any other is a feature that we do not have."""
+        name, value = self._find(names)
+        if value is None:
+            return default
+        if not isinstance(value, str) or value not in known:
+            raise self._error(name, value, f"is not supported; known: {', '.join(known)}")
+        return value
+
+    def section(self, name: str) -> Fields | None:
+        """A nested object, or None when it is absent or empty."""
+        value = self._values.get(name)
+        if value is None or value == {}:
+            return None
+        return Fields(value, f"{self._where}: {name}")
+
+    def has(self, name: str) -> bool:
+        """Whether the key is present and not null."""
+        return self._values.get(name) is not None
+
+    def refuse(self, name: str, *harmless: object) -> None:
+        """Refuses a key whose value is present and none of the harmless ones."""
+        value = self._values.get(name)
+        if value is None or any(type(value) is type(x) and value == x for x in harmless):
+            return
+        raise self._error(name, value, "is not supported")
+
+    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
+        found = [(name, self._values[name]) for name in names if self.has(name)]
+        for name, value in found[1:]:
+            if value != found[0][1]:
+                raise self._error(name, value, f"disagrees with {found[0][0]}")
+        return found[0] if found else (names[0], None)
+
+    def _error(self, name: str, value: object, problem: str) -> ModelDataError:
+        return ModelDataError(f"{self._where}: {name} = {_shown(value)} {problem}")
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raises ModelDataError with the problem unless the condition holds."""
+    if not holds:
+        raise ModelDataError(f"config.json: {problem}")
+
+
+def _shown(value: object) -> str:
+    """A hostile value, short enough to print."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:g}" if math.isfinite(value) else str(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 64 else "a huge integer"
+    return f"a {type(value).__name__}"

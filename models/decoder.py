@@ -1,0 +1,187 @@
+"""A pre-norm decoder: embedding, blocks of attention and feed-forward, final norm, logits.
+
+Does not know families: a family's file hands it blocks. Knows experts only as the `Experts` seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.base import ContextFull, Experts, Linear, MoeShape, Parts, State
+from moeinf.models.config import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+)
+from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.norms import RmsNorm
+from moeinf.models.rope import Rope, RopeConfig, parse_rope
+
+_HEAD_ROWS = 64  # rows of logits computed at once
+
+
+@dataclass(frozen=True)
+class BodyConfig:
+    """What every decoder's config has."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    norm_eps: float
+    max_context: int
+    tied_embeddings: bool
+    rope: RopeConfig
+
+
+def parse_body(fields: Fields, *, default_theta: float, default_eps: float) -> BodyConfig:
+    """Raises ModelDataError; also for an activation other than silu and for quantised weights."""
+    fields.choice("hidden_act", default="silu", known=("silu", "swish"))
+    fields.refuse("quantization_config")
+    max_context = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
+    return BodyConfig(
+        vocab=fields.integer("vocab_size", high=MAX_VOCAB),
+        hidden=fields.integer("hidden_size", high=MAX_WIDTH),
+        layers=fields.integer("num_hidden_layers", high=MAX_LAYERS),
+        heads=fields.integer("num_attention_heads", high=MAX_HEADS),
+        norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0, default=default_eps),
+        max_context=max_context,
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        rope=parse_rope(fields, max_context, default_theta),
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """x += attention(norm(x)); x += ffn(norm(x))."""
+
+    attention_norm: Callable[[Tensor], Tensor]
+    attention: Callable[[Tensor, PassRows], Tensor]
+    ffn_norm: Callable[[Tensor], Tensor]
+    ffn: Callable[[Tensor, Experts], Tensor]
+
+    def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
+        """[T, D] -> [T, D]."""
+        x = x + self.attention(self.attention_norm(x), rows)
+        return x + self.ffn(self.ffn_norm(x), experts)
+
+
+class Decoder:
+    """A `Model` made of blocks. Weights are named as in the checkpoints of llama-like families."""
+
+    def __init__(
+        self,
+        config: BodyConfig,
+        moe: MoeShape,
+        planes: tuple[tuple[int, int], ...],
+        rope_dim: int,
+        blocks: Sequence[Block],
+        parts: Parts,
+    ) -> None:
+        """planes: what the blocks' attention caches per layer; see kv_cache.py."""
+        self.moe = moe
+        self.vocab_size = config.vocab
+        self.max_context = config.max_context
+        embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
+        self._embedding = embedding  # [V, D]
+        self._blocks = tuple(blocks)
+        self._norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        self._head: Linear = parts.linear(head, config.vocab, config.hidden)
+        self._rope = Rope(config.rope, rope_dim, embedding.device)
+        self._cache = CacheLayout(config.layers, planes, embedding.dtype, embedding.device)
+        self.kv_bytes_per_token = self._cache.bytes_per_token
+
+    def new_state(self, capacity: int) -> KvCache:
+        """An empty state; ValueError unless 1 ≤ capacity ≤ max_context."""
+        if capacity > self.max_context:
+            raise ValueError(f"a context of {capacity} tokens; the model has {self.max_context}")
+        return KvCache(self._cache, capacity)
+
+    def extend(
+        self,
+        batch: Sequence[tuple[Sequence[int], State]],
+        experts: Experts,
+        logits: Literal["last", "all"] = "last",
+    ) -> Tensor:
+        """See base.Model. ValueError for no tokens, unknown ids, or a state twice in a batch."""
+        spans = self._spans(batch)
+        count = spans[-1].rows.stop
+        device = self._embedding.device
+        ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
+        owner = [request for request, span in enumerate(spans) for _ in range(span.count)]
+        decoding = all(span.count == 1 and span.past > 0 for span in spans)
+        # Made outside of inference mode, so that the caller may write into them.
+        last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
+        out = torch.empty(count if logits == "all" else len(spans), self.vocab_size, device=device)
+        with torch.inference_mode():
+            experts.begin_pass(torch.tensor(owner, device=device), _phase(decoding))
+            try:
+                x = self._run(ids, spans, experts)  # [T, D]
+                self._logits(x if logits == "all" else x[last], out)
+            except BaseException:
+                experts.end_pass(torch.zeros(count, dtype=torch.bool, device=device))
+                raise
+            experts.end_pass()
+        for span in spans:
+            span.cache.advance(span.count)
+        return out
+
+    def _spans(self, batch: Sequence[tuple[Sequence[int], State]]) -> tuple[Span, ...]:
+        """Checks everything that can be wrong with a batch before anything is computed."""
+        spans: list[Span] = []
+        start = 0
+        for ids, state in batch:
+            if not isinstance(state, KvCache) or state.layout != self._cache:
+                raise ValueError("the state was not made by this model")
+            if any(state is span.cache for span in spans):
+                raise ValueError("a state appears twice in one batch")
+            if not len(ids):
+                raise ValueError("no tokens to extend a state with")
+            if not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                raise ValueError(f"token ids must lie in 0 … {self.vocab_size - 1}")
+            if state.length + len(ids) > state.capacity:
+                raise ContextFull(
+                    f"{len(ids)} more tokens after {state.length} do not fit "
+                    f"into a context of {state.capacity}"
+                )
+            spans.append(Span(state, slice(start, start + len(ids)), state.length))
+            start += len(ids)
+        if not spans:
+            raise ValueError("an empty batch")
+        return tuple(spans)
+
+    def _run(self, ids: Tensor, spans: tuple[Span, ...], experts: Experts) -> Tensor:
+        """ids [T] -> hidden states [T, D] before the final norm."""
+        positions = torch.cat(
+            [torch.arange(s.past, s.past + s.count, device=ids.device) for s in spans]
+        )
+        rows = PassRows(spans, *self._rope(positions))
+        x = functional.embedding(ids, self._embedding)
+        for block in self._blocks:
+            x = block(x, rows, experts)
+        return x
+
+    def _logits(self, x: Tensor, out: Tensor) -> None:
+        """x [n, D] -> out [n, vocab] float32."""
+        for start in range(0, len(x), _HEAD_ROWS):
+            rows = slice(start, start + _HEAD_ROWS)
+            out[rows] = self._head(self._norm(x[rows]))
+
+
+def _phase(decoding: bool) -> Literal["prefill", "decode"]:
+    return "decode" if decoding else "prefill"
+
+
+def ignores_buffers(name: str, tied_embeddings: bool) -> bool:
+    """Tensors that old checkpoints carry and no model needs."""
+    return name.endswith(".rotary_emb.inv_freq") or (tied_embeddings and name == "lm_head.weight")

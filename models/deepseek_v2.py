@@ -1,0 +1,159 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, shared experts, dense first layers.
+
+Does not know where weights come from. Math as in transformers 5.23, modeling_deepseek_v2.py;
+moe_layer_freq, which that file drops, as in DeepSeek's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moeinf.models.base import ExpertPart, Experts, Family, Model, MoeShape, Parts, Role
+from moeinf.models.config import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    require,
+)
+from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.ffn import gated_mlp
+from moeinf.models.mla import MlaAttention, MlaShape
+from moeinf.models.moe import SparseFfn, parse_moe
+from moeinf.models.norms import RmsNorm
+from moeinf.models.routing import SoftmaxRouter
+
+_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
+
+
+@dataclass(frozen=True)
+class DeepseekV2Config:
+    """config.json, checked."""
+
+    body: BodyConfig
+    attention: MlaShape
+    moe: MoeShape
+    sparse_layers: range  # the layers that have experts
+    dense_intermediate: int  # of the others
+    shared_experts: int
+    groups: tuple[int, int] | None  # n_group, topk_group of group_limited_greedy
+    routed_scale: float
+
+    def __post_init__(self) -> None:
+        require(self.attention.rope % 2 == 0, f"qk_rope_head_dim {self.attention.rope} is odd")
+        if self.groups is not None:
+            groups, kept = self.groups
+            experts, top_k = self.moe.experts, self.moe.top_k
+            require(experts % groups == 0, f"{experts} experts do not form {groups} groups")
+            require(kept <= groups, f"topk_group {kept} of {groups} groups")
+            require(
+                top_k <= experts // groups * kept, f"{kept} groups hold fewer than {top_k} experts"
+            )
+
+
+def parse(values: Mapping[str, Any]) -> DeepseekV2Config:
+    """See base.Family. Refuses norm_topk_prob: DeepSeek's code and transformers' disagree on it."""
+    fields = Fields(values)
+    body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
+    fields.refuse("mlp_bias", False)
+    fields.refuse("norm_topk_prob", False)
+    fields.refuse("num_key_value_heads", body.heads)
+    fields.choice("scoring_func", default="softmax", known=("softmax",))
+    method = fields.choice(
+        "topk_method", default="greedy", known=("greedy", "group_limited_greedy")
+    )
+    groups = None
+    if method == "group_limited_greedy":
+        n_group = fields.integer("n_group", high=MAX_EXPERTS)
+        groups = (n_group, fields.integer("topk_group", high=MAX_EXPERTS))
+    first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=0)
+    step = fields.integer("moe_layer_freq", high=MAX_LAYERS, default=1)
+    sparse = range(-(-first // step) * step, body.layers, step)
+    return DeepseekV2Config(
+        body=body,
+        attention=_parse_mla(fields, body),
+        moe=parse_moe(fields, len(sparse), body.hidden, "moe_intermediate_size"),
+        sparse_layers=sparse,
+        dense_intermediate=fields.integer("intermediate_size", high=MAX_WIDTH),
+        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=0),
+        groups=groups,
+        routed_scale=fields.number("routed_scaling_factor", low=1e-3, high=1e3, default=1.0),
+    )
+
+
+def _parse_mla(fields: Fields, body: BodyConfig) -> MlaShape:
+    nope = fields.integer("qk_nope_head_dim", high=MAX_WIDTH)
+    rope = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
+    return MlaShape(
+        heads=body.heads,
+        nope=nope,
+        rope=rope,
+        value=fields.integer("v_head_dim", high=MAX_WIDTH),
+        kv_lora=fields.integer("kv_lora_rank", high=MAX_WIDTH),
+        q_lora=fields.optional_integer("q_lora_rank", high=MAX_WIDTH),
+        scale=(nope + rope) ** -0.5 * body.rope.softmax_factor,
+        bias=fields.flag("attention_bias"),
+    )
+
+
+def build(config: DeepseekV2Config, parts: Parts) -> Model:
+    """See base.Family."""
+    shape = config.attention
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    planes = ((1, shape.kv_lora + shape.rope),)
+    return Decoder(config.body, config.moe, planes, shape.rope, blocks, parts)
+
+
+def _block(config: DeepseekV2Config, parts: Parts, layer: int) -> Block:
+    body, prefix = config.body, f"model.layers.{layer}"
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(parts.tensor(f"{prefix}.{name}.weight", body.hidden), body.norm_eps)
+
+    sparse = layer in config.sparse_layers
+    return Block(
+        attention_norm=norm("input_layernorm"),
+        attention=MlaAttention(layer, config.attention, body.hidden, parts, f"{prefix}.self_attn"),
+        ffn_norm=norm("post_attention_layernorm"),
+        ffn=(_sparse if sparse else _dense)(config, parts, layer, f"{prefix}.mlp"),
+    )
+
+
+def _dense(
+    config: DeepseekV2Config, parts: Parts, layer: int, prefix: str
+) -> Callable[[Tensor, Experts], Tensor]:
+    mlp = gated_mlp(parts, prefix, config.body.hidden, config.dense_intermediate)
+    return lambda x, experts: mlp(x)
+
+
+def _sparse(config: DeepseekV2Config, parts: Parts, layer: int, prefix: str) -> SparseFfn:
+    moe, shared = config.moe, None
+    gate = parts.tensor(f"{prefix}.gate.weight", moe.experts, moe.hidden)
+    router = SoftmaxRouter(
+        gate.float(), moe.top_k, False, scale=config.routed_scale, groups=config.groups
+    )
+    if config.shared_experts:
+        width = config.shared_experts * moe.intermediate
+        shared = gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, width)
+    return SparseFfn(config.sparse_layers.index(layer), router, shared)
+
+
+def expert(name: str, config: DeepseekV2Config) -> ExpertPart | None:
+    """See base.Family."""
+    return expert_part(name, _EXPERT, _ROLES, config.sparse_layers, config.moe.experts)
+
+
+def ignores(name: str, config: DeepseekV2Config) -> bool:
+    """See base.Family. transformers writes empty shared experts where there are none."""
+    if not config.shared_experts and ".mlp.shared_experts." in name:
+        return True
+    return ignores_buffers(name, config.body.tied_embeddings)
+
+
+FAMILY = Family("deepseek_v2", parse, build, expert, ignores)

@@ -1,0 +1,118 @@
+"""What attention remembers of one request, and how the rows of a pass map onto it.
+
+Does not know attention: a cache is planes of vectors per layer, one vector per token.
+
+One layer of a cache, with `capacity` columns of which the first `length` hold tokens:
+
+    grouped-query attention   keys   [kv_heads, capacity, head_dim]
+                              values [kv_heads, capacity, head_dim]
+    latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
+                              then the rotated key that all heads share
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The planes of every layer, as (heads, width) each."""
+
+    layers: int
+    planes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers together."""
+        items = sum(heads * width for heads, width in self.planes)
+        return self.layers * items * self.dtype.itemsize
+
+
+class KvCache:
+    """A `State`. Memory is reserved at once, but its pages are touched only as tokens arrive."""
+
+    def __init__(self, layout: CacheLayout, capacity: int) -> None:
+        """Raises ValueError unless there is room for a token."""
+        if capacity < 1:
+            raise ValueError(f"a context of {capacity} tokens")
+        self.layout = layout
+        self._capacity = capacity
+        self._length = 0
+        self._layers = [
+            tuple(
+                torch.empty(heads, capacity, width, dtype=layout.dtype, device=layout.device)
+                for heads, width in layout.planes
+            )
+            for _ in range(layout.layers)
+        ]
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    @property
+    def capacity(self) -> int:
+        """Tokens it can hold."""
+        return self._capacity
+
+    def truncate(self, length: int) -> None:
+        """Forgets every token after the first `length`; ValueError when there are fewer."""
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot keep {length} of {self._length} tokens")
+        self._length = length
+
+    def snapshot(self) -> KvCache:
+        """An independent copy of the same capacity; only the tokens held are copied."""
+        copy = KvCache(self.layout, self._capacity)
+        copy._length = self._length
+        for mine, its in zip(self._layers, copy._layers, strict=True):
+            for source, target in zip(mine, its, strict=True):
+                target[:, : self._length] = source[:, : self._length]
+        return copy
+
+    def write(self, layer: int, start: int, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Stores rows [T, heads, width], one tensor per plane, as the tokens from `start` on.
+
+        Returns views [heads, start + T, width] of each plane. The length stays as it is, so that a
+        pass that fails leaves the state unchanged.
+        """
+        stop = start + len(rows[0])
+        assert start <= self._length <= stop <= self._capacity, (start, stop)
+        for plane, new in zip(self._layers[layer], rows, strict=True):
+            plane[:, start:stop] = new.transpose(0, 1)
+        return tuple(plane[:, :stop] for plane in self._layers[layer])
+
+    def advance(self, tokens: int) -> None:
+        """Counts tokens that every layer has written."""
+        assert self._length + tokens <= self._capacity
+        self._length += tokens
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows of one request in a pass; they become its tokens from `past` on."""
+
+    cache: KvCache
+    rows: slice
+    past: int
+
+    @property
+    def count(self) -> int:
+        """Rows, at least one."""
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """All rows of a pass: who they belong to, and their rope angles [T, rope_dim/2]."""
+
+    spans: tuple[Span, ...]
+    cos: Tensor
+    sin: Tensor

@@ -1,0 +1,83 @@
+"""Mixtral: grouped-query attention, and eight large experts of which two run.
+
+Does not know where weights come from. Math as in transformers 5.23, modeling_mixtral.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.config import MAX_CONTEXT, Fields
+from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.moe import SparseFfn, parse_moe
+from moeinf.models.norms import RmsNorm
+from moeinf.models.routing import SoftmaxRouter
+
+_ROLES: Mapping[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}
+_EXPERT = expert_pattern(
+    "model.layers.{layer}.block_sparse_moe.experts.{expert}.{role}.weight", _ROLES
+)
+
+
+@dataclass(frozen=True)
+class MixtralConfig:
+    """config.json, checked."""
+
+    body: BodyConfig
+    attention: GqaShape
+    moe: MoeShape
+
+
+def parse(values: Mapping[str, Any]) -> MixtralConfig:
+    """See base.Family. A sliding window is supported."""
+    fields = Fields(values)
+    body = parse_body(fields, default_theta=1e6, default_eps=1e-5)
+    fields.refuse("attention_bias", False)
+    window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)
+    shape = parse_gqa(fields, body.hidden, body.heads)
+    return MixtralConfig(
+        body=body,
+        attention=replace(shape, window=window),
+        moe=parse_moe(fields, body.layers, body.hidden, "intermediate_size"),
+    )
+
+
+def build(config: MixtralConfig, parts: Parts) -> Model:
+    """See base.Family."""
+    shape = config.attention
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    return Decoder(config.body, config.moe, shape.planes, shape.head_dim, blocks, parts)
+
+
+def _block(config: MixtralConfig, parts: Parts, layer: int) -> Block:
+    body, moe, prefix = config.body, config.moe, f"model.layers.{layer}"
+    gate = parts.tensor(f"{prefix}.block_sparse_moe.gate.weight", moe.experts, moe.hidden)
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(parts.tensor(f"{prefix}.{name}.weight", body.hidden), body.norm_eps)
+
+    projections = gqa_projections(parts, f"{prefix}.self_attn", body.hidden, config.attention)
+    return Block(
+        attention_norm=norm("input_layernorm"),
+        attention=GqaAttention(layer, config.attention, projections),
+        ffn_norm=norm("post_attention_layernorm"),
+        ffn=SparseFfn(layer, SoftmaxRouter(gate.float(), moe.top_k, renormalise=True)),
+    )
+
+
+def expert(name: str, config: MixtralConfig) -> ExpertPart | None:
+    """See base.Family."""
+    return expert_part(name, _EXPERT, _ROLES, range(config.body.layers), config.moe.experts)
+
+
+def ignores(name: str, config: MixtralConfig) -> bool:
+    """See base.Family."""
+    return ignores_buffers(name, config.body.tied_embeddings)
+
+
+FAMILY = Family("mixtral", parse, build, expert, ignores)

@@ -1,0 +1,130 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Does not know families; the cache holds one compressed vector per token for all heads.
+
+Every head's key is [W_uk · latent, rotated key], its value W_uv · latent. Two ways to compute:
+
+    one row      W_uk goes into the query and W_uv after the sum, so that attention runs on the
+                 latents themselves: nothing per token and head is ever expanded
+    many rows    keys and values are expanded for a block of heads at a time: scratch is at most
+                 SCRATCH_BYTES, or one head's S × (2·max(nope + rope, v) + nope + v) items if more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.attention import attend, head_blocks
+from moeinf.models.base import Linear, Parts
+from moeinf.models.kv_cache import PassRows, Span
+from moeinf.models.norms import RmsNorm
+from moeinf.models.rope import rotate_pairs
+
+_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """Sizes by their config keys, and the softmax scale."""
+
+    heads: int
+    nope: int  # qk_nope_head_dim
+    rope: int  # qk_rope_head_dim
+    value: int  # v_head_dim
+    kv_lora: int  # kv_lora_rank
+    q_lora: int | None  # q_lora_rank
+    scale: float
+    bias: bool = False  # on q_a_proj, kv_a_proj_with_mqa and o_proj
+
+
+class MlaAttention:
+    """Latent attention of one layer, with rope on interleaved pairs of the rope dimensions."""
+
+    def __init__(self, layer: int, shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> None:
+        self._layer, self._shape = layer, shape
+        self._q = _query(shape, hidden, parts, prefix)
+        self._kv_a = parts.linear(
+            f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora + shape.rope, hidden, shape.bias
+        )
+        self._kv_norm = RmsNorm(
+            parts.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_lora), _EPS
+        )
+        rows = shape.heads * (shape.nope + shape.value)
+        kv_b = parts.tensor(f"{prefix}.kv_b_proj.weight", rows, shape.kv_lora)
+        self._kv_b = kv_b.view(shape.heads, -1, shape.kv_lora)  # [H, nope + v, kv_lora]
+        self._o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
+
+    def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
+        """x [T, D] -> [T, D]; writes each request's latents into its cache."""
+        shape = self._shape
+        q = torch.unflatten(self._q(x), -1, (shape.heads, -1))  # [T, H, nope + rope]
+        q_nope, q_rope = torch.split(q, [shape.nope, shape.rope], -1)
+        q_rope = rotate_pairs(q_rope, rows.cos, rows.sin)
+        latent, k_rope = torch.split(self._kv_a(x), [shape.kv_lora, shape.rope], -1)
+        k_rope = rotate_pairs(k_rope[:, None], rows.cos, rows.sin)  # [T, 1, rope]
+        new = torch.cat((self._kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, kv_lora + rope]
+        past = [
+            span.cache.write(self._layer, span.past, new[span.rows])[0][0] for span in rows.spans
+        ]  # per request [S, kv_lora + rope]
+        out = x.new_empty(len(x), shape.heads, shape.value)
+        singles = [i for i, span in enumerate(rows.spans) if span.count == 1]
+        if singles:
+            at = [rows.spans[i].rows.start for i in singles]
+            out[at] = self._absorbed(q_nope[at], q_rope[at], [past[i] for i in singles])
+        for span, memory in zip(rows.spans, past, strict=True):
+            if span.count > 1:
+                self._expanded(q_nope, q_rope, span, memory, out)
+        return self._o(out.flatten(1))
+
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, past: Sequence[Tensor]) -> Tensor:
+        """One row for each of R requests: q_nope [R, H, nope], q_rope [R, H, rope] -> [R, H, v]."""
+        shape = self._shape
+        w_uk, w_uv = torch.split(self._kv_b, [shape.nope, shape.value], 1)  # [H, …, kv_lora] each
+        q = torch.cat(((q_nope.transpose(0, 1) @ w_uk).transpose(0, 1), q_rope), -1)
+        mixed = q.new_empty(len(past), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
+        for row, memory in enumerate(past):
+            for block in head_blocks(shape.heads, len(memory) * (3 * 4)):
+                scores = (q[row, block] @ memory.T).float() * shape.scale  # [h, S]
+                weights = scores.softmax(-1).to(memory.dtype)
+                mixed[row, block] = weights @ memory[:, : shape.kv_lora]
+        return (mixed.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, span: Span, memory: Tensor, out: Tensor
+    ) -> None:
+        """Several rows of one request; memory [S, kv_lora + rope]; writes into out [T, H, v]."""
+        shape, total = self._shape, len(memory)
+        latent, k_rope = torch.split(memory, [shape.kv_lora, shape.rope], -1)
+        # Zeros after the shorter of key and value: torch's flash kernel wants equal widths.
+        width = max(shape.nope + shape.rope, shape.value)
+        items = total * (2 * width + shape.nope + shape.value)
+        for block in head_blocks(shape.heads, items * memory.itemsize):
+            heads = block.stop - block.start
+            kv = functional.linear(latent, self._kv_b[block].flatten(0, 1))  # [S, h·(nope + v)]
+            kv = torch.unflatten(kv, -1, (heads, -1))
+            k_nope, value = torch.split(kv, [shape.nope, shape.value], -1)  # [S, h, …]
+            k = memory.new_zeros(heads, total, width)
+            k[..., : shape.nope] = k_nope.transpose(0, 1)
+            k[..., shape.nope : shape.nope + shape.rope] = k_rope
+            v = memory.new_zeros(heads, total, width)
+            v[..., : shape.value] = value.transpose(0, 1)
+            q = torch.cat((q_nope[span.rows, block], q_rope[span.rows, block]), -1)
+            q = functional.pad(q, (0, width - q.shape[-1]))  # [T, h, width]
+            done = torch.unflatten(attend(q, k, v, shape.scale), -1, (heads, width))
+            out[span.rows, block] = done[..., : shape.value]
+
+
+def _query(shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> Callable[[Tensor], Tensor]:
+    """The query projection, through a bottleneck where the model has one: [T, D] -> [T, H·W]."""
+    wide = shape.heads * (shape.nope + shape.rope)
+    if shape.q_lora is None:
+        return parts.linear(f"{prefix}.q_proj", wide, hidden)
+    down: Linear = parts.linear(f"{prefix}.q_a_proj", shape.q_lora, hidden, shape.bias)
+    norm = RmsNorm(parts.tensor(f"{prefix}.q_a_layernorm.weight", shape.q_lora), _EPS)
+    up: Linear = parts.linear(f"{prefix}.q_b_proj", wide, shape.q_lora)
+    return lambda x: up(norm(down(x)))

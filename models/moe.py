@@ -1,0 +1,129 @@
+"""The routed experts in plain torch: grouping, combining, and the reference store.
+
+Does not know caches, files or families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeinf.models.base import Experts, MoeShape, Phase
+from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
+from moeinf.models.ffn import swiglu
+
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, D] -> ids [T, K], weights [T, K]
+
+
+def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> MoeShape:
+    """Reads the sizes of `layers` MoE layers, in any spelling; raises ModelDataError.
+
+    intermediate: the config key of one expert's intermediate size.
+    """
+    shape = MoeShape(
+        layers=layers,
+        experts=fields.integer(
+            "num_local_experts", "num_experts", "n_routed_experts", high=MAX_EXPERTS
+        ),
+        top_k=fields.integer("num_experts_per_tok", high=MAX_EXPERTS),
+        hidden=hidden,
+        intermediate=fields.integer(intermediate, high=MAX_WIDTH),
+    )
+    require(shape.layers > 0, "no layer has experts")
+    require(shape.top_k <= shape.experts, f"{shape.top_k} experts per token of {shape.experts}")
+    return shape
+
+
+def group(ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k, ascending.
+
+    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1.
+    """
+    ordered, places = ids.reshape(-1).sort(stable=True)
+    found, counts = torch.unique_consecutive(ordered, return_counts=True)
+    numbers = found.tolist()
+    if numbers and not (numbers[0] >= -1 and numbers[-1] < experts):
+        raise ValueError(f"expert ids {numbers[0]} … {numbers[-1]} with {experts} experts")
+    pairs = zip(numbers, torch.split(places, counts.tolist()), strict=True)
+    return [(expert, rows) for expert, rows in pairs if expert >= 0]
+
+
+def combine(rows: Tensor, weights: Tensor) -> Tensor:
+    """rows [T, K, D] and weights [T, K] f32 -> [T, D] of rows' dtype: summed k by k in float32.
+
+    Multiplying and adding are separate operations, so that a row's sum does not depend on where in
+    the tensor it lies.
+    """
+    total = rows[:, 0].float() * weights[:, 0, None]  # [T, D]
+    for k in range(1, rows.shape[1]):
+        total += rows[:, k].float() * weights[:, k, None]
+    return total.to(rows.dtype)
+
+
+class TorchMath:
+    """These functions as one object, for a store that is handed its arithmetic."""
+
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+        return group(ids, experts)
+
+    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return swiglu(x, gate_up, down)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return combine(rows, weights)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A Pending that is already computed."""
+
+    value: Tensor
+
+    def result(self) -> Tensor:
+        return self.value
+
+
+class ResidentExperts:
+    """All experts in memory: the reference that every other `Experts` must agree with."""
+
+    def __init__(self, weights: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
+        """(layer, expert) -> (gate_up [2F, D], down [D, F])."""
+        self._weights = weights
+        self._experts = 1 + max(expert for _, expert in weights)
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        """Nothing to prepare."""
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
+        """Computes at once. Raises KeyError for an expert that is not there."""
+        rows = x.new_zeros(ids.numel(), x.shape[1])  # [T·K, D]; places without an expert stay 0
+        for expert, places in group(ids, self._experts):
+            gate_up, down = self._weights[layer, expert]
+            rows[places] = swiglu(x[places // ids.shape[1]], gate_up, down)
+        return Done(combine(rows.view(*ids.shape, -1), weights))
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        """Nothing to prefetch."""
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        """Nothing to record."""
+
+
+@dataclass(frozen=True)
+class SparseFfn:
+    """One MoE layer: routed experts, and shared ones that run while the routed are on their way."""
+
+    layer: int  # the flat MoE-layer index
+    router: Router
+    shared: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor, experts: Experts) -> Tensor:
+        """[T, D] -> [T, D]."""
+        ids, weights = self.router(x)
+        pending = experts.submit(self.layer, x, ids, weights)
+        shared = self.shared(x) if self.shared is not None else None
+        routed = pending.result()
+        return routed if shared is None else routed + shared

@@ -1,0 +1,175 @@
+"""Rotary position embedding: default, linear, yarn and llama3 frequencies, two ways to pair.
+
+Does not know attention: it turns positions into angles and rotates vectors by them.
+Formulas as in transformers 5.23, modeling_rope_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeinf.models.config import MAX_CONTEXT, Fields, require
+
+_KINDS = ("default", "linear", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The keys of `rope_parameters` (or `rope_theta` and `rope_scaling`)."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 0  # yarn, llama3
+    attention_factor: float | None = None  # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        require(self.kind in _KINDS, f"rope type {self.kind!r} is not supported")
+        require(
+            self.beta_fast >= self.beta_slow,
+            f"beta_fast {self.beta_fast:g} is below beta_slow {self.beta_slow:g}",
+        )
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            f"high_freq_factor {self.high_freq_factor:g} is not above "
+            f"low_freq_factor {self.low_freq_factor:g}",
+        )
+
+    @property
+    def softmax_factor(self) -> float:
+        """What DeepSeek multiplies its softmax scale with: mscale_all_dim's mscale, squared."""
+        if self.kind == "default" or not self.mscale_all_dim:
+            return 1.0
+        return _mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+def parse_rope(fields: Fields, max_context: int, default_theta: float) -> RopeConfig:
+    """Reads both spellings; `rope_scaling` wins over `rope_parameters`, as in transformers.
+
+    Raises ModelDataError for an unknown type, a partial rotation or an absurd value.
+    """
+    rope = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({})
+    kind = rope.choice("rope_type", "type", default="default", known=_KINDS)
+    for place in (fields, rope):
+        place.refuse("partial_rotary_factor", 1.0, 1)
+    theta = fields.number("rope_theta", low=2.0, high=1e12, default=default_theta)
+    theta = rope.number("rope_theta", low=2.0, high=1e12, default=theta)
+    if kind == "default":
+        return RopeConfig(theta)
+    original = rope.integer(
+        "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
+    )
+    original = fields.integer(
+        "original_max_position_embeddings", high=MAX_CONTEXT, default=original
+    )
+    # Yarn may leave the factor out: it is then the ratio of the two context lengths.
+    ratio = max(max_context / original, 1.0) if kind == "yarn" else None
+    low_high = {
+        name: rope.number(name, low=1e-3, high=1e6)
+        for name in (("low_freq_factor", "high_freq_factor") if kind == "llama3" else ())
+    }
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=rope.number("factor", low=1.0, high=1e6, default=ratio),
+        original_context=original,
+        attention_factor=rope.optional_number("attention_factor", low=1e-6, high=1e6),
+        beta_fast=rope.number("beta_fast", low=1e-3, high=1e6, default=32.0),
+        beta_slow=rope.number("beta_slow", low=1e-3, high=1e6, default=1.0),
+        mscale=rope.optional_number("mscale", low=0.0, high=1e3),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", low=0.0, high=1e3),
+        truncate=rope.flag("truncate", default=True),
+        **low_high,
+    )
+
+
+class Rope:
+    """The angles of one model: positions -> cos and sin, computed once per pass."""
+
+    def __init__(self, config: RopeConfig, dim: int, device: torch.device) -> None:
+        """dim, the rotated dimensions of a head, must be even."""
+        assert dim % 2 == 0, dim
+        self._frequencies = inverse_frequencies(config, dim).to(device)
+        self._factor = _attention_factor(config)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> (cos, sin), each [T, dim/2] float32 and times the attention factor."""
+        angles = positions[:, None].float() * self._frequencies  # [T, dim/2]
+        return angles.cos() * self._factor, angles.sin() * self._factor
+
+
+def inverse_frequencies(config: RopeConfig, dim: int) -> Tensor:
+    """[dim/2] float32: the angle per position of each pair."""
+    periods = config.theta ** (torch.arange(0, dim, 2).float() / dim)  # [dim/2]
+    if config.kind == "yarn":
+        return _yarn(config, dim, periods)
+    if config.kind == "llama3":
+        return _llama3(config, 1.0 / periods)
+    return 1.0 / periods / config.factor
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2]."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [T, heads, dim], pairing 2i with 2i + 1, in float32; cos and sin [T, dim/2]."""
+    a, b = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    """Yarn's temperature (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    """What cos and sin are multiplied with."""
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+    return _mscale(config.factor)
+
+
+def _yarn(config: RopeConfig, dim: int, periods: Tensor) -> Tensor:
+    """Fast pairs keep their frequency, slow ones are stretched, with a ramp between."""
+
+    def pair_with(rotations: float) -> float:
+        """The (fractional) pair that turns so often over the original context."""
+        turns = config.original_context / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = pair_with(config.beta_fast), pair_with(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (config.factor * periods)) * stretched + (1.0 / periods) * (1 - stretched)
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Long waves are stretched by the factor, short ones kept, with a blend between."""
+    low, high = config.low_freq_factor, config.high_freq_factor
+    turns = config.original_context * frequencies / (2 * math.pi)  # over the original context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies / config.factor * (1 - blend) + frequencies * blend

@@ -1,0 +1,194 @@
+"""Slots, the copy queue and checksums: names, units and errors of the compiled module.
+
+Does not know how they work: that stands at the top of the headers beside this file.
+
+Arguments of a wrong type, and negative numbers, raise TypeError everywhere.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Final, final
+
+from typing_extensions import Buffer
+
+PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
+SHARD_DATA_OFFSET: Final[int]  # 4096: where the tensor data of a shard begins
+DEMAND: Final[float]  # the largest priority: somebody needs the expert now
+
+class CorruptShard(OSError):  # noqa: N818 - named after what happened, like Cancelled
+    """A file ended early (errno ENODATA) or its checksum differs, twice (errno EBADMSG).
+
+    `filename` is the file; the message has what was expected and what was there.
+    """
+
+class Cancelled(RuntimeError):  # noqa: N818
+    """The ticket was cancelled, or the queue closed before it was read."""
+
+@final
+class SlotPool:
+    """An arena of equal slots in host memory, zeroed, 2 MiB aligned.
+
+    Supports the buffer protocol: a writable uint8 array of shape [slots, slot_bytes], without a
+    copy. Views keep the arena alive; resident memory never exceeds `bytes`.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        """slot_bytes is rounded up to PAGE_BYTES.
+
+        Raises ValueError when either is 0, MemoryError (naming the bytes) when the system refuses.
+        """
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next, after rounding."""
+
+    @property
+    def bytes(self) -> int:
+        """slots * slot_bytes."""
+
+@final
+class Counters:
+    """A consistent snapshot; submitted == queued + running + done + errors + cancelled."""
+
+    @property
+    def submitted(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def cancelled(self) -> int: ...
+    @property
+    def undelivered(self) -> int:
+        """Tickets that have ended and were neither waited for nor collected."""
+
+    @property
+    def waiting(self) -> int:
+        """Threads inside wait, wait_many or drain."""
+
+    @property
+    def reads(self) -> int:
+        """Reads that brought all their bytes; a reread counts again."""
+
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def read_seconds(self) -> float:
+        """Time inside reads, summed over the reader threads (checksums not included)."""
+
+@final
+class CopyQueue:
+    """Reads sources into slots, most urgent first, oldest first among equals.
+
+    A ticket is queued, then running, then ends exactly once: done, failed or cancelled. Its end is
+    delivered exactly once too: by wait (to every thread that waits at that time) or by collect.
+    Afterwards the ticket is forgotten. All methods are safe from any thread.
+
+    Holds a reference to its pool. Closed when it is garbage collected.
+    """
+
+    def __init__(
+        self, pool: SlotPool, *, readers: int = 2, direct: bool = False, max_open_files: int = 256
+    ) -> None:
+        """`readers` threads, 1 to 64; `direct` asks for O_DIRECT, falling back to buffered reads.
+
+        At most max_open_files + readers descriptors are open. Raises ValueError.
+        """
+
+    def add_source(
+        self,
+        path: str | bytes | os.PathLike[str],
+        offset: int,
+        bytes: int,
+        crc32c: int | None = None,
+    ) -> int:
+        """Registers a range of a file and returns its id; the file is opened when first read.
+
+        `offset` is a multiple of PAGE_BYTES, `bytes` at most a slot: else ValueError. With `crc32c`
+        every read is checked against it. Sources live as long as the queue.
+        """
+
+    def submit(self, source: int, slot: int, priority: float) -> int:
+        """Queues a read of `source` into `slot` and returns its ticket; larger is more urgent.
+
+        Until the ticket ends the slot's bytes are unspecified, and so are those beyond the source's
+        length afterwards, and all of them after a failure. Raises IndexError (no such source or
+        slot), ValueError (priority is NaN), RuntimeError (the slot has a ticket that is queued or
+        running; the queue is closed).
+        """
+
+    def submit_many(
+        self, sources: Sequence[int], slots: Sequence[int], priority: float
+    ) -> list[int]:
+        """submit for each pair, in order, all or none."""
+
+    def raise_priority(self, ticket: int, priority: float) -> None:
+        """Does nothing unless the ticket is still queued and `priority` is higher than its own.
+
+        It keeps its age among its new equals. Raises ValueError (NaN, or never issued).
+        """
+
+    def cancel(self, ticket: int) -> bool:
+        """True when the ticket was still queued and is now cancelled; its slot is free at once.
+
+        False when it is running (it will complete) or has ended. Raises ValueError if never issued.
+        """
+
+    def wait(self, ticket: int) -> None:
+        """Blocks, without the GIL, until the ticket ends, and delivers it: returns when done.
+
+        Raises OSError with errno and filename, CorruptShard, Cancelled, RuntimeError (a reader
+        failed inside), or ValueError when it was never issued or is already delivered. A signal
+        handler's exception (Ctrl-C) also ends the wait; the ticket is then not delivered.
+        """
+
+    def wait_many(self, tickets: Sequence[int]) -> None:
+        """wait for all of them.
+
+        When all have ended and some failed, raises the error of the first such in the given order
+        and delivers only that one: collect() has the others, good and bad.
+        """
+
+    def collect(self) -> list[tuple[int, Exception | None]]:
+        """Delivers every ended ticket that nobody waits for, in the order of ending; never blocks.
+
+        The second item is None when done, else the exception that wait would have raised.
+        """
+
+    def drain(self) -> None:
+        """Blocks, without the GIL, until nothing is queued or running. Delivers nothing."""
+
+    def pause(self) -> None:
+        """No further read starts until resume(); running ones end. close() overrides it."""
+
+    def resume(self) -> None: ...
+    def close(self) -> None:
+        """Cancels what is queued, lets running reads end, and joins the threads; idempotent."""
+
+    def counters(self) -> Counters: ...
+    @property
+    def direct(self) -> bool:
+        """True while reads use O_DIRECT; False from the first file system that refuses it."""
+
+    @property
+    def open_files(self) -> int:
+        """Descriptors in the cache."""
+
+def crc32c(buffer: Buffer, crc: int = 0) -> int:
+    """CRC-32C of a contiguous buffer, continuing from `crc`, the check of what came before.
+
+    Raises BufferError for a buffer that is not contiguous. Large ones are read without the GIL.
+    """
+
+def syncfs(fd: int) -> None:
+    """Makes everything written to the file system of `fd` durable (elsewhere: the one file).
+
+    Raises OSError.
+    """

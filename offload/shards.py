@@ -1,0 +1,100 @@
+"""Writes and checks expert shards: one routed expert per safetensors file.
+
+Does not know families or checkpoints: it is handed an expert's bytes in layout order.
+
+    byte 0      length of the JSON header (u64, little endian)
+    byte 8      JSON header, padded with spaces
+    byte 4096   the expert's data, exactly as it lies in a slot: one aligned read fetches it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from moeinf.native import SHARD_DATA_OFFSET, crc32c
+from moeinf.offload.layout import LAYOUT_VERSION, ExpertKey, ExpertLayout
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest remembers of a file. crc32c covers the data behind `data_offset` only."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+    crc32c: int | None = None
+    data_offset: int = 0
+
+    @property
+    def data_bytes(self) -> int:
+        return self.size_bytes - self.data_offset
+
+
+def shard_path(key: ExpertKey) -> str:
+    """Where a shard lies, relative to its model's folder."""
+    return f"experts/L{key.layer:03d}/E{key.expert:03d}.safetensors"
+
+
+def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
+    """The first SHARD_DATA_OFFSET bytes of a shard."""
+    tensors = {
+        span.name: {
+            "dtype": layout.dtype,
+            "shape": list(span.shape),
+            "data_offsets": [span.offset_bytes, span.offset_bytes + span.size_bytes],
+        }
+        for span in layout.spans
+    }
+    about = {
+        "format": "moeinf",
+        "layout": str(LAYOUT_VERSION),
+        "layer": str(key.layer),
+        "expert": str(key.expert),
+    }
+    return padded_header({"__metadata__": about, **tensors}, SHARD_DATA_OFFSET)
+
+
+def padded_header(header: dict[str, object], multiple: int) -> bytes:
+    """A safetensors length and JSON header, padded with spaces to a multiple of bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    size = -(-(8 + len(text)) // multiple) * multiple
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+
+
+def write_file(folder: Path, name: str, header: bytes, data: Iterable[memoryview]) -> FileRecord:
+    """Writes header and data to `name` below `folder` in one pass that also hashes them.
+
+    The file appears under its name only when it is whole. It is not yet durable: the caller makes
+    many files durable together. Raises OSError (a full disk, say), leaving no debris.
+    """
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb", buffering=0) as out:
+            sha, crc, size = hashlib.sha256(header), 0, len(header)
+            _write_all(out, memoryview(header))
+            for block in data:
+                sha.update(block)
+                crc = crc32c(block, crc)
+                size += block.nbytes
+                _write_all(out, block)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return FileRecord(name, size, sha.hexdigest(), crc, len(header))
+
+
+def _write_all(out: BinaryIO, block: memoryview) -> None:
+    """An unbuffered write may be short; the rest follows."""
+    block = block.cast("B")
+    while block:
+        block = block[os.write(out.fileno(), block) :]

@@ -1,0 +1,38 @@
+"""Counters of an expert store, in the terms of docs/architecture.md ("Measurements").
+
+Does not know time of day, requests or text. An *event* is one selected expert of one token in one
+layer; it is a hit when the expert was resident at the moment its layer asked for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class StoreStats:
+    """Sums since the store was built; a difference of two describes what lies between them."""
+
+    decode_events: int = 0
+    decode_hits: int = 0
+    prefill_events: int = 0
+    prefill_hits: int = 0
+    loads: int = 0  # experts read into a slot
+    decode_loads: int = 0
+    bytes_read: int = 0
+    decode_bytes_read: int = 0
+    stall_seconds: float = 0.0  # waiting for experts with nothing left to compute
+    decode_stall_seconds: float = 0.0
+
+    def copy(self) -> StoreStats:
+        return StoreStats(**self.__dict__)
+
+    def since(self, before: StoreStats) -> StoreStats:
+        return StoreStats(
+            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
+        )
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of decode events that were hits; None before the first."""
+        return self.decode_hits / self.decode_events if self.decode_events else None

@@ -1,0 +1,79 @@
+"""Moves experts from their shards into slots. The only importer of the native copy queue.
+
+Does not know which experts are wanted, nor who has to leave for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from moeinf.native import DEMAND, Cancelled, CopyQueue, SlotPool
+from moeinf.offload.shards import FileRecord
+
+
+class ExpertReadError(OSError):
+    """An expert's bytes could not be had. `shard` is the file, relative to the model's folder."""
+
+    def __init__(self, shard: str, problem: str) -> None:
+        super().__init__(problem)
+        self.shard = shard
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class Transfer:
+    """Reads experts by cell (layer · E + expert) into the slots of `pool`, several at a time.
+
+    `shards` has the record of each cell, in order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shards: Sequence[FileRecord],
+        pool: SlotPool,
+        *,
+        readers: int,
+        direct_io: bool,
+    ) -> None:
+        self._queue = CopyQueue(pool, readers=readers, direct=direct_io)
+        self._shards = shards
+        self._sources = [
+            self._queue.add_source(
+                str(folder / shard.path), shard.data_offset, shard.data_bytes, shard.crc32c
+            )
+            for shard in shards
+        ]
+
+    def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
+        """Asks for cells that a layer waits for; one ticket each, in order."""
+        return self._queue.submit_many([self._sources[c] for c in cells], list(slots), DEMAND)
+
+    def wait(self, ticket: int, cell: int) -> None:
+        """Returns when the cell's bytes are in its slot. Raises ExpertReadError."""
+        try:
+            self._queue.wait(ticket)
+        except OSError as error:
+            shard = self._shards[cell].path
+            raise ExpertReadError(shard, error.strerror or str(error)) from error
+
+    def abandon(self, ticket: int) -> None:
+        """On return the ticket has ended and nothing will write to its slot any more."""
+        self._queue.cancel(ticket)
+        with suppress(OSError, Cancelled):
+            self._queue.wait(ticket)
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether reads pass by the page cache: what was asked for, unless a drive refused it."""
+        return self._queue.direct
+
+    def bytes_of(self, cell: int) -> int:
+        return self._shards[cell].data_bytes
+
+    def close(self) -> None:
+        self._queue.close()

@@ -1,0 +1,142 @@
+"""A conversation: messages in, answers out, the KV cache of earlier turns reused.
+
+Does not know terminals or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from moeinf.models.base import State
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.sampler import Sampler, SamplingOptions
+
+Role = Literal["system", "user", "assistant"]
+_ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
+
+
+class PromptTooLong(ValueError):
+    """A single message does not fit the context."""
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Role
+    content: str
+
+
+class Conversation:
+    """Messages with one model and the KV cache behind them."""
+
+    def __init__(self, engine: Engine, system: str = "", now: str | None = None) -> None:
+        self._engine = engine
+        self._now = now
+        self._state: State | None = None
+        self._cached: list[int] = []  # the tokens that the state holds
+        self.system = system
+        self.messages: list[Message] = []
+        self.dropped = 0  # messages that no longer fit the context, since the last clear
+
+    @property
+    def cached_tokens(self) -> int:
+        return len(self._cached)
+
+    def clear(self) -> None:
+        """Forgets every turn; the system message stays."""
+        self.messages.clear()
+        self.dropped = 0
+
+    def ask(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        """Adds a user message and prepares the answer; iterate it for the text.
+
+        The oldest turns are dropped (and counted in `dropped`) when the context would overflow.
+        Raises PromptTooLong when even this message alone does not fit, TemplateError.
+        """
+        asked = [*self.messages, Message("user", text)]
+        asked, ids = self._fit(asked)
+        self.dropped += len(self.messages) + 1 - len(asked)
+        self.messages = asked
+        return self._answer(ids, options, limits, stopped)
+
+    def complete(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        """Continues `text` itself, without template and turns."""
+        ids = self._engine.tokenizer.encode_text(text)
+        self._check_length(ids)
+        return self._answer(ids, options, limits, stopped)
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """Token ids of a whole conversation, ending where the answer begins."""
+        engine = self._engine
+        tokenizer = engine.tokenizer
+        turns = [Message("system", self.system), *messages] if self.system else messages
+        if engine.template is None:  # a base model: it continues the text
+            return tokenizer.encode_text("\n\n".join(turn.content for turn in turns))
+        rendered = engine.template.render(
+            [{"role": turn.role, "content": tokenizer.guard(turn.content)} for turn in turns],
+            add_generation_prompt=True,
+            bos_token=tokenizer.bos or "",
+            eos_token=tokenizer.eos or "",
+            **({"now": self._now} if self._now else {}),
+        )
+        return tokenizer.encode_rendered(rendered)
+
+    def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """Drops the oldest turns until there is room for an answer."""
+        context = self._engine.placement.context
+        ids = self.prompt(messages)
+        while len(ids) > context - context // _ANSWER_SHARE and len(messages) > 1:
+            later = [i for i, m in enumerate(messages) if m.role == "user" and i > 0]
+            messages = messages[later[0] :]
+            ids = self.prompt(messages)
+        self._check_length(ids)
+        return messages, ids
+
+    def _check_length(self, ids: list[int]) -> None:
+        context = self._engine.placement.context
+        if not ids:
+            raise ValueError("there is nothing to answer: the prompt has no tokens")
+        if len(ids) >= context:
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens, the context {context}")
+
+    def _answer(
+        self,
+        ids: list[int],
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool],
+    ) -> Generation:
+        if self._state is None:
+            self._state = self._engine.new_state()
+        # At least one token is computed anew: its logits are what the answer starts from.
+        known = min(_common_prefix(self._cached, ids), len(ids) - 1)
+        self._state.truncate(known)
+        self._cached = ids[:known]
+        sampler = Sampler(options, self._engine.sampling)
+        return Generation(self._engine, self._state, ids, sampler, limits, stopped, self._settle)
+
+    def _settle(self, generation: Generation) -> None:
+        self._cached = generation.cached
+        if self.messages and self.messages[-1].role == "user":
+            self.messages.append(Message("assistant", generation.text))
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    for place, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return place
+    return min(len(a), len(b))

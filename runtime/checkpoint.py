@@ -1,0 +1,228 @@
+"""Reads Hugging Face-style checkpoints: the config, the index, safetensors headers, tensor bytes.
+
+Does not know families or what becomes of the tensors. Every file is taken to be hostile: headers
+are checked against the file's real size before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BLOCK_BYTES = 4 << 20
+_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library limits it
+_MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 256 << 20}
+_DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class BadCheckpoint(ValueError):
+    """A checkpoint cannot be used. The message names the file."""
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """Where the bytes of one tensor lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int  # in the file
+    size_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return self.size_bytes // _DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder: its config and where each tensor lies."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, SourceTensor]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads config, index and headers, no tensor. Raises BadCheckpoint."""
+    if not folder.is_dir():
+        raise BadCheckpoint(f"{folder} is not a folder")
+    config = read_json(folder / CONFIG)
+    if (folder / INDEX).exists():
+        index = read_json(folder / INDEX)
+        tensors = _indexed(folder, index.get("weight_map"))
+    elif (folder / SINGLE).exists():
+        tensors = read_header(folder / SINGLE)
+    else:
+        raise BadCheckpoint(f"{folder} has neither {INDEX} nor {SINGLE}")
+    return Checkpoint(folder, config, tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of bounded size, without duplicate keys. Raises BadCheckpoint."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES.get(path.name, 64 << 20):
+            raise BadCheckpoint(f"{path} is too large ({size} bytes)")
+        return _parse_object(path.read_bytes(), path)
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadCheckpoint(f"{path}: the key {twice!r} stands twice")
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except BadCheckpoint:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadCheckpoint(f"{path} does not hold a JSON object")
+    return value
+
+
+def _indexed(folder: Path, weight_map: object) -> dict[str, SourceTensor]:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{folder / INDEX} has no weight_map")
+    tensors: dict[str, SourceTensor] = {}
+    for file in sorted({str(file) for file in weight_map.values()}):
+        if file != Path(file).name or not file.endswith(".safetensors") or "\0" in file:
+            raise BadCheckpoint(f"{folder / INDEX} names a file that cannot be: {file!r}")
+        for name, tensor in read_header(folder / file).items():
+            if weight_map.get(name) != file:
+                continue  # a copy that the index does not point to
+            tensors[name] = tensor
+    missing = [name for name in weight_map if name not in tensors]
+    if missing:
+        file = weight_map[missing[0]]
+        raise BadCheckpoint(f"{folder / str(file)} lacks the tensor {missing[0]!r} of the index")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, SourceTensor]:
+    """The tensors of one safetensors file. Raises BadCheckpoint unless they tile the file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            if len(start) < 8:
+                raise BadCheckpoint(f"{path} is truncated: {size} bytes")
+            length = struct.unpack("<Q", start)[0]
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise BadCheckpoint(f"{path} is truncated or damaged: its header of {length} bytes")
+            text = file.read(length)
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if len(text) < length:
+        raise BadCheckpoint(f"{path} is truncated inside its header")
+    header = _parse_object(text, path)
+    header.pop("__metadata__", None)
+    tensors = [_source_tensor(path, 8 + length, name, about) for name, about in header.items()]
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)):
+        if tensor.offset != end:
+            problem = (
+                "overlaps another tensor" if tensor.offset < end else "leaves a hole before it"
+            )
+            raise BadCheckpoint(f"{path}: {tensor.name!r} {problem}")
+        end += tensor.size_bytes
+    if end != size:
+        raise BadCheckpoint(f"{path} is {size} bytes, its header describes {end}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _source_tensor(path: Path, data_start: int, name: str, about: object) -> SourceTensor:
+    if not isinstance(about, dict):
+        raise BadCheckpoint(f"{path}: {name!r} is not described")
+    dtype = about.get("dtype")
+    shape, offsets = _naturals(about.get("shape")), _naturals(about.get("data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise BadCheckpoint(f"{path}: {name!r} has the unknown dtype {dtype!r}")
+    if shape is None or len(shape) > 8:
+        raise BadCheckpoint(f"{path}: {name!r} has no possible shape")
+    if offsets is None or len(offsets) != 2:
+        raise BadCheckpoint(f"{path}: {name!r} has no possible offsets")
+    count = _DTYPE_BYTES[dtype]
+    for side in shape:
+        count *= side
+    if offsets[1] - offsets[0] != count:
+        raise BadCheckpoint(
+            f"{path}: {name!r} is {shape} {dtype}, {count} bytes, but holds "
+            f"{offsets[1] - offsets[0]}"
+        )
+    return SourceTensor(name, dtype, tuple(shape), path, data_start + offsets[0], count)
+
+
+def _naturals(value: object) -> list[int] | None:
+    """`value` if it is a list of whole numbers that any file could hold."""
+    if not isinstance(value, list):
+        return None
+    fine = (type(item) is int and 0 <= item < 2**48 for item in value)
+    return value if all(fine) else None
+
+
+def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
+    """The tensor's bytes in file order, converted to `dtype`, in blocks of bounded size.
+
+    A block is valid until the next one is taken. Raises BadCheckpoint when the file ends early.
+    """
+    if tensor.dtype not in TORCH_DTYPE:
+        raise BadCheckpoint(
+            f"{tensor.path}: {tensor.name!r} is {tensor.dtype}; not a weight we read"
+        )
+    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        buffer = bytearray(min(BLOCK_BYTES, tensor.size_bytes))
+        for start in range(0, tensor.size_bytes, BLOCK_BYTES):
+            view = memoryview(buffer)[: min(BLOCK_BYTES, tensor.size_bytes - start)]
+            read_exactly(descriptor, view, tensor.offset + start, tensor.path)
+            yield view if tensor.dtype == dtype else _converted(view, tensor.dtype, dtype)
+    finally:
+        os.close(descriptor)
+
+
+def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fills `view` from `offset`. Raises BadCheckpoint at an early end of file."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise BadCheckpoint(f"{path} is truncated")
+        done += count
+
+
+def _converted(view: memoryview, source: str, target: str) -> memoryview:
+    values = torch.frombuffer(view, dtype=TORCH_DTYPE[source]).to(TORCH_DTYPE[target])
+    return memory_of(values)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, shared with it."""
+    return tensor.view(torch.uint8).numpy().data

@@ -1,0 +1,45 @@
+"""Files that survive a power cut: temporary name → fsync → rename → fsync of the folder.
+
+Does not know what the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moeinf.native import syncfs
+
+
+def write_text_durably(path: Path, text: str, mode: int = 0o644) -> None:
+    """Writes `path` whole or not at all; on return it is on the disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_filesystem(folder: Path) -> None:
+    """Makes everything below a folder durable at once, which thousands of fsyncs would not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        syncfs(descriptor)
+    finally:
+        os.close(descriptor)

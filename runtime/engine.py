@@ -1,0 +1,102 @@
+"""One loaded model that answers: the model, its expert store, its tokenizer, its place in memory.
+
+Does not know conversations, stop strings or faces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moeinf.models.base import State
+from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
+from moeinf.runtime.library import NoSuchModel
+from moeinf.runtime.live import Registry
+from moeinf.runtime.loader import load_model, open_store
+from moeinf.runtime.manifest import MANIFEST, Manifest
+from moeinf.runtime.memory import available_bytes, core_count
+from moeinf.runtime.plan import place
+from moeinf.runtime.sampler import model_defaults
+from moeinf.runtime.template import TemplateWorker
+from moeinf.runtime.tokenizer import Tokenizer, end_tokens
+
+
+class Engine:
+    """Runs one model. Not thread-safe: one thread drives it.
+
+    Raises DoesNotFit or BadContext for a plan that cannot be, DamagedModel for files that are not
+    what the manifest says, NoSuchModel when the model goes away meanwhile.
+    """
+
+    def __init__(
+        self, manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings
+    ) -> None:
+        start = time.perf_counter()
+        registry = Registry(settings.run)
+        claimed = sum(engine.unfilled_bytes() for engine in registry.engines())
+        self.manifest = manifest
+        self.folder = folder
+        self.placement = place(manifest, config, available_bytes() - claimed, core_count())
+        torch.set_num_threads(self.placement.threads)
+        registration = registry.register(
+            str(manifest.model), (folder / MANIFEST).is_file, self.placement.peak_bytes
+        )
+        if registration is None:
+            raise NoSuchModel(str(manifest.model), [])
+        self._registration = registration
+        try:
+            self.tokenizer = Tokenizer(folder)
+            template = self.tokenizer.chat_template
+            # Started first: its interpreter comes up while the weights load.
+            self.template = TemplateWorker(template) if template is not None else None
+            self.ends = end_tokens(folder, self.tokenizer)
+            self.sampling = model_defaults(folder)
+            self.model = load_model(folder, manifest)
+            self.store = open_store(folder, manifest, self.placement, config)
+        except BaseException:
+            registration.close()
+            raise
+        self.load_seconds = time.perf_counter() - start
+
+    def new_state(self) -> State:
+        """An empty KV cache of the context that was planned."""
+        return self.model.new_state(self.placement.context)
+
+    def extend(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Appends ids to the state and returns the logits [vocab] after the last one.
+
+        Long input goes in chunks of a fixed length, so that results do not depend on the budget.
+        Raises Stopped, after which the state holds the chunks that were finished.
+        """
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            logits = self.model.extend([(ids[start : start + PREFILL_CHUNK], state)], self.store)
+        values: NDArray[np.float32] = logits[0].numpy()
+        return values
+
+    @contextmanager
+    def stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Within, a pass ends with Stopped at the next layer once `stopped` says so."""
+        self.store.stopped = stopped
+        try:
+            yield
+        finally:
+            self.store.stopped = lambda: False
+
+    def close(self) -> None:
+        """Ends readers and worker, and takes the engine off the register."""
+        self.store.close()
+        if self.template is not None:
+            self.template.close()
+        self._registration.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,153 @@
+"""The generate loop: prefill, then one token at a time, as text.
+
+Does not know families, caches, conversations or faces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeinf.models.base import State
+from moeinf.offload.stats import StoreStats
+from moeinf.offload.store import Stopped
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.sampler import Sampler
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to end: after max_tokens (None: at the context's end), or before a `stop` text."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Generation:
+    """One answer: iterate for its text; afterwards (or after leaving early) read what it took.
+
+    The state must hold exactly `reused` tokens of the prompt; afterwards it holds `cached`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: State,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        limits: Limits,
+        stopped: Callable[[], bool] = lambda: False,
+        ended: Callable[[Generation], None] = lambda _: None,
+    ) -> None:
+        self._ended = ended  # called once, however the iteration ends
+        self._engine = engine
+        self._state = state
+        self._sampler = sampler
+        self._limits = limits
+        self._stopped = stopped
+        self._history = list(prompt)
+        self._text = _StopFinder(limits.stop)
+        self._reused = state.length
+        self.prompt_tokens = len(prompt)
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason = "length"
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self.store = StoreStats()
+
+    @property
+    def cached(self) -> list[int]:
+        """The tokens that the state holds."""
+        return self._history[: self._state.length]
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that had to be computed; the others were in the KV cache."""
+        return self.prompt_tokens - self._reused
+
+    @property
+    def decode_steps(self) -> int:
+        """Passes of one token: the first token comes out of prefill."""
+        return max(0, len(self.tokens) - 1)
+
+    def __iter__(self) -> Iterator[str]:
+        before = self._engine.store.stats.copy()
+        try:
+            with self._engine.stoppable(self._stopped):
+                for piece in self._pieces():
+                    self.text += piece
+                    yield piece
+        except Stopped:
+            self.finish_reason = "interrupted"
+            rest = self._text.rest()
+            self.text += rest
+            yield rest
+        finally:
+            self.store = self._engine.store.stats.since(before)
+            self._ended(self)
+
+    def _pieces(self) -> Iterator[str]:
+        engine, state = self._engine, self._state
+        stream = engine.tokenizer.stream(self._history)
+        start = time.perf_counter()
+        logits = engine.extend(state, self._history[state.length :])
+        self.prefill_seconds = time.perf_counter() - start
+        most = state.capacity - len(self._history)
+        if self._limits.max_tokens is not None:
+            most = min(most, self._limits.max_tokens)
+        start = time.perf_counter()
+        while len(self.tokens) < most:
+            token = self._sampler.choose(logits, self._history)
+            self._history.append(token)
+            self.tokens.append(token)
+            self.decode_seconds = time.perf_counter() - start
+            if token in engine.ends:
+                self.finish_reason = "stop"
+                break
+            piece = self._text.add(stream.add(token))
+            if piece:
+                yield piece
+            if self._text.found:
+                self.finish_reason = "stop"
+                return
+            if len(self.tokens) < most:
+                logits = engine.extend(state, [token])
+        yield self._text.rest()
+
+
+class _StopFinder:
+    """Holds back what could be the beginning of a stop text, across any token borders."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """What may be shown now."""
+        held = self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return held[: min(places)]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def rest(self) -> str:
+        """What was held back for nothing."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

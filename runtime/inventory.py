@@ -1,0 +1,115 @@
+"""Matches the tensors of a checkpoint with what its family needs, before anything is written.
+
+Does not know files' contents: names, shapes and dtypes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moeinf.models import Family
+from moeinf.models.base import Linear, MoeShape
+from moeinf.native import SHARD_DATA_OFFSET
+from moeinf.offload.layout import ITEM_BYTES, ExpertKey, ExpertLayout
+from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, SourceTensor
+
+
+class WantedParts:
+    """A `Parts` without data: building a model on it lists the dense tensors that it needs."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        self.tensor(f"{prefix}.weight", out_features, in_features)
+        if bias:
+            self.tensor(f"{prefix}.bias", out_features)
+        return lambda x: x.new_empty(*x.shape[:-1], out_features)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A checkpoint, sorted: exactly the dense tensors and the experts that its family needs."""
+
+    family: Family
+    moe: MoeShape
+    max_context: int
+    kv_items_per_token: int
+    dense: Mapping[str, SourceTensor]
+    experts: Mapping[ExpertKey, Mapping[str, SourceTensor]]
+    unused: list[str] = field(default_factory=list)
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all weights in the format `dtype`."""
+        dense = sum(tensor.elements for tensor in self.dense.values()) * ITEM_BYTES[dtype]
+        layout = ExpertLayout(self.moe.hidden, self.moe.intermediate, dtype)
+        return dense + len(self.experts) * layout.data_bytes
+
+    def disk_bytes(self, dtype: str) -> int:
+        """What they take on disk: every file has a header and ends in the middle of a block."""
+        return self.weight_bytes(dtype) + (len(self.experts) + 1) * 2 * SHARD_DATA_OFFSET
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return self.kv_items_per_token * ITEM_BYTES[dtype]
+
+    def downcasts(self, dtype: str) -> bool:
+        """Whether storing as `dtype` loses bits that the source has."""
+        tensors = [
+            *self.dense.values(),
+            *(t for parts in self.experts.values() for t in parts.values()),
+        ]
+        return dtype == "BF16" and any(tensor.dtype != "BF16" for tensor in tensors)
+
+
+def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
+    """Raises ModelDataError for a bad config, BadCheckpoint for missing or misshapen tensors."""
+    config = family.parse(checkpoint.config)
+    wanted = WantedParts()
+    model = family.build(config, wanted)
+    dense: dict[str, SourceTensor] = {}
+    experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
+    unused: list[str] = []
+    for name, tensor in checkpoint.tensors.items():
+        part = family.expert(name, config)
+        if part is not None:
+            sides = (model.moe.intermediate, model.moe.hidden)
+            _check(tensor, sides if part.role != "down" else sides[::-1])
+            experts.setdefault(ExpertKey(part.layer, part.expert), {})[part.role] = tensor
+        elif name in wanted.shapes:
+            _check(tensor, wanted.shapes[name])
+            dense[name] = tensor
+        elif not family.ignores(name, config):
+            unused.append(name)
+    missing = [name for name in wanted.shapes if name not in dense]
+    for layer in range(model.moe.layers):
+        for expert in range(model.moe.experts):
+            have = experts.get(ExpertKey(layer, expert), {})
+            missing += [
+                f"{role} of expert {expert} in MoE layer {layer}"
+                for role in ("gate", "up", "down")
+                if role not in have
+            ]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")
+    items = model.kv_bytes_per_token // torch.get_default_dtype().itemsize
+    return Inventory(family, model.moe, model.max_context, items, dense, experts, unused)
+
+
+def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise BadCheckpoint(
+            f"{tensor.path}: {tensor.name!r} is {list(tensor.shape)}, the config says {list(shape)}"
+        )
+    if tensor.dtype not in TORCH_DTYPE:
+        raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not a float format")

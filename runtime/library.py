@@ -1,0 +1,137 @@
+"""The models on this machine: which there are, where they lie, how one goes away.
+
+Does not know how models are made or run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeinf.runtime.config import Settings
+from moeinf.runtime.durable import sync_folder
+from moeinf.runtime.live import LiveEngine, Registry
+from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.names import TAGS, ModelName, parse_name
+
+DEMO = "demo"
+DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
+
+
+class NoSuchModel(LookupError):
+    """No model of that name is on this machine."""
+
+    def __init__(self, wanted: str, nearest: list[str]) -> None:
+        super().__init__(f"there is no model {wanted!r} on this machine")
+        self.wanted = wanted
+        self.nearest = nearest
+
+
+class ModelInUse(RuntimeError):
+    """A live engine is running the model."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One model on this machine. manifest is None when its manifest is damaged."""
+
+    name: ModelName
+    folder: Path
+    manifest: Manifest | None
+    problem: str = ""
+
+
+class Library:
+    """The folder $MOEINF_HOME/models."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._root = settings.models
+        self._registry = Registry(settings.run)
+
+    def folder(self, name: ModelName) -> Path:
+        return self._root / name.name / name.tag
+
+    def has(self, name: ModelName) -> bool:
+        return (self.folder(name) / MANIFEST).is_file()
+
+    def installed(self) -> list[Installed]:
+        """Every complete model, the newest first; damaged ones are listed as such."""
+        found = []
+        for manifest in self._root.glob(f"*/*/{MANIFEST}"):
+            folder = manifest.parent
+            if folder.name not in TAGS or folder.parent.name.startswith("."):
+                continue
+            name = ModelName(folder.parent.name, folder.name)
+            try:
+                found.append(
+                    (manifest.stat().st_mtime, Installed(name, folder, read_manifest(folder)))
+                )
+            except (DamagedModel, OSError) as error:
+                found.append((0.0, Installed(name, folder, None, str(error))))
+        return [entry for _, entry in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
+
+    def find(self, text: str) -> tuple[ModelName, Path]:
+        """The model that a person means by `name[:tag]`; without a tag, the only one there is.
+
+        Raises BadName, or NoSuchModel with the nearest names.
+        """
+        name = parse_name(text)
+        if self.has(name):
+            return name, self.folder(name)
+        tags = [ModelName(name.name, tag) for tag in TAGS if self.has(ModelName(name.name, tag))]
+        if tags and ":" not in text:
+            return tags[0], self.folder(tags[0])
+        known = [str(entry.name) for entry in self.installed()]
+        near = [str(tag) for tag in tags] or difflib.get_close_matches(str(name), known, 3, 0.5)
+        raise NoSuchModel(text, near)
+
+    def read(self, text: str) -> tuple[Manifest, Path]:
+        """As `find`, and its manifest. Raises DamagedModel besides."""
+        _, folder = self.find(text)
+        try:
+            return read_manifest(folder), folder
+        except FileNotFoundError as error:
+            raise NoSuchModel(text, []) from error
+
+    def check_unused(self, name: ModelName) -> None:
+        """Raises ModelInUse while an engine runs the model."""
+        self._check(name, self._registry.engines())
+
+    def admit(self, work: Path, name: ModelName) -> None:
+        """Gives a finished folder its name; an older model of that name goes away whole."""
+        folder = self.folder(name)
+        with self._registry.frozen() as engines:
+            self._check(name, engines)
+            old = self._put_aside(folder) if folder.exists() else None
+            work.rename(folder)
+        sync_folder(folder.parent)
+        if old is not None:
+            shutil.rmtree(old)
+
+    def remove(self, text: str) -> ModelName:
+        """Deletes a model. Raises NoSuchModel, or ModelInUse while an engine runs it."""
+        name, folder = self.find(text)
+        with self._registry.frozen() as engines:
+            self._check(name, engines)
+            old = self._put_aside(folder)
+        shutil.rmtree(old)
+        for leftover in folder.parent.glob(f".{name.tag}.*"):
+            leftover.unlink(missing_ok=True)
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+        return name
+
+    @staticmethod
+    def _check(name: ModelName, engines: list[LiveEngine]) -> None:
+        for engine in engines:
+            if engine.model == str(name):
+                raise ModelInUse(f"{name} is in use by process {engine.pid}")
+
+    @staticmethod
+    def _put_aside(folder: Path) -> Path:
+        """Renames, so that the model is gone at once, however long deleting takes."""
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        return folder.rename(old)

@@ -1,0 +1,130 @@
+"""The manifest: what a pulled model consists of. Written last, so its presence means complete.
+
+Does not know how files come to be, nor what is done with them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from moeinf.offload.budget import SlotBudget
+from moeinf.offload.layout import LAYOUT_VERSION, ExpertKey, ExpertLayout
+from moeinf.offload.shards import FileRecord, shard_path
+from moeinf.runtime.durable import write_text_durably
+from moeinf.runtime.names import ModelName
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+DENSE = "dense.safetensors"
+_MAX_BYTES = 256 << 20
+
+
+class DamagedModel(ValueError):
+    """A file of a pulled model is not what the manifest says it is."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A pulled model: its shape, its sizes in bytes and its files."""
+
+    name: str
+    tag: str
+    family: str
+    source: str
+    revision: str | None
+    created_at: str
+    layers: int  # MoE layers
+    experts: int  # routed experts per MoE layer
+    top_k: int
+    hidden: int
+    intermediate: int
+    dtype: str
+    dense_bytes: int
+    kv_bytes_per_token: int
+    max_context: int
+    files: tuple[FileRecord, ...]
+    format: int = FORMAT_VERSION
+    layout: int = LAYOUT_VERSION
+
+    @property
+    def model(self) -> ModelName:
+        return ModelName(self.name, self.tag)
+
+    @property
+    def expert_layout(self) -> ExpertLayout:
+        return ExpertLayout(self.hidden, self.intermediate, self.dtype)
+
+    @property
+    def slots(self) -> SlotBudget:
+        layout = self.expert_layout
+        return SlotBudget(layout.slot_bytes, self.layers * self.experts, self.top_k)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def file(self, path: str) -> FileRecord:
+        """The record of one file. Raises DamagedModel when the manifest lacks it."""
+        for file in self.files:
+            if file.path == path:
+                return file
+        raise DamagedModel(f"{self.model}: the manifest names no {path}")
+
+    def shards(self) -> list[FileRecord]:
+        """The shard of every expert, in the order of cells (layer · E + expert)."""
+        by_path = {file.path: file for file in self.files}
+        wanted = [
+            shard_path(ExpertKey(layer, expert))
+            for layer in range(self.layers)
+            for expert in range(self.experts)
+        ]
+        missing = [path for path in wanted if path not in by_path]
+        if missing:
+            raise DamagedModel(f"{self.model}: the manifest names no {missing[0]}")
+        return [by_path[path] for path in wanted]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Makes the manifest durable: from here on the model exists."""
+    write_text_durably(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises FileNotFoundError, or DamagedModel for anything that is not a whole manifest."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise DamagedModel(f"{path} is too large to be a manifest")
+        raw = json.loads(path.read_bytes())
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT_VERSION:
+            raise DamagedModel(f"{path} is of format {_get(raw, 'format')}, not {FORMAT_VERSION}")
+        if raw.get("layout") != LAYOUT_VERSION:
+            raise DamagedModel(f"{path}: expert layout {raw.get('layout')}, not {LAYOUT_VERSION}")
+        raw["files"] = tuple(_record(file) for file in raw["files"])
+        manifest = Manifest(**raw)
+        for field in ("layers", "experts", "top_k", "hidden", "intermediate", "max_context"):
+            if not isinstance(raw[field], int) or raw[field] < 1:
+                raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        manifest.shards()
+        return manifest
+    except DamagedModel:
+        raise
+    except FileNotFoundError:
+        raise
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedModel(f"{path} is damaged: {error}") from error
+
+
+def _get(raw: Any, key: str) -> Any:
+    return raw.get(key) if isinstance(raw, dict) else None
+
+
+def _record(raw: dict[str, Any]) -> FileRecord:
+    record = FileRecord(**raw)
+    parts = PurePosixPath(record.path).parts
+    if not parts or ".." in parts or record.path.startswith("/") or "\0" in record.path:
+        raise ValueError(f"a file name leaves the model's folder: {record.path!r}")
+    return record

@@ -1,0 +1,79 @@
+"""What this machine, or the control group we run in, has to spare: memory and cores.
+
+Does not know models. Linux is read exactly; elsewhere half of the physical memory is assumed free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be taken without swapping: the machine's, or less within a cgroup's limit."""
+    try:
+        text = (root / "proc/meminfo").read_text()
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+        free = int(match[1]) * 1024 if match else 0
+    except OSError:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    spare = _cgroup_spare_bytes(root)
+    return free if spare is None else min(free, spare)
+
+
+def _cgroup_spare_bytes(root: Path) -> int | None:
+    """The smallest (limit - use) of the groups we are in, v2 or v1; page cache does not count."""
+    spares = []
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                spares += _spares(root, "sys/fs/cgroup", group, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+                spares += _spares(root, "sys/fs/cgroup/memory", group, *files)
+    return min(spares, default=None)
+
+
+def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) -> list[int]:
+    """limit - use for the group and all that contain it, as far as they are limited."""
+    spares = []
+    parts = [part for part in group.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        folder = root.joinpath(mount, *parts[:depth])
+        with suppress(OSError, ValueError):
+            limit = int((folder / limit_file).read_text())  # "max" is no number: no limit
+            use = int((folder / use_file).read_text())
+            with suppress(OSError):
+                stat = (folder / "memory.stat").read_text()
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+                use -= int(cached[1]) if cached else 0
+            if limit < 1 << 60:
+                spares.append(max(0, limit - use))
+    return spares
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def peak_rss_bytes() -> int:
+    """The most this process has held since it began."""
+    with suppress(OSError):
+        match = re.search(
+            r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
+        if match:
+            return int(match[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rss_bytes() -> int:
+    """What this process holds now."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_rss_bytes()

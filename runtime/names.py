@@ -1,0 +1,59 @@
+"""Model names: what a person may type, and the folder it means.
+
+Does not know which models exist.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TAGS = ("bf16", "f32")
+DEFAULT_TAG = "bf16"
+_PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
+_RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
+
+
+class BadName(ValueError):
+    """Not a model name, or not a tag that we can make."""
+
+
+@dataclass(frozen=True, order=True)
+class ModelName:
+    """name:tag, in lower case; a hub id org/name is stored as org--name."""
+
+    name: str
+    tag: str = DEFAULT_TAG
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.tag}"
+
+
+def is_path(text: str) -> bool:
+    """Whether MODEL means a local checkpoint folder."""
+    return text in (".", "..", "~") or text.startswith(("./", "../", "/", "~/"))
+
+
+def parse_name(text: str) -> ModelName:
+    """`name[:tag]` or `org/name[:tag]`. Raises BadName."""
+    whole, colon, tag = text.strip().lower().partition(":")
+    parts = whole.split("/")
+    fine = len(parts) <= 2 and all(
+        _PART.fullmatch(p) and p not in _RESERVED and ".." not in p and "--" not in p for p in parts
+    )
+    if len(parts) == 1 and "--" in whole:  # the stored form of a hub id, as `list` prints it
+        fine = all(_PART.fullmatch(p) for p in whole.split("--")) and ".." not in whole
+        fine = fine and whole.count("--") == 1
+    if not fine:
+        raise BadName(
+            f"{text!r} is not a model name: letters, digits, '.', '_' and '-', "
+            "as name[:tag] or org/name[:tag]"
+        )
+    if colon and tag not in TAGS:
+        raise BadName(f"{text!r}: there is no tag {tag!r}; the tags are {', '.join(TAGS)}")
+    return ModelName("--".join(parts), tag or DEFAULT_TAG)
+
+
+def expand(text: str) -> Path:
+    return Path(text).expanduser().absolute()

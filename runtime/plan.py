@@ -1,0 +1,129 @@
+"""Where a model's parts go on this machine, and what that lets one expect.
+
+Does not load anything. Sizes come from the manifest; speeds are measured here or remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moeinf.offload.budget import DoesNotFit
+from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.measure import Speeds
+from moeinf.runtime.sizes import format_bytes
+
+HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget
+OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
+_CONTEXT_STEP = 256
+_CONTEXT_SHARE = 0.25  # of the free memory goes to the KV cache unless --ctx says otherwise
+
+
+class BadContext(ValueError):
+    """A context was asked for that the model does not have."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one engine will use memory, in bytes, and one line for each choice that was made."""
+
+    memory_bytes: int  # budget for experts
+    slots: int
+    slot_bytes: int
+    min_memory_bytes: int
+    context: int
+    kv_bytes: int
+    dense_bytes: int
+    scratch_bytes: int
+    threads: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def experts_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most the process will hold beyond its imports."""
+        return self.experts_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
+
+
+def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores: int) -> Placement:
+    """Decides context, slots and threads. available_bytes: other engines' claims are deducted.
+
+    Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext.
+    """
+    notes = []
+    slots = manifest.slots
+    scratch = OVERHEAD_BYTES + prefill_scratch_bytes(manifest)
+    fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
+    if config.context is None:
+        affordable = max(0, int((available_bytes - fixed) * _CONTEXT_SHARE))
+        tokens = affordable // manifest.kv_bytes_per_token // _CONTEXT_STEP * _CONTEXT_STEP
+        context = min(manifest.max_context, max(tokens, _CONTEXT_STEP))
+        why = "the model's" if context == manifest.max_context else "what memory affords"
+        notes.append(f"context {context} tokens ({why})")
+    else:
+        context = config.context
+        if context > manifest.max_context:
+            raise BadContext(
+                f"{manifest.model} has a context of {manifest.max_context} tokens, "
+                f"not {config.context}"
+            )
+    kv = context * manifest.kv_bytes_per_token
+    if config.memory is None:
+        budget = min(slots.max_bytes, available_bytes - fixed - kv)
+        if budget < slots.min_bytes:
+            raise DoesNotFit(max(0, budget), slots.min_bytes)
+        why = "all experts" if budget == slots.max_bytes else "what is free"
+        notes.append(f"memory for experts {format_bytes(budget)} ({why})")
+    else:
+        budget = config.memory.of(slots.max_bytes)
+    count = slots.slots(budget)
+    layer_width = manifest.layers * manifest.top_k
+    if count < min(layer_width, slots.experts):
+        notes.append(
+            f"{count} slots are fewer than the {layer_width} experts that one token uses: "
+            "every expert will be read anew for every token"
+        )
+    return Placement(
+        memory_bytes=budget,
+        slots=count,
+        slot_bytes=slots.slot_bytes,
+        min_memory_bytes=slots.min_bytes,
+        context=context,
+        kv_bytes=kv,
+        dense_bytes=manifest.dense_bytes,
+        scratch_bytes=scratch,
+        threads=config.threads or min(cores, threads_worth_having(manifest)),
+        notes=tuple(notes),
+    )
+
+
+def prefill_scratch_bytes(manifest: Manifest) -> int:
+    """What one prefill chunk computes with: K rows per token twice, and a few rows in float32."""
+    return PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+
+
+def threads_worth_having(manifest: Manifest) -> int:
+    """One thread per MiB that a layer reads for a token: below that, threads only wait.
+
+    Measured with the demo (0.34 MiB a layer): 1 thread decodes 2.0 times as fast as 2 threads, and
+    some 80 times as fast when another process keeps the second core busy (docs/log.md).
+    """
+    routed = manifest.layers * manifest.top_k * manifest.slots.slot_bytes
+    per_layer = (manifest.dense_bytes + routed) // manifest.layers
+    return max(1, per_layer >> 20)
+
+
+def seconds_per_token(placement: Placement, manifest: Manifest, speeds: Speeds) -> float:
+    """What memory traffic alone costs one decoded token, if routing were uniformly random.
+
+    Every byte of the dense weights and of L·K experts is read from RAM; of the experts, the share
+    that has no slot is read from disk first. Real routing repeats itself: hits are more frequent.
+    """
+    slots = manifest.slots
+    routed = manifest.layers * manifest.top_k * slots.slot_bytes
+    missing = 1 - placement.slots / slots.experts
+    ram = (manifest.dense_bytes + routed) / speeds.ram_bytes_per_s
+    return ram + routed * missing / speeds.disk_bytes_per_s

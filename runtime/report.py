@@ -1,0 +1,75 @@
+"""What one answer took, in the words of `run --json` and of `--verbose`.
+
+Does not know how it is shown. Names and units are those of docs/architecture.md, "Measurements".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation
+from moeinf.runtime.memory import peak_rss_bytes
+from moeinf.runtime.sizes import format_bytes
+
+
+def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
+    """The `stats` of `run --json`; None where nothing was decoded."""
+    steps, seconds, store = generation.decode_steps, generation.decode_seconds, generation.store
+    return {
+        "ttft_ms": round(generation.prefill_seconds * 1e3, 3),
+        "tpot_ms": round(seconds / steps * 1e3, 3) if steps else None,
+        "tokens_per_s": round(steps / seconds, 3) if steps and seconds else None,
+        "hit_rate": round(store.hit_rate, 4) if store.hit_rate is not None else None,
+        "bytes_read_per_token": store.decode_bytes_read // steps if steps else None,
+        "stall_share": round(store.decode_stall_seconds / seconds, 4)
+        if steps and seconds
+        else None,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "experts_resident": engine.store.resident,
+    }
+
+
+def verbose_lines(
+    engine: Engine, generation: Generation, load_seconds: float
+) -> list[tuple[str, str]]:
+    """Ollama's lines, then ours: (label, value)."""
+    g, store, steps = generation, generation.store, generation.decode_steps
+    total = load_seconds + g.prefill_seconds + g.decode_seconds
+    lines = [
+        ("total duration", _seconds(total)),
+        ("load duration", _seconds(load_seconds)),
+        ("prompt eval count", f"{g.prefilled_tokens} token(s)"),
+        ("prompt eval duration", _seconds(g.prefill_seconds)),
+        ("prompt eval rate", _rate(g.prefilled_tokens, g.prefill_seconds)),
+        ("eval count", f"{len(g.tokens)} token(s)"),
+        ("eval duration", _seconds(g.decode_seconds)),
+        ("eval rate", _rate(steps, g.decode_seconds)),
+    ]
+    hit_rate = "-" if store.hit_rate is None else f"{store.hit_rate:.1%}"
+    lines += [("expert hit rate", f"{hit_rate} (decode)")]
+    if steps:
+        stall = store.decode_stall_seconds / g.decode_seconds if g.decode_seconds else 0.0
+        lines += [
+            ("experts loaded", f"{store.decode_loads / steps:.1f} per token"),
+            ("read", f"{store.decode_bytes_read / steps / 2**20:.2f} MiB per token"),
+            ("stall share", f"{stall:.1%}"),
+        ]
+    resident = engine.store.resident
+    lines += [
+        ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),
+        (
+            "resident",
+            f"{resident} of {engine.manifest.slots.experts} experts, "
+            f"{format_bytes(resident * engine.placement.slot_bytes)} in RAM",
+        ),
+    ]
+    return lines
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}s" if value >= 1 else f"{value * 1e3:.3f}ms"
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count / seconds:.2f} tokens/s" if seconds and count else "-"

@@ -1,0 +1,168 @@
+"""Chooses the next token from logits.
+
+Does not know the model, text or stop conditions. Order: penalties → temperature → top-k → top-p →
+min-p, then one draw from a generator of our own, so that a seed means the same text everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose. None: not said, so the model's generation_config or Ollama's default decides.
+
+    temperature      0 is greedy: the largest logit, the first of equals
+    top_k            keep the k most likely tokens; 0 keeps all
+    top_p, min_p     keep the smallest set of this mass; keep what has this share of the best
+    repeat_penalty   divides positive and multiplies negative logits of recent tokens (CTRL paper)
+    repeat_last_n    how many tokens are recent; -1: the whole context
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low, high = _RANGE[field.name]
+            if value is not None and not (math.isfinite(value) and low <= value <= high):
+                raise ValueError(f"{field.name} is {value}; it must be from {low} to {high}")
+
+    def having(self, name: str, value: float) -> SamplingOptions:
+        """These options with one of them set. Raises ValueError."""
+        whole = name in ("top_k", "seed", "repeat_last_n")
+        changes: dict[str, Any] = {name: int(value) if whole else float(value)}
+        return replace(self, **changes)
+
+    def over(self, defaults: SamplingOptions) -> SamplingOptions:
+        """What is said here, and where nothing is said, what `defaults` says."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(defaults, **{name: v for name, v in said.items() if v is not None})
+
+
+_RANGE: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 100),
+    "repeat_last_n": (-1, 2**31),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "seed": (-(2**63), 2**64),
+}
+OLLAMA_DEFAULTS = SamplingOptions(
+    temperature=0.8, top_k=40, top_p=0.9, min_p=0.0, repeat_last_n=64, repeat_penalty=1.1
+)
+_GREEDY_DEFAULTS = SamplingOptions(repeat_last_n=64, repeat_penalty=1.0)
+
+
+def model_defaults(folder: Path) -> SamplingOptions:
+    """What a model's generation_config.json says; its unusable values count as unsaid."""
+    said: dict[str, Any] = {}
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((folder / "generation_config.json").read_bytes())
+        said = {name: config.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        said["repeat_penalty"] = config.get("repetition_penalty")
+        if config.get("do_sample") is False:
+            said["temperature"] = 0.0
+    options = SamplingOptions()
+    for name, value in said.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with suppress(ValueError):
+                options = options.having(name, value)
+    return options
+
+
+class Random:
+    """splitmix64 (Steele, Lea and Flood 2014): tiny, seedable, the same on every machine."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed & _MASK
+
+    def uniform(self) -> float:
+        """A float in [0, 1) with 53 random bits."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        z = self._state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+class Sampler:
+    """One request's way of choosing. `options` is complete, the seed included."""
+
+    def __init__(self, options: SamplingOptions, model: SamplingOptions) -> None:
+        wanted = options.over(model)
+        # At temperature 0 only what somebody asked for may change the argmax.
+        defaults = _GREEDY_DEFAULTS if wanted.temperature == 0 else OLLAMA_DEFAULTS
+        chosen = wanted.over(defaults)
+        seed = chosen.seed if chosen.seed is not None and chosen.seed >= 0 else secrets.randbits(63)
+        self.options = replace(chosen, seed=seed)
+        self._random = Random(seed)
+
+    def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
+        """The next token from logits [vocab]; `history` is every token before it."""
+        options = self.options
+        scores = self._penalised(logits.astype(np.float64), history)
+        if not options.temperature:
+            return int(scores.argmax())
+        order = _best(scores, options.top_k or len(scores))
+        scaled = scores[order] / options.temperature
+        probabilities = np.exp(scaled - scaled[0])
+        probabilities /= probabilities.sum()
+        if options.top_p is not None and options.top_p < 1:
+            before = np.cumsum(probabilities) - probabilities
+            keep = max(1, int((before < options.top_p).sum()))
+            probabilities = probabilities[:keep]
+        if options.min_p:
+            probabilities = probabilities[probabilities >= options.min_p * probabilities[0]]
+        sums = np.cumsum(probabilities)
+        place = int(np.searchsorted(sums, self._random.uniform() * sums[-1], side="right"))
+        return int(order[min(place, len(sums) - 1)])
+
+    def _penalised(
+        self, scores: NDArray[np.float64], history: Sequence[int]
+    ) -> NDArray[np.float64]:
+        options = self.options
+        repeat = options.repeat_penalty if options.repeat_penalty is not None else 1.0
+        presence, frequency = options.presence_penalty or 0.0, options.frequency_penalty or 0.0
+        last = 64 if options.repeat_last_n is None else options.repeat_last_n
+        recent = history if last < 0 else history[max(0, len(history) - last) :]
+        if (repeat == 1.0 and not presence and not frequency) or not recent:
+            return scores
+        tokens, counts = np.unique(np.asarray(recent), return_counts=True)
+        found = scores[tokens]
+        found = np.where(found > 0, found / repeat, found * repeat)
+        scores[tokens] = found - presence - frequency * counts
+        return scores
+
+
+def _best(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Indices of the `count` largest scores, the largest first, equals by index."""
+    if count < len(scores):
+        edge = np.partition(scores, len(scores) - count)[len(scores) - count]
+        some = np.flatnonzero(scores >= edge)
+        return some[np.argsort(-scores[some], kind="stable")][:count]
+    return np.argsort(-scores, kind="stable")

@@ -1,0 +1,61 @@
+"""Sizes as people write them: 6MiB, 4GB, 512M, 50%.
+
+Does not know what a size is for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
+_STEPS = " kmgt"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class MemorySize:
+    """An amount of memory: so many bytes, or a share of something that is known later."""
+
+    bytes: int | None = None
+    share: float | None = None
+
+    def of(self, whole_bytes: int) -> int:
+        """Bytes, where a share is of `whole_bytes`."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.share is not None
+        return round(whole_bytes * self.share)
+
+
+def parse_size(text: str) -> int:
+    """Bytes. K, M, G, T count in 1024s with `i` or alone, in 1000s with `B`: 1M = 1MiB ≠ 1MB."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
+    number, prefix, binary, unit = match.groups()
+    if binary and not prefix:
+        raise ValueError(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
+    step = 1000 if unit and not binary else 1024
+    return int(float(number) * step ** _STEPS.index(prefix.lower() or " "))
+
+
+def parse_memory(text: str) -> MemorySize:
+    """A size, or a share from 0% to 100%."""
+    match = _SHARE.fullmatch(text.strip())
+    if not match:
+        return MemorySize(bytes=parse_size(text))
+    percent = float(match[1])
+    if percent > 100:
+        raise ValueError(f"{text!r} is more than everything")
+    return MemorySize(share=percent / 100)
+
+
+def format_bytes(count: float) -> str:
+    """At most four digits and a binary unit: 512 B, 9.4 MiB, 13.8 GiB."""
+    for unit in _UNITS:
+        if abs(count) < 1000 or unit == _UNITS[-1]:
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"

@@ -1,0 +1,139 @@
+"""Text ↔ token ids, for one model.
+
+Does not know chat templates or sampling. What a user typed can never become a special token: its
+special-looking parts are encoded as ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as _Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from moeinf.runtime.checkpoint import BadCheckpoint, read_json
+
+_GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text
+
+
+class Tokenizer:
+    """Reads tokenizer.json and tokenizer_config.json of a model folder. Raises BadCheckpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise BadCheckpoint(f"{path} is missing; moeinf needs the tokenizers library's format")
+        try:
+            self._tokenizer = _Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for a bad file
+            raise BadCheckpoint(f"{path} cannot be read: {error}") from error
+        config = folder / "tokenizer_config.json"
+        about: dict[str, Any] = read_json(config) if config.is_file() else {}
+        self.chat_template = _chat_template(folder, about)
+        self.bos = _content(about.get("bos_token"))
+        self.eos = _content(about.get("eos_token"))
+        self._adds_bos = about.get("add_bos_token")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = sorted(
+            (t.content for t in added.values() if t.special), key=len, reverse=True
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def encode_text(self, text: str) -> list[int]:
+        """A prompt without a template: its special tokens count; one BOS if the model wants it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        bos = self.token_id(self.bos) if self.bos else None
+        if bos is not None:
+            if self._adds_bos and ids[:1] != [bos]:
+                ids.insert(0, bos)
+            if ids[:2] == [bos, bos]:
+                del ids[0]
+        return ids
+
+    def guard(self, text: str) -> str:
+        """User text with its special-looking pieces fenced, to be put into a template."""
+        text = text.replace(_GUARD, "\ufffd")
+        for number, token in enumerate(self._special):
+            text = text.replace(token, f"{_GUARD}{number}{_GUARD}")
+        return text
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """A rendered template: its own special tokens count, fenced pieces are ordinary text."""
+        ids: list[int] = []
+        for place, piece in enumerate(text.split(_GUARD)):
+            if place % 2 == 0:
+                if piece:
+                    ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+                continue
+            with suppress(ValueError, IndexError):
+                ids += self._plain(self._special[int(piece)])
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = True
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def stream(self, prompt: list[int]) -> TextStream:
+        """Decodes what follows `prompt`, token by token."""
+        return TextStream(self._tokenizer, prompt)
+
+
+class TextStream:
+    """Incremental decoding: text appears when its last byte has, so UTF-8 is never broken."""
+
+    def __init__(self, tokenizer: _Tokenizer, prompt: list[int]) -> None:
+        # A few tokens of context decide whether the first piece begins with a space.
+        self._stream = DecodeStream(ids=prompt[-8:], skip_special_tokens=True)
+        self._tokenizer = tokenizer
+
+    def add(self, token: int) -> str:
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+def _content(token: object) -> str | None:
+    """A special token as config files write it: a string, or a mapping with its content."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _chat_template(folder: Path, about: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    template = about.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every id that ends an answer: of generation_config, config and tokenizer_config together."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        with suppress(OSError, ValueError):
+            eos = json.loads((folder / name).read_bytes()).get("eos_token_id")
+            ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
+    if tokenizer.eos is not None:
+        own = tokenizer.token_id(tokenizer.eos)
+        ids.update(() if own is None else (own,))
+    return frozenset(ids)

@@ -1,0 +1,114 @@
+"""Prints how well the embedded demo does on exercises it has never seen, and what its experts tell.
+
+Run: python scripts/eval_demo.py [--per-kind 100] [--tag bf16] [--json]
+Each held-out exercise is answered greedily through the engine, by the words `moeinf run` uses. The
+last column is leave-one-out: how often the nearest other request, by cosine of the EAMs of prefill
+and decode together, is of the same kind. Needs an installed moeinf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from moeinf.cli.output import Output
+from moeinf.cli.pull import ensure
+from moeinf.models.base import Pending
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import EngineConfig, read_environment
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+
+ALL = parse_memory("100%")
+
+
+@contextmanager
+def eam_of(engine: Engine) -> Iterator[NDArray[np.int64]]:
+    """The expert activation matrix [L, E] of what runs inside: tokens routed to each expert."""
+    manifest, store = engine.manifest, engine.store
+    eam = np.zeros((manifest.layers, manifest.experts), np.int64)
+    submit = store.submit
+
+    def counting(layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        eam[layer] += np.bincount(ids.flatten().numpy(), minlength=manifest.experts)
+        return submit(layer, x, ids, weights)
+
+    store.submit = counting  # type: ignore[method-assign, assignment]
+    try:
+        yield eam
+    finally:
+        del store.submit  # type: ignore[attr-defined]
+
+
+def nearest_is_same(eams: NDArray[np.float64], kinds: list[str]) -> list[bool]:
+    """Per request: whether its nearest neighbour by cosine, itself left out, is of its kind."""
+    units = eams / np.linalg.norm(eams, axis=1, keepdims=True)
+    likeness = units @ units.T
+    np.fill_diagonal(likeness, -1)
+    return [kinds[near] == kind for near, kind in zip(likeness.argmax(1), kinds, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--per-kind", type=int, default=100)
+    parser.add_argument("--tag", default="bf16")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    settings = read_environment()
+    manifest, folder = ensure(f"demo:{options.tag}", settings, Output())
+    wanted: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for line in (DEMO_CHECKPOINT / "heldout.jsonl").read_text().splitlines():
+        item = json.loads(line)
+        if len(wanted[item["kind"]]) < options.per_kind:
+            wanted[item["kind"]].append(item)
+    items = [item for part in wanted.values() for item in part]
+    eams, right = [], defaultdict(list)
+    with Engine(manifest, folder, EngineConfig(memory=ALL), settings) as engine:
+        for item in track(items, "answering", console=Console(file=sys.stderr)):
+            with eam_of(engine) as eam:
+                answer = Conversation(engine).ask(
+                    item["prompt"], SamplingOptions(temperature=0), Limits(max_tokens=128)
+                )
+                text = "".join(answer)
+            right[item["kind"]].append(text == item["answer"])
+            eams.append(eam.flatten())
+    same = nearest_is_same(np.array(eams, np.float64), [item["kind"] for item in items])
+    by_kind: dict[str, list[bool]] = defaultdict(list)
+    for item, ok in zip(items, same, strict=True):
+        by_kind[item["kind"]].append(ok)
+    scores = {
+        kind: {
+            "items": len(hits),
+            "exact": sum(hits) / len(hits),
+            "nearest_same_kind": sum(by_kind[kind]) / len(hits),
+        }
+        for kind, hits in right.items()
+    }
+    if options.json:
+        Output().document({"kinds": scores, "nearest_same_kind": sum(same) / len(same)})
+        return
+    table = Table("kind", "items", "exact", "nearest EAM is of this kind")
+    for kind, score in scores.items():
+        row = (f"{score['items']}", f"{score['exact']:.1%}", f"{score['nearest_same_kind']:.1%}")
+        table.add_row(kind, *row)
+    exact = sum(sum(hits) for hits in right.values()) / len(items)
+    table.add_row("all", str(len(items)), f"{exact:.1%}", f"{sum(same) / len(same):.1%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

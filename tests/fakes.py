@@ -1,0 +1,157 @@
+"""Stand-ins for the floors around models: dense weights from a dict, experts that watch the seam.
+
+Does not know transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models import family_of
+from moeinf.models.base import (
+    Experts,
+    Family,
+    Linear,
+    Model,
+    ModelDataError,
+    Pending,
+    Phase,
+    Role,
+)
+from moeinf.models.moe import ResidentExperts
+
+
+class DictParts:
+    """`Parts` from tensors in memory; remembers which were asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.used: set[str] = set()
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.used.add(name)
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelDataError(f"no tensor {name}")
+        if found.shape != shape:
+            raise ModelDataError(f"{name} is {list(found.shape)}, not {list(shape)}")
+        return found
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
+        offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
+        return lambda x: functional.linear(x, weight, offset)
+
+
+@dataclass
+class Loaded:
+    """A model with all its experts in memory."""
+
+    family: Family
+    config: Any
+    model: Model
+    experts: ResidentExperts
+    unused: set[str]  # tensors that are neither needed nor deliberately left out
+
+
+def load_resident(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
+    """Reads a checkpoint with per-expert names through its family."""
+    values = json.loads((folder / "config.json").read_text())
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return from_tensors(values, {name: t.to(dtype or t.dtype) for name, t in tensors.items()})
+
+
+def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Loaded:
+    """The same from a config and tensors in memory."""
+    family = family_of(values)
+    config = family.parse(values)
+    matrices: dict[tuple[int, int], dict[Role, Tensor]] = {}
+    dense: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = family.expert(name, config)
+        if part is not None:
+            matrices.setdefault((part.layer, part.expert), {})[part.role] = tensor
+        elif not family.ignores(name, config):
+            dense[name] = tensor
+    parts = DictParts(dense)
+    model = family.build(config, parts)
+    experts = ResidentExperts(
+        {key: (torch.cat((m["gate"], m["up"])), m["down"]) for key, m in matrices.items()}
+    )
+    return Loaded(family, config, model, experts, set(dense) - parts.used)
+
+
+@dataclass
+class Pass:
+    """What an `Experts` saw of one pass."""
+
+    rows: list[int]
+    phase: Phase
+    layers: list[int] = field(default_factory=list)
+    accepted: list[bool] | None = None
+    ended: bool = False
+
+
+class WatchedExperts:
+    """`Experts` that asserts the order of calls and records passes; fails in `fail_in` if set."""
+
+    def __init__(self, experts: Experts, fail_in: int | None = None) -> None:
+        self._experts = experts
+        self.fail_in = fail_in
+        self.passes: list[Pass] = []
+        self._outstanding = False
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        assert rows.dtype == torch.int64
+        assert not self.passes or self.passes[-1].ended
+        self.passes.append(Pass(rows.tolist(), phase))
+        self._experts.begin_pass(rows, phase)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        now = self.passes[-1]
+        assert not now.ended
+        assert not self._outstanding
+        assert ids.dtype == torch.int64
+        assert weights.dtype == torch.float32
+        assert ids.shape == weights.shape
+        assert len(ids) == len(x) == len(now.rows)
+        assert layer == len(now.layers)
+        now.layers.append(layer)
+        if layer == self.fail_in:
+            raise RuntimeError("the experts are gone")
+        self._outstanding = True
+        return _Watched(self, self._experts.submit(layer, x, ids, weights))
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        self._experts.hint(layer, ids, scores)
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        now = self.passes[-1]
+        assert not now.ended
+        now.ended = True
+        now.accepted = None if accepted_rows is None else accepted_rows.tolist()
+        self._outstanding = False
+        self._experts.end_pass(accepted_rows)
+
+
+class _Watched:
+    def __init__(self, owner: WatchedExperts, pending: Pending) -> None:
+        self._owner, self._pending = owner, pending
+
+    def result(self) -> Tensor:
+        assert self._owner._outstanding
+        self._owner._outstanding = False
+        return self._pending.result()

@@ -1,0 +1,88 @@
+"""The house rules that tools can check: format, lint, types, import floors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("cli", "server", "runtime", "offload", "models", "native")
+
+
+def check(*command: str, cwd: Path = ROOT) -> None:
+    environment = {**os.environ, "NO_COLOR": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}{run.stderr}"
+
+
+def test_format() -> None:
+    check("ruff", "format", "--check", "--no-cache", ".")
+
+
+def test_lint() -> None:
+    check("ruff", "check", "--no-cache", ".")
+
+
+def test_types(tmp_path: Path) -> None:
+    """Checked as installed: mypy follows `moeinf.…` only there."""
+    spec = importlib.util.find_spec("moeinf.native")
+    assert spec is not None
+    packages = [part for floor in FLOORS for part in ("-p", f"moeinf.{floor}")]
+    if spec.origin and Path(spec.origin).is_relative_to(ROOT):
+        pytest.skip("an editable install: mypy needs the wheel (see docs/architecture.md)")
+    check(
+        "mypy",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--cache-dir",
+        str(tmp_path),
+        *packages,
+        cwd=tmp_path,
+    )
+
+
+def test_import_floors(tmp_path: Path) -> None:
+    check(
+        "importlinter.cli",
+        "lint-imports",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+        "--no-cache",
+        cwd=tmp_path,
+    )
+
+
+def test_small_files() -> None:
+    """A file above 400 lines is split, or says why at its top."""
+    sources = [p for folder in (*FLOORS, "scripts", "tests") for p in (ROOT / folder).rglob("*")]
+    long = [
+        str(path.relative_to(ROOT))
+        for path in sources
+        if path.suffix in (".py", ".cpp", ".h") and len(path.read_text().splitlines()) > 400
+    ]
+    assert long == []
+
+
+def test_print_only_in_output() -> None:
+    """cli/output.py is the one place that writes for people."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in FLOORS
+        for path in (ROOT / folder).rglob("*.py")
+        if path != ROOT / "cli" / "output.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.lstrip().startswith(("print(", "sys.stdout.write("))
+    ]
+    assert wrong == ["runtime/template_worker.py"] or all("template_worker" in w for w in wrong)

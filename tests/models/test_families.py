@@ -1,0 +1,106 @@
+"""Every family against transformers, in one runner."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes import WatchedExperts, load_resident
+from tests.models.conftest import Pair
+from tests.tiny import TINY, save_tiny
+
+
+def test_every_tensor_has_a_place(pair: Pair) -> None:
+    assert pair.ours.unused == set()
+    assert pair.logits.std() > 0.5  # the comparison means something
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 33])
+def test_prefill(pair: Pair, length: int) -> None:
+    model = pair.ours.model
+    state = model.new_state(40)
+    logits = model.extend([(pair.ids[:length], state)], pair.ours.experts, "all")
+    pair.assert_close(logits)
+    assert state.length == length
+
+
+def test_chunked_prefill(pair: Pair) -> None:
+    model, cuts = pair.ours.model, [0, 5, 6, 26, 33]
+    state = model.new_state(33)
+    for start, stop in pairwise(cuts):
+        chunk = [(pair.ids[start:stop], state)]
+        pair.assert_close(model.extend(chunk, pair.ours.experts, "all"), start)
+
+
+def test_decode(pair: Pair) -> None:
+    model = pair.ours.model
+    experts = WatchedExperts(pair.ours.experts)
+    state = model.new_state(len(pair.ids))
+    last = model.extend([(pair.ids[:30], state)], experts)
+    pair.assert_close(last, 29)
+    for at in range(30, len(pair.ids)):
+        pair.assert_close(model.extend([([pair.ids[at]], state)], experts), at)
+    assert [p.phase for p in experts.passes] == ["prefill"] + ["decode"] * 30
+    assert all(p.layers == list(range(model.moe.layers)) for p in experts.passes)
+
+
+def test_batch_equals_single(pair: Pair) -> None:
+    """Requests of uneven age, with one and with many rows, in one pass."""
+    model = pair.ours.model
+    states = [model.new_state(60) for _ in range(3)]
+    model.extend([(pair.ids[:21], states[1])], pair.ours.experts)
+    model.extend([(pair.ids[:4], states[2])], pair.ours.experts)
+    batch = [(pair.ids[:9], states[0]), (pair.ids[21:22], states[1]), (pair.ids[4:10], states[2])]
+    logits = model.extend(batch, pair.ours.experts, "all")
+    for rows, start in ((logits[:9], 0), (logits[9:10], 21), (logits[10:], 4)):
+        pair.assert_close(rows, start)
+    last = model.extend(
+        [([pair.ids[s.length]], s) for s in states], pair.ours.experts
+    )  # a decode pass of three
+    for row, start in zip(last, (9, 22, 10), strict=True):
+        pair.assert_close(row[None], start)
+    assert [s.length for s in states] == [10, 23, 11]
+
+
+def test_truncate_and_snapshot(pair: Pair) -> None:
+    model, experts = pair.ours.model, pair.ours.experts
+    state = model.new_state(50)
+    wrong = [(i + 1) % 97 for i in pair.ids[12:30]]
+    model.extend([(pair.ids[:12] + wrong, state)], experts)
+    state.truncate(12)
+    assert state.length == 12
+    copy = state.snapshot()
+    model.extend([(wrong, state)], experts)  # must not reach the copy
+    assert (copy.length, copy.capacity, state.length) == (12, 50, 30)
+    pair.assert_close(model.extend([(pair.ids[12:20], copy)], experts, "all"), 12)
+    state.truncate(0)
+    pair.assert_close(model.extend([(pair.ids[:3], state)], experts, "all"))
+
+
+def _rms(values: list[Tensor]) -> float:
+    return float(torch.cat(values).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", [n for n in TINY if not n.endswith("-all-experts")])
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    """With the same bfloat16 weights we err no more than 1.5 times what transformers errs."""
+    theirs, ours = [], []
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        reference = save_tiny(name, folder, seed, torch.bfloat16)
+        ids = torch.randint(97, (1, 48), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            rounded = reference(ids, use_cache=False).logits[0].float()
+            exact = reference.float()(ids, use_cache=False).logits[0]
+        loaded = load_resident(folder)
+        model, tokens = loaded.model, ids[0].tolist()
+        state = model.new_state(48)
+        parts = [model.extend([(tokens[:32], state)], loaded.experts, "all")]
+        parts += [model.extend([([token], state)], loaded.experts) for token in tokens[32:]]
+        theirs.append(rounded - exact)
+        ours.append(torch.cat(parts) - exact)
+    assert 0 < _rms(ours) <= 1.5 * _rms(theirs)

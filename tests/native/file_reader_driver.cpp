@@ -1,0 +1,199 @@
+// Runs FileReader with system calls that fail on demand; built with ThreadSanitizer, which also
+// sees a descriptor that is closed while another thread reads it.
+// Takes a folder to write in. Prints nothing and exits 0 when every check held.
+#include "file_reader.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#define CHECK(condition)                                                           \
+    do {                                                                           \
+        if (!(condition)) {                                                        \
+            std::fprintf(stderr, "line %d: not true: %s\n", __LINE__, #condition); \
+            std::abort();                                                          \
+        }                                                                          \
+    } while (false)
+
+#ifndef O_DIRECT
+#define O_DIRECT 0
+#endif
+
+namespace {
+
+using namespace moeinf;
+
+constexpr std::size_t kBytes = 5 * kPageBytes + 123;
+std::string folder;
+
+struct alignas(kPageBytes) Slot {
+    std::byte bytes[6 * kPageBytes] = {};
+};
+
+std::vector<char> content(int file) {
+    std::vector<char> bytes(kPageBytes + kBytes);
+    for (std::size_t i = 0; i < bytes.size(); ++i)
+        bytes[i] = static_cast<char>(i * 7 + i / 251 + static_cast<std::size_t>(file));
+    return bytes;
+}
+
+std::string make_file(int file) {
+    const std::string path = folder + "/" + std::to_string(file);
+    const auto bytes = content(file);
+    std::ofstream(path, std::ios::binary).write(bytes.data(), std::ssize(bytes));
+    return path;
+}
+
+bool right(const Slot& slot, int file) {
+    return std::memcmp(slot.bytes, content(file).data() + kPageBytes, kBytes) == 0;
+}
+
+// Fault state, one test at a time: how many of the next calls fail, and how.
+int fail_opens = 0, open_errno = 0, fail_direct_opens = 0;
+int fail_reads = 0, read_errno = 0, fail_direct_reads = 0;
+std::size_t largest_read = 1 << 30;
+int opens = 0, reads = 0;
+
+FileCalls faulty() {
+    FileCalls calls;
+    calls.open = [](const char* path, int flags) {
+        ++opens;
+        if ((O_DIRECT & flags) && fail_direct_opens-- > 0) return errno = EINVAL, -1;
+        if (fail_opens-- > 0) return errno = open_errno, -1;
+        return ::open(path, flags);
+    };
+    calls.pread = [](int file, void* to, std::size_t bytes, off_t offset) -> ssize_t {
+        ++reads;
+        const bool direct = (fcntl(file, F_GETFL) & O_DIRECT) != 0;
+        if (direct && fail_direct_reads-- > 0) return errno = EINVAL, -1;
+        if (fail_reads-- > 0) return errno = read_errno, -1;
+        const std::size_t want = std::min(bytes, largest_read);
+        // A short direct read reports fewer bytes than it fetched: the length must stay aligned.
+        const ssize_t got = ::pread(file, to, direct ? bytes : want, offset);
+        return std::min(got, static_cast<ssize_t>(want));
+    };
+    return calls;
+}
+
+void reset() {
+    fail_opens = fail_direct_opens = fail_reads = fail_direct_reads = opens = reads = 0;
+    largest_read = 1 << 30;
+}
+
+// The errno and kind of what read() throws, or 0.
+int failing_code(FileReader& reader, const std::string& path, Slot& slot) {
+    try {
+        reader.read(path, kPageBytes, kBytes, slot.bytes);
+    } catch (const Failed& error) {
+        CHECK(error.failure()->path == path);
+        return error.failure()->code;
+    }
+    return 0;
+}
+
+void short_and_interrupted_reads(bool direct) {
+    reset();
+    FileReader reader(direct, 4, faulty());
+    const std::string path = make_file(1);
+    for (const std::size_t largest : {std::size_t{1000}, kPageBytes, std::size_t{7}}) {
+        Slot slot;
+        largest_read = largest;
+        fail_reads = 25;
+        read_errno = EINTR;
+        CHECK(failing_code(reader, path, slot) == 0);
+        CHECK(right(slot, 1));
+    }
+}
+
+void eio_is_retried_twice() {
+    for (const int failures : {2, 3}) {
+        reset();
+        FileReader reader(false, 4, faulty());
+        Slot slot;
+        fail_reads = failures;
+        read_errno = EIO;
+        CHECK(failing_code(reader, make_file(2), slot) == (failures == 3 ? EIO : 0));
+        CHECK(reads == 3);
+        CHECK(failing_code(reader, folder + "/2", slot) == 0 && right(slot, 2));
+    }
+}
+
+void refused_direct_falls_back_for_good() {
+    for (const bool at_open : {true, false}) {
+        reset();
+        FileReader reader(true, 4, faulty());
+        if (!reader.direct()) return;  // a system without O_DIRECT
+        (at_open ? fail_direct_opens : fail_direct_reads) = 1;
+        for (int file = 3; file < 6; ++file) {
+            Slot slot;
+            CHECK(failing_code(reader, make_file(file), slot) == 0);
+            CHECK(right(slot, file));
+            CHECK(!reader.direct());
+        }
+        CHECK(opens == 4);  // one more for the file that was refused
+    }
+}
+
+void out_of_descriptors_gives_back_the_cache() {
+    reset();
+    FileReader reader(false, 8, faulty());
+    Slot slot;
+    for (int file = 0; file < 3; ++file) CHECK(failing_code(reader, make_file(file), slot) == 0);
+    CHECK(reader.open_files() == 3);
+    fail_opens = 1;
+    open_errno = EMFILE;
+    CHECK(failing_code(reader, make_file(7), slot) == 0 && right(slot, 7));
+    CHECK(reader.open_files() == 1);
+    fail_opens = 1 << 20;
+    CHECK(failing_code(reader, make_file(8), slot) == EMFILE);
+}
+
+void least_recent_is_closed_first() {
+    reset();
+    FileReader reader(false, 2, faulty());
+    Slot slot;
+    for (const int file : {0, 1, 0, 2, 0, 1}) {  // 2 evicts 1; 0 stays; 1 is opened again
+        CHECK(failing_code(reader, make_file(file), slot) == 0);
+        CHECK(right(slot, file));
+    }
+    CHECK(opens == 4);
+    CHECK(reader.open_files() == 2);
+}
+
+void many_threads_few_descriptors() {
+    reset();
+    for (int file = 0; file < 8; ++file) make_file(file);
+    FileReader reader(false, 2);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t)
+        threads.emplace_back([&, t] {
+            Slot slot;
+            for (int i = 0; i < 200; ++i) {
+                const int file = (i * (t + 1) + t) % 8;
+                reader.read(folder + "/" + std::to_string(file), kPageBytes, kBytes, slot.bytes);
+                CHECK(right(slot, file));
+                if (i % 17 == 0) reader.forget(folder + "/" + std::to_string(file));
+                CHECK(reader.open_files() <= 2);
+            }
+        });
+    for (auto& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    folder = arguments[1];
+    short_and_interrupted_reads(false);
+    short_and_interrupted_reads(true);
+    eio_is_retried_twice();
+    refused_direct_falls_back_for_good();
+    out_of_descriptors_gives_back_the_cache();
+    least_recent_is_closed_first();
+    many_threads_few_descriptors();
+}

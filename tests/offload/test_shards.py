@@ -1,0 +1,52 @@
+"""Shards: valid safetensors whose data begins at byte 4096, hashed as they are written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moeinf.native import crc32c
+from moeinf.offload.layout import ExpertKey, ExpertLayout
+from moeinf.offload.shards import shard_header, shard_path, write_file
+
+LAYOUT = ExpertLayout(hidden=6, intermediate=5, dtype="BF16")
+
+
+def test_the_safetensors_library_reads_a_shard(tmp_path: Path) -> None:
+    gate_up = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    down = torch.randn(6, 5, generator=torch.Generator().manual_seed(2)).bfloat16()
+    data = [memoryview(t.view(torch.uint8).numpy().tobytes()) for t in (gate_up, down)]
+    key = ExpertKey(3, 17)
+    record = write_file(tmp_path, shard_path(key), shard_header(key, LAYOUT), data)
+    path = tmp_path / "experts/L003/E017.safetensors"
+    found = load_file(path)
+    assert torch.equal(found["gate_up"], gate_up)
+    assert torch.equal(found["down"], down)
+    raw = path.read_bytes()
+    assert record.size_bytes == len(raw) == 4096 + LAYOUT.data_bytes
+    assert record.sha256 == hashlib.sha256(raw).hexdigest()
+    assert record.crc32c == crc32c(raw[4096:])
+    assert record.data_offset == 4096
+    assert raw[4096:] == b"".join(data)
+
+
+def test_slots_are_whole_pages() -> None:
+    assert LAYOUT.data_bytes == 3 * 6 * 5 * 2
+    assert LAYOUT.slot_bytes == 4096
+    assert ExpertLayout(128, 64, "BF16").slot_bytes == 49152
+    assert ExpertLayout(128, 65, "F32").slot_bytes == 102400
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def data() -> Iterator[memoryview]:
+        yield memoryview(b"abc")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_file(tmp_path, "experts/L000/E000.safetensors", b"header", data())
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []

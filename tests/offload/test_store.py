@@ -1,0 +1,183 @@
+"""The expert store against the resident reference: the same bits, whatever the number of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moeinf.models.moe import ResidentExperts, TorchMath
+from moeinf.native import SlotPool
+from moeinf.offload.layout import ExpertKey, ExpertLayout
+from moeinf.offload.policy import Lru
+from moeinf.offload.residency import Residency
+from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
+from moeinf.offload.store import ExpertStore, Stopped
+from moeinf.offload.transfer import ExpertReadError, Transfer
+
+L, E, K, D, F = 3, 6, 2, 16, 24
+LAYOUT = ExpertLayout(D, F, "F32")
+
+
+@dataclass
+class Shards:
+    """L·E random experts, on disk and in memory."""
+
+    folder: Path
+    records: list[FileRecord]
+    reference: ResidentExperts
+
+    def store(self, slots: int, readers: int = 2) -> ExpertStore:
+        pool = SlotPool(slots, LAYOUT.slot_bytes)
+        transfer = Transfer(self.folder, self.records, pool, readers=readers, direct_io=False)
+        residency = Residency(slots, L * E)
+        return ExpertStore(LAYOUT, E, pool, residency, transfer, Lru(), TorchMath())
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+def make_shards(folder: Path) -> Shards:
+    random = torch.Generator().manual_seed(0)
+    weights, records = {}, []
+    for layer in range(L):
+        for expert in range(E):
+            gate_up = torch.randn(2 * F, D, generator=random)
+            down = torch.randn(D, F, generator=random)
+            key = ExpertKey(layer, expert)
+            weights[layer, expert] = (gate_up, down)
+            data = [t.view(torch.uint8).numpy().data for t in (gate_up, down)]
+            records.append(write_file(folder, shard_path(key), shard_header(key, LAYOUT), data))
+    return Shards(folder, records, ResidentExperts(weights))
+
+
+def routing(tokens: int, seed: int, none: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, distinct ids per token (some -1 with probability `none`), weights."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, D, generator=random)
+    ids = torch.rand(tokens, E, generator=random).argsort(1)[:, :K].contiguous()
+    ids[torch.rand(tokens, K, generator=random) < none] = -1
+    return x, ids, torch.rand(tokens, K, generator=random)
+
+
+def run(store: ExpertStore, layer: int, tokens: int, seed: int, none: float = 0.0) -> Tensor:
+    store.begin_pass(torch.zeros(tokens, dtype=torch.int64), "decode" if tokens == 1 else "prefill")
+    output = store.submit(layer, *routing(tokens, seed, none)).result()
+    store.end_pass()
+    return output
+
+
+@pytest.fixture(params=[1, 2, 3, 7, L * E])
+def store(request: pytest.FixtureRequest, shards: Shards) -> Iterator[ExpertStore]:
+    store = shards.store(slots=request.param)
+    yield store
+    assert store.idle
+    store.close()
+
+
+def test_bit_identical_to_resident_experts(store: ExpertStore, shards: Shards) -> None:
+    """One slot is enough even for a layer whose tokens use all experts."""
+    for seed, tokens in enumerate([1, 1, 40, 1, 17, 1, 1, 33, 2]):
+        layer = seed % L
+        x, ids, weights = routing(tokens, seed, none=0.2)
+        expected = shards.reference.submit(layer, x, ids, weights).result()
+        assert torch.equal(run(store, layer, tokens, seed, none=0.2), expected)
+        assert store.idle
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    slots=st.integers(1, L * E),
+    readers=st.integers(1, 4),
+    passes=st.lists(st.tuples(st.integers(0, L - 1), st.integers(1, 9), st.integers(0, 99))),
+)
+def test_any_budget_any_order(
+    shards: Shards, slots: int, readers: int, passes: list[tuple[int, int, int]]
+) -> None:
+    store = shards.store(slots, readers)
+    try:
+        for layer, tokens, seed in passes:
+            expected = shards.reference.submit(layer, *routing(tokens, seed)).result()
+            assert torch.equal(run(store, layer, tokens, seed), expected)
+            assert store.idle
+            assert store.resident <= slots
+    finally:
+        store.close()
+
+
+def test_counts(shards: Shards) -> None:
+    """Events, hits, loads and bytes of passes worked out by hand."""
+    store = shards.store(slots=4)
+
+    def decode(layer: int, ids: list[int]) -> None:
+        store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+        store.submit(layer, torch.ones(1, D), torch.tensor([ids]), torch.ones(1, K)).result()
+        store.end_pass()
+
+    decode(0, [1, 2])  # two misses
+    decode(0, [2, 3])  # hit, miss
+    decode(1, [1, 2])  # misses: expert 1 of layer 1 is another expert; evicts (0,1)
+    decode(0, [1, 3])  # (0,1) is gone, (0,3) is there
+    stats = store.stats
+    assert (stats.decode_events, stats.decode_hits) == (8, 2)
+    assert stats.hit_rate == 0.25
+    assert stats.loads == stats.decode_loads == 6
+    assert stats.bytes_read == stats.decode_bytes_read == 6 * LAYOUT.data_bytes
+    before = stats.copy()
+    store.begin_pass(torch.zeros(2, dtype=torch.int64), "prefill")
+    ids = torch.tensor([[1, 3], [1, -1]])
+    store.submit(0, torch.ones(2, D), ids, torch.ones(2, K)).result()
+    store.end_pass()
+    since = store.stats.since(before)
+    assert (since.prefill_events, since.prefill_hits, since.loads) == (3, 3, 0)
+    assert since.decode_events == 0
+    store.close()
+
+
+def test_a_damaged_shard_is_named_and_the_store_lives(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path)
+    store = shards.store(slots=5)
+    bad = tmp_path / shard_path(ExpertKey(1, 3))
+    raw = bytearray(bad.read_bytes())
+    raw[5000] ^= 1
+    bad.write_bytes(raw)
+    everyone = torch.arange(E).view(E // K, K)
+    request = (torch.ones(E // K, D), everyone, torch.ones(E // K, K))
+    for _ in range(2):
+        store.begin_pass(torch.zeros(E // K, dtype=torch.int64), "prefill")
+        with pytest.raises(ExpertReadError) as caught:
+            store.submit(1, *request).result()
+        assert caught.value.shard == "experts/L001/E003.safetensors"
+        assert store.idle
+    expected = shards.reference.submit(0, *request).result()
+    store.begin_pass(torch.zeros(E // K, dtype=torch.int64), "prefill")
+    assert torch.equal(store.submit(0, *request).result(), expected)
+    raw[5000] ^= 1
+    bad.write_bytes(raw)
+    expected = shards.reference.submit(1, *request).result()
+    assert torch.equal(store.submit(1, *request).result(), expected)
+    store.close()
+
+
+def test_stopping_and_abandoning_leave_nothing_behind(shards: Shards) -> None:
+    store = shards.store(slots=4)
+    store.begin_pass(torch.zeros(9, dtype=torch.int64), "prefill")
+    store.submit(0, *routing(9, 1))  # nobody takes the result
+    store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+    assert store.idle
+    store.stopped = lambda: True
+    with pytest.raises(Stopped):
+        store.submit(1, *routing(1, 2))
+    assert store.idle
+    store.stopped = lambda: False
+    expected = shards.reference.submit(1, *routing(1, 2)).result()
+    assert torch.equal(run(store, 1, 1, 2), expected)
+    store.close()

@@ -1,0 +1,62 @@
+"""What may be a model name, and what may never become a path."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeinf.runtime.names import BadName, ModelName, is_path, parse_name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("demo", ModelName("demo", "bf16")),
+        ("Demo:F32", ModelName("demo", "f32")),
+        ("deepseek-v2-lite", ModelName("deepseek-v2-lite")),
+        ("org/Model.v1_x:f32", ModelName("org--model.v1_x", "f32")),
+        ("org--model.v1_x", ModelName("org--model.v1_x")),
+    ],
+)
+def test_names(text: str, name: ModelName) -> None:
+    assert parse_name(text) == name
+    assert parse_name(str(name)) == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ".", "..", "a/b/c", "/etc", "a/../b", "a..b", "-a", "a-", "con", "a b", "a\0b", "é",
+     "a--b--c", "a/", "/a", ":bf16", "x" * 97],
+)  # fmt: skip
+def test_not_names(text: str) -> None:
+    with pytest.raises(BadName, match="is not a model name"):
+        parse_name(text)
+
+
+def test_unknown_tag_names_the_tags() -> None:
+    with pytest.raises(BadName, match=r"no tag 'q9'; the tags are bf16, f32"):
+        parse_name("demo:q9")
+
+
+@given(st.text(max_size=40))
+def test_no_text_leaves_the_folder(text: str) -> None:
+    try:
+        name = parse_name(text)
+    except BadName:
+        return
+    assert "/" not in name.name
+    assert "\\" not in name.name
+    assert ".." not in name.name
+    assert not name.name.startswith(".")
+    assert len(name.name) <= 200
+
+
+@pytest.mark.parametrize("text", ["./x", "../x", "/x", "~/x", ".", "..", "~"])
+def test_paths(text: str) -> None:
+    assert is_path(text)
+
+
+@pytest.mark.parametrize("text", ["demo", "org/name", ".x", "x/./y"])
+def test_not_paths(text: str) -> None:
+    assert not is_path(text)

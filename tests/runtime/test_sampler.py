@@ -1,0 +1,151 @@
+"""Choosing tokens: every option against values worked out by hand, and the generator's numbers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeinf.runtime.sampler import Random, Sampler, SamplingOptions, model_defaults
+
+NOTHING = SamplingOptions()
+PLAIN = SamplingOptions(
+    temperature=1, top_k=0, top_p=1, min_p=0, repeat_penalty=1, repeat_last_n=64, seed=5
+)
+
+
+def shares(
+    options: SamplingOptions, logits: list[float], history: list[int] | None = None
+) -> dict[int, float]:
+    """How often each token comes in 4,000 draws."""
+    sampler = Sampler(options, NOTHING)
+    values = np.array(logits, np.float32)
+    counts = Counter(sampler.choose(values, history or []) for _ in range(4000))
+    return {token: count / 4000 for token, count in sorted(counts.items())}
+
+
+def test_splitmix64_reference_values() -> None:
+    """The first outputs for seed 1234567, as published with the algorithm's reference code."""
+    random = Random(1234567)
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [random.uniform() for _ in published] == [(n >> 11) / 2**53 for n in published]
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    sampler = Sampler(SamplingOptions(temperature=0), NOTHING)
+    assert sampler.choose(np.array([1, 7, 7, 3], np.float32), [1, 1, 1]) == 1
+
+
+def test_greedy_ignores_default_penalties_but_not_asked_for_ones() -> None:
+    logits, history = np.array([2.0, 1.9, 0.0], np.float32), [0, 0]
+    assert Sampler(SamplingOptions(temperature=0), NOTHING).choose(logits, history) == 0
+    asked = SamplingOptions(temperature=0, repeat_penalty=1.1)
+    assert Sampler(asked, NOTHING).choose(logits, history) == 1
+    assert (
+        Sampler(SamplingOptions(temperature=0), SamplingOptions(repeat_penalty=1.1)).choose(
+            logits, history
+        )
+        == 1
+    )
+
+
+def test_plain_draws_follow_softmax() -> None:
+    found = shares(PLAIN, [np.log(0.5), np.log(0.3), np.log(0.2)])
+    assert found == pytest.approx({0: 0.5, 1: 0.3, 2: 0.2}, abs=0.03)
+
+
+def test_temperature_sharpens() -> None:
+    options = SamplingOptions(temperature=0.5).over(PLAIN)
+    found = shares(options, [np.log(0.8), np.log(0.2)])
+    assert found[1] == pytest.approx(0.04 / 0.68, abs=0.02)
+
+
+def test_top_k_keeps_k() -> None:
+    assert set(shares(SamplingOptions(top_k=2).over(PLAIN), [0, 1, 2, 1.5])) == {2, 3}
+    assert set(shares(SamplingOptions(top_k=1).over(PLAIN), [1, 1, 1])) == {0}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
+    logits = [np.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert set(shares(SamplingOptions(top_p=0.79).over(PLAIN), logits)) == {0, 1}
+    assert set(shares(SamplingOptions(top_p=0.81).over(PLAIN), logits)) == {0, 1, 2}
+    assert set(shares(SamplingOptions(top_p=0.0).over(PLAIN), logits)) == {0}
+
+
+def test_min_p_is_relative_to_the_best() -> None:
+    logits = [np.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert set(shares(SamplingOptions(min_p=0.25).over(PLAIN), logits)) == {0, 1, 2}
+
+
+def test_penalties() -> None:
+    """repeat divides positive and multiplies negative logits; then presence and frequency."""
+    options = SamplingOptions(
+        temperature=0, repeat_penalty=2, presence_penalty=0.5, frequency_penalty=0.25
+    )
+    sampler = Sampler(options, NOTHING)
+    # token 0: 4/2 - .5 - 3·.25 = .75; token 1: -1·2 - .5 - .25 = -2.75; token 2 untouched
+    history = [0, 0, 0, 1]
+    assert sampler.choose(np.array([4, -1, 0.74], np.float32), history) == 0
+    assert sampler.choose(np.array([4, -1, 0.76], np.float32), history) == 2
+    assert sampler.choose(np.array([-9, -1, -2.74], np.float32), history) == 2
+    assert sampler.choose(np.array([-9, -1, -2.76], np.float32), history) == 1
+
+
+def test_repeat_window() -> None:
+    options = SamplingOptions(temperature=0, repeat_penalty=10, repeat_last_n=2)
+    logits = np.array([3, 2, 1], np.float32)
+    assert Sampler(options, NOTHING).choose(logits, [0, 2, 2]) == 0
+    whole = SamplingOptions(temperature=0, repeat_penalty=10, repeat_last_n=-1)
+    assert Sampler(whole, NOTHING).choose(logits, [0, 2, 2]) == 1
+
+
+def test_same_seed_same_choices() -> None:
+    logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    runs = []
+    for seed in (7, 7, 8):
+        sampler = Sampler(SamplingOptions(seed=seed), NOTHING)
+        runs.append([sampler.choose(logits, []) for _ in range(50)])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_seed_is_told_when_none_was_given() -> None:
+    first, second = Sampler(NOTHING, NOTHING), Sampler(NOTHING, NOTHING)
+    assert first.options.seed is not None
+    assert first.options.seed != second.options.seed
+
+
+def test_model_defaults_and_their_place(tmp_path: Path) -> None:
+    said = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": "high",
+        "repetition_penalty": 1.2,
+        "min_p": -1,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    model = model_defaults(tmp_path)
+    assert model == SamplingOptions(temperature=0.6, top_k=20, repeat_penalty=1.2)
+    chosen = Sampler(SamplingOptions(top_k=3), model).options
+    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.6, 3, 0.9)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert model_defaults(tmp_path).temperature == 0
+    (tmp_path / "generation_config.json").write_text("[1]")
+    assert model_defaults(tmp_path) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"temperature": float("nan")},
+    ],
+)
+def test_values_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingOptions(**wrong)  # type: ignore[arg-type]
