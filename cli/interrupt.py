@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Insisted(KeyboardInterrupt):
+    """Ctrl-C was pressed again while the first was being obeyed."""
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Gives a question, "has Ctrl-C been pressed?", to be asked where stopping is safe."""
@@ -19,7 +23,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     def press(_signal: int, _frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
-            raise KeyboardInterrupt
+            raise Insisted
         pressed = True
 
     before = signal.signal(signal.SIGINT, press)

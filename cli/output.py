@@ -79,7 +79,10 @@ class Output:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar with bytes, rate and time left; call what it gives with (done, total)."""
+        """A bar with bytes, rate and time left; call what it gives with (done, total).
+
+        The bar appears with the first call: what fails before shows its error alone.
+        """
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -89,6 +92,14 @@ class Output:
             console=self.err,
             disable=self.quiet or self.json,
         )
-        with bar:
-            task = bar.add_task(escape(what), total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(escape(what), total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+
+        try:
+            yield update
+        finally:
+            if bar.live.is_started:
+                bar.stop()

@@ -13,7 +13,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from moeinf.cli.errors import describe
-from moeinf.cli.interrupt import interruptible
+from moeinf.cli.interrupt import Insisted, interruptible
 from moeinf.cli.output import Output
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
@@ -82,18 +82,18 @@ class Repl:
         while True:
             try:
                 text = self._read()
-            except KeyboardInterrupt:
-                self._out.line("Use Ctrl + d or /bye to exit.")
-                continue
-            except EOFError:
-                return
-            if text.strip() in ("/bye", "/exit"):
-                return
-            try:
+                if text.strip() in ("/bye", "/exit"):
+                    return
                 if text.startswith("/"):
                     self._command(text.strip())
                 elif text.strip():
                     self._answer(text)
+            except Insisted:
+                raise
+            except KeyboardInterrupt:
+                self._out.line("Use Ctrl + d or /bye to exit.")
+            except EOFError:
+                return
             except Exception as error:  # whatever happened, the conversation goes on
                 words = describe(error)
                 self._out.error(words.code, words.message, words.hint)

@@ -18,6 +18,7 @@ from moeinf.models.kv_cache import PassRows
 from moeinf.models.rope import rotate_half
 
 SCRATCH_BYTES = 64 << 20  # what one step over a block of heads may use, if one head fits
+_WIDENED_ITEMS = 1 << 19  # keys or values held as float32 at a time: 2 MiB
 
 
 def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:
@@ -48,7 +49,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
         seen = min(k.shape[1], len(q) + window - 1)
         k, v = k[:, -seen:], v[:, -seen:]
     if len(q) == 1:
-        return _attend_one(q[0], k, v, scale)[None]
+        heads = q[0].view(len(k), -1, q.shape[2])  # [G, H/G, W]
+        blocks = head_blocks(len(k), heads.shape[1] * k.shape[1] * 8)
+        return torch.cat([attend_one(heads[b], k[b], v[b], scale) for b in blocks]).view(1, -1)
     new, total = len(q), k.shape[1]
     mask = None
     if new != total or window is not None:
@@ -61,17 +64,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     return out.permute(2, 0, 1, 3).flatten(1)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [H, W] of the newest token, k and v [G, S, W] -> [H·W].
+def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The newest token, computed in float32: q [G, P, W], k [G, S, W], v [G, S, V] -> [G, P, V].
 
-    Two matmuls with a float32 softmax: faster on CPU than scaled_dot_product_attention.
+    Scratch is 2 · G·P·S floats of scores and _WIDENED_ITEMS of keys. Written as matmuls because
+    scaled_dot_product_attention is slower for one row, and on widened pieces of k and v because
+    torch compiles a bfloat16 matmul anew for every S. Measured on one core with 16 heads of 128,
+    bfloat16, S 2048: 2.0 ms against 4.4, and 2.8 more the first time that an S is seen.
     """
-    grouped = q.view(len(k), -1, q.shape[1])  # [G, H/G, W]
-    out = torch.empty_like(grouped)
-    for block in head_blocks(len(k), grouped.shape[1] * k.shape[1] * (3 * 4)):
-        scores = (grouped[block] @ k[block].mT).float() * scale  # [g, H/G, S]
-        out[block] = scores.softmax(-1).to(v.dtype) @ v[block]
-    return out.flatten()
+    total = k.shape[1]
+    step = max(1, _WIDENED_ITEMS // (k.shape[0] * k.shape[2]))
+    pieces = [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    wide = q.float() * scale
+    scores = torch.cat([wide @ k[:, piece].float().mT for piece in pieces], -1)  # [G, P, S]
+    weights = scores.softmax(-1)
+    out = weights[..., pieces[0]] @ v[:, pieces[0]].float()
+    for piece in pieces[1:]:
+        out += weights[..., piece] @ v[:, piece].float()
+    return out.to(q.dtype)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.attention import attend, head_blocks
+from moeinf.models.attention import attend, attend_one, head_blocks
 from moeinf.models.base import Linear, Parts
 from moeinf.models.kv_cache import PassRows, Span
 from moeinf.models.norms import RmsNorm
@@ -88,10 +88,10 @@ class MlaAttention:
         q = torch.cat(((q_nope.transpose(0, 1) @ w_uk).transpose(0, 1), q_rope), -1)
         mixed = q.new_empty(len(past), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
         for row, memory in enumerate(past):
-            for block in head_blocks(shape.heads, len(memory) * (3 * 4)):
-                scores = (q[row, block] @ memory.T).float() * shape.scale  # [h, S]
-                weights = scores.softmax(-1).to(memory.dtype)
-                mixed[row, block] = weights @ memory[:, : shape.kv_lora]
+            shared = memory[None]  # [1, S, kv_lora + rope]: one key head for all query heads
+            values = shared[..., : shape.kv_lora]
+            for block in head_blocks(shape.heads, len(memory) * 8):
+                mixed[row, block] = attend_one(q[row, block][None], shared, values, shape.scale)[0]
         return (mixed.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
 
     def _expanded(

@@ -15,13 +15,13 @@ PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
 SHARD_DATA_OFFSET: Final[int]  # 4096: where the tensor data of a shard begins
 DEMAND: Final[float]  # the largest priority: somebody needs the expert now
 
-class CorruptShard(OSError):  # noqa: N818 - named after what happened, like Cancelled
+class CorruptShard(OSError):
     """A file ended early (errno ENODATA) or its checksum differs, twice (errno EBADMSG).
 
     `filename` is the file; the message has what was expected and what was there.
     """
 
-class Cancelled(RuntimeError):  # noqa: N818
+class Cancelled(RuntimeError):
     """The ticket was cancelled, or the queue closed before it was read."""
 
 @final

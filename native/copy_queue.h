@@ -13,7 +13,7 @@
 //
 // Who writes what (all under mutex_):
 //
-//   Record   source slot priority id   submit; priority also raise_priority while QUEUED
+//   Record   source slot priority      submit; priority also raise_priority while QUEUED
 //            state                     submit, the reader that took it, cancel, close
 //            failure, ended_as         whoever ends it, once
 //            waiters, delivered        threads in wait()

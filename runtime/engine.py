@@ -5,9 +5,10 @@ Does not know conversations, stop strings or faces.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,13 @@ from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 
 
+# oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
+# in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
+# family; both variables are read at the first product (docs/log.md, "The memory that was not ours").
+_CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_CODE_CACHE_SHAPES = "16"
+
+
 class Engine:
     """Runs one model. Not thread-safe: one thread drives it.
 
@@ -38,6 +46,8 @@ class Engine:
         self, manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings
     ) -> None:
         start = time.perf_counter()
+        for variable in _CODE_CACHES:
+            os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
         registry = Registry(settings.run)
         claimed = sum(engine.unfilled_bytes() for engine in registry.engines())
         self.manifest = manifest
@@ -49,19 +59,20 @@ class Engine:
         )
         if registration is None:
             raise NoSuchModel(str(manifest.model), [])
-        self._registration = registration
-        try:
+        with ExitStack() as undo:  # in reverse, should anything below fail
+            undo.callback(registration.close)
             self.tokenizer = Tokenizer(folder)
-            template = self.tokenizer.chat_template
-            # Started first: its interpreter comes up while the weights load.
-            self.template = TemplateWorker(template) if template is not None else None
+            self.template: TemplateWorker | None = None
+            if self.tokenizer.chat_template is not None:
+                # Started first: its interpreter comes up while the weights load.
+                self.template = TemplateWorker(self.tokenizer.chat_template)
+                undo.callback(self.template.close)
             self.ends = end_tokens(folder, self.tokenizer)
             self.sampling = model_defaults(folder)
             self.model = load_model(folder, manifest)
             self.store = open_store(folder, manifest, self.placement, config)
-        except BaseException:
-            registration.close()
-            raise
+            undo.callback(self.store.close)
+            self._opened = undo.pop_all()
         self.load_seconds = time.perf_counter() - start
 
     def new_state(self) -> State:
@@ -90,10 +101,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends readers and worker, and takes the engine off the register."""
-        self.store.close()
-        if self.template is not None:
-            self.template.close()
-        self._registration.close()
+        self._opened.close()
 
     def __enter__(self) -> Engine:
         return self

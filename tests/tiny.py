@@ -88,6 +88,7 @@ TINY: dict[str, Tiny] = {
     ),
     "mixtral-window": _mixtral(
         sliding_window=7,
+        rms_norm_eps=0.03,
         rope_parameters={
             "rope_type": "llama3",
             "factor": 8.0,
@@ -105,6 +106,7 @@ TINY: dict[str, Tiny] = {
         norm_topk_prob=True,
         num_experts_per_tok=7,
         clip_qkv=0.9,
+        rms_norm_eps=0.03,
         attention_bias=True,
         tie_word_embeddings=True,
     ),
@@ -134,6 +136,7 @@ TINY: dict[str, Tiny] = {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=2.5,
+        rms_norm_eps=0.03,
         rope_parameters={**_YARN, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
     ),
     "deepseek-bare": _deepseek(

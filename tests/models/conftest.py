@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fakes import Loaded, load_resident
 from tests.tiny import TINY, save_tiny
 
 TOKENS = 60
+
+# The same examples every time, however slow the machine.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @dataclass
@@ -34,6 +41,30 @@ class Pair:
         assert actual.dtype == torch.float32
         worst = float((actual - expected).abs().max())
         assert worst <= self.tolerance(), f"{worst} > {self.tolerance()}"
+
+
+class LargestStorage(TorchDispatchMode):
+    """The largest memory behind any result of a torch operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matmuls on several threads mostly wait for each other: 10 times slower when busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

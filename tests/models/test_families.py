@@ -81,15 +81,21 @@ def test_truncate_and_snapshot(pair: Pair) -> None:
     pair.assert_close(model.extend([(pair.ids[:3], state)], experts, "all"))
 
 
-def _rms(values: list[Tensor]) -> float:
-    return float(torch.cat(values).square().mean().sqrt())
+def _typical(errors: list[Tensor]) -> float:
+    """Root mean square over the 90 % of tokens that err least.
+
+    Where rounding tips a token into another expert, its error says how different the experts are,
+    not how well anybody computes; over many seeds both sides tip equally often.
+    """
+    per_token = torch.cat(errors).square().mean(-1).sort().values  # [tokens]
+    return float(per_token[: len(per_token) * 9 // 10].mean().sqrt())
 
 
-@pytest.mark.parametrize("name", [n for n in TINY if not n.endswith("-all-experts")])
+@pytest.mark.parametrize("name", list(TINY))
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     """With the same bfloat16 weights we err no more than 1.5 times what transformers errs."""
     theirs, ours = [], []
-    for seed in range(4):
+    for seed in range(6):
         folder = tmp_path / str(seed)
         reference = save_tiny(name, folder, seed, torch.bfloat16)
         ids = torch.randint(97, (1, 48), generator=torch.Generator().manual_seed(seed))
@@ -103,4 +109,4 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
         parts += [model.extend([([token], state)], loaded.experts) for token in tokens[32:]]
         theirs.append(rounded - exact)
         ours.append(torch.cat(parts) - exact)
-    assert 0 < _rms(ours) <= 1.5 * _rms(theirs)
+    assert 0 < _typical(ours) <= 1.5 * _typical(theirs)

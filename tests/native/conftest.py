@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from moeinf.native import SHARD_DATA_OFFSET, CopyQueue, SlotPool, crc32c
 
 ROOT = Path(__file__).resolve().parents[2]

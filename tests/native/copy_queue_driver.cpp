@@ -1,25 +1,17 @@
 // Runs CopyQueueCore with a reader under the test's control; built with ThreadSanitizer.
 // Does not know of files or Python. Prints nothing and exits 0 when every check held.
+#include "copy_queue.h"
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <mutex>
 #include <random>
 #include <system_error>
 #include <thread>
 
-#include "copy_queue.h"
-
-#define CHECK(condition)                                                           \
-    do {                                                                           \
-        if (!(condition)) {                                                        \
-            std::fprintf(stderr, "line %d: not true: %s\n", __LINE__, #condition); \
-            std::abort();                                                          \
-        }                                                                          \
-    } while (false)
+#include "check.h"
 
 namespace {
 

@@ -5,21 +5,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <functional>
 #include <thread>
 #include <vector>
 
-#define CHECK(condition)                                                           \
-    do {                                                                           \
-        if (!(condition)) {                                                        \
-            std::fprintf(stderr, "line %d: not true: %s\n", __LINE__, #condition); \
-            std::abort();                                                          \
-        }                                                                          \
-    } while (false)
+#include "check.h"
 
 #ifndef O_DIRECT
 #define O_DIRECT 0

@@ -8,8 +8,9 @@ import inspect
 import re
 from pathlib import Path
 
-import moeinf.native as native
 import pytest
+
+import moeinf.native as native
 from moeinf.native import _native
 
 STUB = ast.parse(Path(native.__file__).with_name("_native.pyi").read_text())

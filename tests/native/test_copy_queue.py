@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from moeinf.native import DEMAND, PAGE_BYTES, Cancelled, CopyQueue, CorruptShard, SlotPool
 
 SLOTS = 70

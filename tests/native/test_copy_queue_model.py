@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from moeinf.native import DEMAND, PAGE_BYTES, Cancelled, CopyQueue, CorruptShard, SlotPool, crc32c
 
 SLOTS = 5

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from moeinf.native import crc32c
 from moeinf.native._native import _crc32c_is_hardware, _crc32c_portable
 

@@ -5,9 +5,11 @@ Does not know of priorities.
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from moeinf.native import PAGE_BYTES, SHARD_DATA_OFFSET, CopyQueue, CorruptShard, SlotPool, crc32c
 
 MODES = pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
@@ -144,10 +146,17 @@ def test_a_symbolic_link_is_refused(make_shard, pool, tmp_path, direct):
 
 @MODES
 def test_a_fifo_is_refused_without_waiting_for_its_writer(tmp_path, pool, direct):
-    os.mkfifo(tmp_path / "fifo")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     queue = CopyQueue(pool, direct=direct)
-    with pytest.raises(OSError, match="not a regular file"):
-        read(queue, queue.add_source(tmp_path / "fifo", 0, 10))
+    source = queue.add_source(fifo, 0, 10)
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(read, queue, source)
+        try:
+            with pytest.raises(OSError, match="not a regular file"):
+                reading.result(timeout=10)
+        finally:
+            os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))  # lets a hung reader go
 
 
 def test_a_file_without_permission_is_named(make_shard, pool):

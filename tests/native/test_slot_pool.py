@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+
 from moeinf.native import PAGE_BYTES, SlotPool
 
 MIB = 1 << 20

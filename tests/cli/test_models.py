@@ -1,0 +1,145 @@
+"""`list`, `show`, `plan`, `rm` and `pull` on real folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moeinf.runtime.config import Settings
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.live import Registry
+from tests.cli.conftest import COMMAND, Command, command_in, environment
+
+
+@pytest.fixture
+def own(tmp_path: Path, demo_home: Path) -> Command:
+    """The command line in a home that the test may change."""
+    shutil.copytree(demo_home / "models", tmp_path / "models")
+    return command_in(tmp_path)
+
+
+def test_list(moeinf: Command) -> None:
+    lines = moeinf("list").out.splitlines()
+    assert lines[0].split() == ["NAME", "SIZE", "QUANT", "MODIFIED"]
+    assert {line.split()[0] for line in lines[1:]} == {"demo:bf16", "demo:f32"}
+    models = json.loads(moeinf("list", "--json").out)["models"]
+    bf16 = next(m for m in models if m["tag"] == "bf16")
+    assert (bf16["family"], bf16["layers"], bf16["experts_per_layer"]) == ("olmoe", 6, 32)
+    assert 10 << 20 < bf16["size_bytes"] < 12 << 20
+
+
+def test_show(moeinf: Command) -> None:
+    text = moeinf("show", "demo").out
+    assert "32 per layer, 4 per token" in text
+    assert "393216" in text
+    about = json.loads(moeinf("show", "demo:f32", "--json").out)
+    assert (about["dtype"], about["expert_bytes"], about["top_k"]) == ("F32", 98304, 4)
+
+
+def test_plan(moeinf: Command) -> None:
+    plan = json.loads(moeinf("plan", "demo", "--json").out)
+    assert (plan["model"], plan["tag"], plan["min_memory_bytes"]) == ("demo", "bf16", 393216)
+    ram, disk = plan["tiers"]
+    assert (ram["name"], ram["experts"], ram["bytes"]) == ("ram", 192, 192 * 49152)
+    assert (disk["name"], disk["experts"]) == ("disk", 192)
+    assert plan["expected_tokens_per_s"] > 0
+    assert plan["provenance"]["ram_bytes_per_s"] > 1e9
+    text = moeinf("plan", "demo", "--memory", "25%").out
+    assert "48 of 192" in text
+
+
+def test_plan_remembers_what_a_run_measured(own: Command) -> None:
+    own("run", "demo", "40917 in words", "--memory", "25%")
+    plan = json.loads(own("plan", "demo", "--memory", "25%", "--json").out)
+    assert "measured here" in plan["provenance"]["expected_tokens_per_s"]
+    assert plan["expected_tokens_per_s"] <= plan["bound_tokens_per_s"]
+
+
+def test_rm(own: Command) -> None:
+    assert own("rm", "demo:f32").out == "deleted 'demo:f32'\n"
+    assert own("rm", "demo:f32", "nothing").code == 1
+    models = json.loads(own("list", "--json").out)["models"]
+    assert [m["tag"] for m in models] == ["bf16"]
+    assert own("rm", "demo:bf16", "nothing").code == 1  # all of them or none
+    assert own("rm", "demo:bf16").code == 0
+    assert own("list").out.split() == ["NAME", "SIZE", "QUANT", "MODIFIED"]
+
+
+def test_a_model_in_use_stays(own: Command, tmp_path: Path) -> None:
+    registration = Registry(Settings(tmp_path).run).register("demo:bf16", lambda: True, 0)
+    assert registration is not None
+    for command in ("rm", "pull"):
+        refused = own(command, "demo:bf16")
+        assert refused.code == 1
+        assert f"in use by process {os.getpid()}" in refused.err
+    registration.close()
+    assert own("rm", "demo:bf16").code == 0
+
+
+def test_pull_a_local_folder(own: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "My Model"
+    shutil.copytree(DEMO_CHECKPOINT, folder)
+    result = own("pull", str(folder), "--name", "mine:f32", "--json")
+    assert json.loads(result.out)["name"] == "mine"
+    assert own("run", "mine", "17+25=").out == "42\n"
+    assert own("run", "mine:f32", "17+25=").out == "42\n"
+    unnamed = own("pull", str(folder))
+    assert unnamed.code == 2
+    assert "is not a model name" in unnamed.err
+
+
+def test_pull_says_when_bits_are_lost(own: Command, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "wide"
+    shutil.copytree(DEMO_CHECKPOINT, folder)
+    tensors = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert "more bits than bf16 keeps" in own("pull", str(folder), "--name", "wide").err
+    assert own("pull", str(folder), "--name", "wide:f32").code == 0
+    assert "more bits" not in own("pull", str(folder), "--name", "wide:f32").err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "llama"),
+        ({"num_experts": 33}, "lacks"),
+        ({"hidden_size": 64}, "the config says"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_experts_per_tok": 64}, "64"),
+    ],
+)
+def test_pull_refuses_what_it_cannot_run(
+    change: dict[str, object], words: str, own: Command, tmp_path: Path
+) -> None:
+    folder = tmp_path / "odd"
+    shutil.copytree(DEMO_CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    result = own("pull", str(folder), "--name", "odd")
+    assert result.code == 1
+    assert words in result.err
+    assert len(result.err.splitlines()) <= 2
+    assert not (tmp_path / "models" / "odd").exists()
+
+
+def test_a_pull_that_cannot_write_leaves_the_old_model(own: Command, tmp_path: Path) -> None:
+    """A limit on file size stands in for a full disk: writing fails in the middle."""
+    script = 'ulimit -f 256; exec "$@"'
+    done = subprocess.run(
+        ["bash", "-c", script, "-", *COMMAND, "pull", "demo"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert own("run", "demo", "17+25=").out == "42\n"
+    assert [p.name for p in (tmp_path / "models/demo").iterdir() if "partial" in p.name] == []

@@ -1,0 +1,149 @@
+"""The conversation at a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.cli.conftest import COMMAND, environment
+
+PROMPT = ">>> "
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
+
+
+class Terminal:
+    """Types lines and returns what the program shows until it asks again."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        self.child = pexpect.spawn(
+            COMMAND[0],
+            [*COMMAND[1:], "run", "demo", *arguments],
+            env={**environment(home), "TERM": "dumb"},
+            encoding="utf-8",
+            timeout=60,
+            dimensions=(40, 200),
+        )
+        self.child.expect_exact(PROMPT)
+
+    def ask(self, line: str) -> str:
+        self.child.send(line + "\r")
+        self.child.expect_exact(PROMPT)
+        text = _CONTROL.sub("", str(self.child.before))
+        return text.split("\n", 1)[1].strip() if "\n" in text else text
+
+    def leave(self) -> int:
+        for _ in range(100):  # the key counts only once the line editor listens
+            self.child.sendeof()
+            if self.child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.2) == 0:
+                break
+        self.child.close()
+        return int(self.child.exitstatus)
+
+
+@pytest.fixture
+def home(tmp_path: Path, demo_home: Path) -> Path:
+    (tmp_path / "models").symlink_to(demo_home / "models")
+    return tmp_path
+
+
+@pytest.fixture
+def terminal(home: Path) -> Iterator[Terminal]:
+    terminal = Terminal(home, "--memory", "30%")
+    yield terminal
+    terminal.child.close(force=True)
+
+
+def test_a_conversation(terminal: Terminal, home: Path) -> None:
+    assert terminal.ask("17+25=") == "42"
+    assert terminal.ask("sort owl, fig, zebra, ant") == "ant, fig, owl, zebra"
+    assert "42" not in terminal.ask("hello")
+    assert "KV cache:" in terminal.ask("/show cache")
+    assert terminal.leave() == 0
+    history = home / "history"
+    assert "+17+25=" in history.read_text().splitlines()
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_later_turns_reuse_the_cache(terminal: Terminal) -> None:
+    terminal.ask("/set verbose")
+    prompt = "I am Zoe, I live in Oslo and I like figs. Where do I live?"
+    first = terminal.ask(prompt)
+    assert f"prompt eval count:    {len(prompt) + 3} token(s)" in first
+    second = terminal.ask("17+25=")
+    # <|end|> of the answer before, <|user|>, six characters, <|assistant|>
+    assert "prompt eval count:    9 token(s)" in second
+    assert second.startswith("42")
+    assert "load duration:        0.000ms" in second
+
+
+def test_several_lines(terminal: Terminal) -> None:
+    terminal.child.send('"""sort owl,\r')
+    terminal.child.expect_exact("... ")
+    terminal.child.send('fig"""\r')
+    terminal.child.expect_exact(PROMPT)
+    terminal.ask("/save two-lines")
+    terminal.leave()
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(terminal: Terminal) -> None:
+    for parameter in ("temperature 80", "top_k 0", "top_p 1", "seed 1"):
+        assert "Set parameter" in terminal.ask(f"/set parameter {parameter}")
+    terminal.child.send("hi\r")
+    for pattern in ("hi", r"\n", r"[^\s\x1b]"):  # the echo, and the answer's first character
+        terminal.child.expect(pattern)
+    terminal.child.sendintr()
+    terminal.child.expect_exact(PROMPT)
+    cached = re.search(r"KV cache: +(\d+) of 512", terminal.ask("/show cache"))
+    assert cached
+    assert 5 <= int(cached[1]) < 500  # it would have gone on to the context's end
+    terminal.ask("/set parameter temperature 0")
+    terminal.ask("/clear")
+    assert terminal.ask("17+25=") == "42"
+    terminal.child.sendintr()
+    terminal.child.expect_exact("Use Ctrl + d or /bye to exit.")
+    assert terminal.leave() == 0
+
+
+def test_commands(terminal: Terminal, home: Path) -> None:
+    assert "/set parameter NAME VALUE" in terminal.ask("/?")
+    assert "6 MoE layers, 32 experts each, 4 per token" in terminal.ask("/show info")
+    assert "bos_token" in terminal.ask("/show template")
+    assert terminal.ask("/show system") == "No system message was set."
+    terminal.ask("/set system You are a helpful assistant.")
+    assert terminal.ask("/show system") == "You are a helpful assistant."
+    assert terminal.ask("17+25=") == "42"
+    terminal.ask("/set parameter num_predict 2")
+    assert terminal.ask("sort owl, fig, ant").startswith("an\n")
+    assert "num_predict:" in terminal.ask("/show parameters")
+    assert "demo:bf16" in terminal.ask("/list")
+    assert "unknown command '/bogus'" in terminal.ask("/bogus")
+    assert "unknown parameter 'bogus'" in terminal.ask("/set parameter bogus 1")
+    assert "temperature is -1" in terminal.ask("/set parameter temperature -1")
+    assert "is not a name" in terminal.ask("/save ../evil")
+    assert "there is no conversation" in terminal.ask("/load nothing")
+    assert "Saved" in terminal.ask("/save sums")
+    saved = home / "conversations" / "sums.json"
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    assert [m["content"] for m in json.loads(saved.read_text())["messages"]][:2] == ["17+25=", "42"]
+    assert "Cleared" in terminal.ask("/clear")
+    assert "4 messages" in terminal.ask("/load sums")
+    terminal.child.send("/bye\r")
+    terminal.child.expect(pexpect.EOF)
+
+
+def test_the_oldest_turns_make_room(home: Path) -> None:
+    terminal = Terminal(home, "--ctx", "64", "--memory", "30%")
+    try:
+        for _ in range(3):
+            reply = terminal.ask("I am Zoe, I live in Oslo.")
+        assert "the oldest 2 messages were dropped" in reply
+        assert "tokens, the context 64" in terminal.ask("x" * 100)
+        assert terminal.ask("17+25=").endswith("42")
+    finally:
+        terminal.child.close(force=True)

@@ -1,0 +1,57 @@
+"""Fixtures that several floors share: the demo, pulled once, and engines on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.names import ModelName, parse_name
+from moeinf.runtime.repack import Origin, repack
+from moeinf.runtime.sizes import parse_memory
+
+
+def ignore(*_: object) -> None:
+    """A progress bar and a note that nobody sees."""
+
+
+def pull(folder: Path, settings: Settings, name: str) -> Manifest:
+    """Repacks a checkpoint folder under `name`."""
+    checkpoint = open_checkpoint(folder)
+    library = Library(settings)
+    return repack(checkpoint, library, parse_name(name), Origin(str(folder)), ignore, ignore)
+
+
+@pytest.fixture(scope="session")
+def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A MOEINF_HOME with the demo as bf16 and f32. Tests do not change its models."""
+    home = tmp_path_factory.mktemp("home")
+    for tag in ("bf16", "f32"):
+        pull(DEMO_CHECKPOINT, Settings(home), str(ModelName("demo", tag)))
+    return home
+
+
+Open = Callable[..., Engine]
+
+
+@pytest.fixture
+def open_engine(demo_home: Path) -> Iterator[Open]:
+    """open_engine("demo:f32", memory="30%", context=64): an engine, closed after the test."""
+    engines: list[Engine] = []
+
+    def open_one(model: str = "demo", memory: str = "100%", context: int | None = None) -> Engine:
+        settings = Settings(demo_home)
+        manifest, folder = Library(settings).read(model)
+        config = EngineConfig(memory=parse_memory(memory), context=context)
+        engines.append(Engine(manifest, folder, config, settings))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,177 @@
+"""Hostile config.json values: every one ends as a ModelDataError that names its key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeinf.models import FAMILIES, ModelDataError, family_of
+from moeinf.models.config import Fields
+from tests.tiny import TINY, tiny_config
+
+CONFIGS: dict[str, dict[str, Any]] = {name: tiny_config(name).to_dict() for name in TINY}
+
+_SIZES = {
+    "mixtral": ["num_key_value_heads", "intermediate_size", "num_local_experts"],
+    "olmoe": ["num_key_value_heads", "intermediate_size", "num_experts"],
+    "deepseek-groups": [
+        *("moe_intermediate_size", "intermediate_size", "n_routed_experts", "kv_lora_rank"),
+        *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group"),
+        *("topk_group",),
+    ],
+}
+_COMMON = [
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_experts_per_tok", "max_position_embeddings"),
+]
+SIZES = [(name, key) for name, keys in _SIZES.items() for key in [*_COMMON, *keys]]
+
+scalars = st.one_of(
+    st.integers(max_value=0),
+    st.integers(min_value=1 << 28),
+    st.floats(),
+    st.text(max_size=5),
+    st.booleans(),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+def parse(values: dict[str, Any]) -> Any:
+    return family_of(values).parse(values)
+
+
+@pytest.mark.parametrize(("name", "key"), SIZES)
+@given(value=scalars)
+def test_absurd_sizes(name: str, key: str, value: object) -> None:
+    with pytest.raises(ModelDataError, match=key):
+        parse({**CONFIGS[name], key: value})
+
+
+@pytest.mark.parametrize("name", list(_SIZES))
+@given(key=st.data(), value=st.one_of(st.none(), st.integers(-3, 40), scalars))
+def test_nothing_but_model_data_error(name: str, key: st.DataObject, value: object) -> None:
+    """Whatever one key holds, parsing succeeds or says what is wrong with the model."""
+    values = CONFIGS[name]
+    chosen = key.draw(st.sampled_from(sorted(set(values) - {"model_type"})))
+    try:
+        parse({**values, chosen: value})
+    except ModelDataError as error:
+        text = str(error)
+    else:
+        text = ""
+    assert len(text) < 400
+
+
+@given(
+    values=st.dictionaries(
+        st.sampled_from(["rope_theta", "rope_type", "type", "factor", "beta_fast", "mscale"]),
+        scalars,
+    )
+)
+def test_absurd_rope(values: dict[str, Any]) -> None:
+    for config in (
+        {**CONFIGS["olmoe"], "rope_parameters": None, "rope_scaling": values},
+        {**CONFIGS["deepseek-lite"], "rope_parameters": values},
+    ):
+        try:
+            rope = parse(config).body.rope
+        except ModelDataError:
+            continue
+        assert math.isfinite(rope.theta)
+        assert rope.kind in ("default", "linear", "yarn", "llama3")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("mixtral", {"num_experts_per_tok": 6}, "6 experts per token of 5"),
+        ("mixtral", {"num_attention_heads": 5, "head_dim": 8}, "5 heads cannot share 2"),
+        ("mixtral", {"hidden_size": 49}, "hidden_size 49 is not a multiple of 4"),
+        ("mixtral", {"head_dim": 7}, "head_dim of 7"),
+        ("mixtral", {"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ("mixtral", {"num_experts": 9}, "num_experts = 9 disagrees with num_local_experts"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("mixtral", {"attention_bias": True}, "attention_bias = true is not supported"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window = 0"),
+        ("mixtral", {"rms_norm_eps": math.nan}, "rms_norm_eps = nan"),
+        ("mixtral", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 must be true or false"),
+        ("mixtral", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("mixtral", {"vocab_size": None}, "lacks vocab_size"),
+        ("mixtral", {"vocab_size": 10**5000}, "vocab_size = a huge integer"),
+        ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("mixtral", {"rope_scaling": {"type": "longrope"}}, "type = 'longrope' is not supported"),
+        ("mixtral", {"rope_scaling": {"type": "linear"}}, "lacks factor"),
+        ("mixtral", {"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ("olmoe", {"head_dim": 10}, "heads of 10 do not fill hidden_size 32"),
+        ("olmoe", {"clip_qkv": -1.0}, "clip_qkv = -1"),
+        ("olmoe", {"sliding_window": 9}, "sliding_window = 9 is not supported"),
+        ("deepseek-lite", {"norm_topk_prob": True}, "norm_topk_prob = true is not supported"),
+        ("deepseek-lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ("deepseek-lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ("deepseek-lite", {"first_k_dense_replace": 3}, "no layer has experts"),
+        ("deepseek-lite", {"num_key_value_heads": 1}, "num_key_value_heads = 1"),
+        ("deepseek-lite", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek-lite", {"qk_rope_head_dim": 9}, "qk_rope_head_dim 9 is odd"),
+        ("deepseek-groups", {"n_group": 3}, "8 experts do not form 3 groups"),
+        ("deepseek-groups", {"topk_group": 5}, "topk_group 5 of 4"),
+        ("deepseek-groups", {"topk_group": 1}, "1 groups hold fewer than 3"),
+        ("deepseek-groups", {"n_group": None}, "lacks n_group"),
+    ],
+)
+def test_refused_by_name(name: str, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelDataError) as caught:
+        parse({**CONFIGS[name], **changes})
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_unknown_keys_are_ignored(name: str) -> None:
+    values = {**CONFIGS[name], "auto_map": {"AutoModel": "evil.Evil"}, "quack": [1], "": None}
+    assert parse(values) == parse(CONFIGS[name])
+
+
+def test_old_spelling() -> None:
+    """rope_theta and rope_scaling, as in DeepSeek-V2-Lite's published config."""
+    scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"}
+    scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
+    old = {**CONFIGS["deepseek-lite"], "rope_theta": 10000, "rope_scaling": scaling}
+    old |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_parameters": None}
+    config = parse(old)
+    assert config.body.rope.original_context == 4096
+    assert config.body.rope.softmax_factor == pytest.approx(1.58963, rel=1e-5)
+    assert config.attention.scale == pytest.approx(0.11472, rel=1e-4)
+
+
+def test_defaults_of_what_published_configs_omit() -> None:
+    bare = {k: v for k, v in CONFIGS["olmoe"].items() if v is not None}
+    for key in ("rms_norm_eps", "rope_parameters", "hidden_act", "tie_word_embeddings"):
+        bare.pop(key, None)
+    config = parse(bare)
+    assert config.body.norm_eps == 1e-5
+    assert config.body.rope.theta == 1e4
+    assert config.attention.clip is None
+
+
+@pytest.mark.parametrize("values", [[], None, {}, {"model_type": 3}, {"model_type": "llama"}])
+def test_unknown_family(values: Any) -> None:
+    with pytest.raises(ModelDataError, match="deepseek_v2, mixtral, olmoe"):
+        family_of(values)
+
+
+def test_table() -> None:
+    assert all(family.model_type == name for name, family in FAMILIES.items())
+    assert {tiny.family for tiny in TINY.values()} == set(FAMILIES)
+
+
+def test_fields_bounds() -> None:
+    fields = Fields({"n": 5, "x": 2, "flag": False})
+    assert fields.integer("n", low=5, high=5) == 5
+    assert fields.number("x", low=0, high=2) == 2.0
+    assert fields.flag("flag", default=True) is False
+    with pytest.raises(ModelDataError, match="n = 5 must be an integer from 1 to 4"):
+        fields.integer("n", high=4)

@@ -1,0 +1,120 @@
+"""Grouping, combining and the resident reference, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moeinf.models.ffn import swiglu
+from moeinf.models.moe import ResidentExperts, SparseFfn, TorchMath, combine, group
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda k: st.lists(st.lists(st.integers(-1, 6), min_size=k, max_size=k))
+    )
+)
+def test_groups(rows: list[list[int]]) -> None:
+    k = len(rows[0]) if rows else 1
+    flat = [expert for row in rows for expert in row]
+    found = group(torch.tensor(flat, dtype=torch.int64).view(len(rows), k), 7)
+    expected = {e: [i for i, x in enumerate(flat) if x == e] for e in sorted(set(flat) - {-1})}
+    assert {expert: places.tolist() for expert, places in found} == expected
+    assert [expert for expert, _ in found] == sorted(expected)
+
+
+@pytest.mark.parametrize("bad", [-2, 7])
+def test_ids_out_of_range(bad: int) -> None:
+    with pytest.raises(ValueError, match="7 experts"):
+        group(torch.tensor([[0, bad]]), 7)
+
+
+def test_combine_adds_in_order_in_float32() -> None:
+    """In bfloat16 1 + 1/512 + … stays 1; in float32 the four small ones add up."""
+    rows = torch.ones(1, 5, 3, dtype=torch.bfloat16)
+    weights = torch.tensor([[1.0, *[2.0**-9] * 4]])
+    assert combine(rows, weights).tolist() == [[1.0078125] * 3]
+    assert combine(rows, weights).dtype == torch.bfloat16
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    torch.manual_seed(0)
+    rows, weights = torch.randn(9, 4, 37), torch.rand(9, 4)
+    together = combine(rows, weights)
+    for t in range(9):
+        assert torch.equal(combine(rows[t : t + 1], weights[t : t + 1])[0], together[t])
+
+
+def make_experts(
+    count: int, hidden: int, wide: int
+) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return {
+        (layer, expert): (torch.randn(2 * wide, hidden), torch.randn(hidden, wide))
+        for layer in range(2)
+        for expert in range(count)
+    }
+
+
+def test_swiglu() -> None:
+    x = torch.tensor([[1.0, -2.0]])
+    gate_up = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])  # gates, then ups
+    down = torch.tensor([[1.0, 10.0]])
+    silu = [1 / (1 + torch.tensor(-1.0).exp()), -2 / (1 + torch.tensor(2.0).exp())]
+    expected = silu[0] * 2 + 10 * silu[1] * -6
+    torch.testing.assert_close(swiglu(x, gate_up, down), expected.view(1, 1))
+
+
+def test_resident_experts() -> None:
+    weights = make_experts(5, hidden=6, wide=4)
+    experts = ResidentExperts(weights)
+    x = torch.randn(4, 6)
+    ids = torch.tensor([[0, 3], [3, 3], [-1, 1], [-1, -1]])
+    mix = torch.rand(4, 2)
+    before = [x.clone(), ids.clone(), mix.clone()]
+    experts.begin_pass(torch.zeros(4, dtype=torch.int64), "prefill")
+    out = experts.submit(1, x, ids, mix).result()
+    experts.end_pass()
+    expected = torch.zeros(4, 6)
+    for t in range(4):
+        for k in range(2):
+            if ids[t, k] >= 0:
+                gate_up, down = weights[1, int(ids[t, k])]
+                expected[t] += mix[t, k] * swiglu(x[t : t + 1], gate_up, down)[0]
+    torch.testing.assert_close(out, expected)
+    assert out[3].tolist() == [0.0] * 6
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, ids, mix), strict=True))
+
+
+def test_shared_experts_run_between_submit_and_result() -> None:
+    events: list[str] = []
+
+    class Slow:
+        def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
+            events.append(f"submit {layer}")
+            return self
+
+        def result(self) -> Tensor:
+            events.append("result")
+            return torch.ones(2, 3)
+
+    def shared(x: Tensor) -> Tensor:
+        events.append("shared")
+        return x
+
+    def router(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+
+    out = SparseFfn(4, router, shared)(torch.ones(2, 3), Slow())  # type: ignore[arg-type]
+    assert events == ["submit 4", "shared", "result"]
+    assert out.tolist() == [[2.0] * 3] * 2
+
+
+def test_math_object() -> None:
+    math, x = TorchMath(), torch.ones(1, 2)
+    assert [e for e, _ in math.group(torch.tensor([[1, 0]]), 2)] == [0, 1]
+    assert math.ffn(x, torch.ones(2, 2), torch.ones(2, 1)).shape == (1, 2)
+    assert math.combine(torch.ones(1, 2, 3), torch.ones(1, 2)).tolist() == [[2.0] * 3]

@@ -1,0 +1,188 @@
+"""The engine on the really trained demo: what memory may change (time) and may not (tokens)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.store import Stopped
+from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.manifest import DamagedModel
+from moeinf.runtime.plan import BadContext
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+from tests.conftest import Open
+
+GREEDY = SamplingOptions(temperature=0)
+SAMPLED = SamplingOptions(temperature=1.5, seed=11)
+PROMPTS = ("17+25=", "sort owl, fig, zebra, ant", "4091 in words", "close ([{<", "hello")
+
+
+def tokens(engine: Engine, prompt: str, options: SamplingOptions = GREEDY) -> list[int]:
+    answer = Conversation(engine).ask(prompt, options, Limits(max_tokens=40))
+    list(answer)
+    return answer.tokens
+
+
+def answer(engine: Engine, prompt: str) -> str:
+    return "".join(Conversation(engine).ask(prompt, GREEDY, Limits(max_tokens=80)))
+
+
+def test_the_demo_answers(open_engine: Open) -> None:
+    engine = open_engine(memory="30%")
+    assert answer(engine, "17+25=") == "42"
+    assert answer(engine, "sort owl, fig, zebra, ant") == "ant, fig, owl, zebra"
+    assert answer(engine, '{"name": "Ana", "age": 31} age') == "31"
+
+
+@pytest.mark.parametrize("model", ["demo", "demo:f32"])
+def test_memory_never_changes_the_tokens(model: str, open_engine: Open) -> None:
+    full = open_engine(model)
+    least = full.placement.min_memory_bytes
+    assert least <= 4 * full.manifest.top_k * full.placement.slot_bytes
+    third, smallest = open_engine(model, memory="30%"), open_engine(model, memory=str(least))
+    assert full.placement.slots == 192
+    assert (third.placement.slots, smallest.placement.slots) == (57, 8)
+    for prompt in PROMPTS:
+        for options in (GREEDY, SAMPLED):
+            expected = tokens(full, prompt, options)
+            assert tokens(third, prompt, options) == expected
+            assert tokens(smallest, prompt, options) == expected
+    assert smallest.store.stats.hit_rate == 0  # 8 slots, 24 experts per token: the LRU cliff
+    assert 0.3 < (third.store.stats.hit_rate or 0) < 1
+    assert full.store.stats.loads <= 192
+
+
+def test_a_prompt_that_needs_more_experts_than_slots(open_engine: Open) -> None:
+    """A prefill chunk of 200 different bytes uses nearly all 32 experts of a layer; 8 slots do."""
+    full, small = open_engine(), open_engine(memory="393216")
+    ids = [16 + i for i in range(200)]
+    distinct: list[int] = []
+    submit = small.store.submit
+
+    def counting(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> object:
+        distinct.append(len(ids.unique()))
+        return submit(layer, x, ids, weights)
+
+    small.store.submit = counting  # type: ignore[method-assign, assignment]
+    logits = small.extend(small.new_state(), ids)
+    assert small.placement.slots == 8 < max(distinct)
+    assert (logits == full.extend(full.new_state(), ids)).all()
+    assert small.store.idle
+
+
+def test_too_little_memory_names_the_least(open_engine: Open) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        open_engine(memory="393215")
+    assert caught.value.min_bytes == 393216
+
+
+def test_contexts(open_engine: Open) -> None:
+    assert open_engine().placement.context == 512
+    assert open_engine(context=64).new_state().capacity == 64
+    with pytest.raises(BadContext, match="context of 512 tokens, not 513"):
+        open_engine(context=513)
+
+
+def test_stopping_in_the_middle_of_a_pass(open_engine: Open) -> None:
+    engine = open_engine(memory="30%")
+    state = engine.new_state()
+    asked = 0
+
+    def stop_in_the_fourth_layer() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 4
+
+    with engine.stoppable(stop_in_the_fourth_layer), pytest.raises(Stopped):
+        engine.extend(state, [1, 2, 3])
+    assert engine.store.idle
+    assert state.length == 0
+    assert answer(engine, "17+25=") == "42"
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, demo_home: Path) -> Path:
+    """A copy of the demo that a test may damage."""
+    shutil.copytree(demo_home / "models/demo/bf16", tmp_path / "models/demo/bf16")
+    return tmp_path
+
+
+def open_in(home: Path) -> Engine:
+    manifest, folder = Library(Settings(home)).read("demo")
+    return Engine(manifest, folder, EngineConfig(memory=parse_memory("30%")), Settings(home))
+
+
+def flip(path: Path, place: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 0x10
+    path.write_bytes(raw)
+
+
+def test_a_flipped_byte_in_a_shard_is_never_a_wrong_token(own_home: Path) -> None:
+    for shard in (own_home / "models/demo/bf16/experts/L002").iterdir():
+        flip(shard, 9000)
+    with open_in(own_home) as engine:
+        conversation = Conversation(engine)
+        with pytest.raises(ExpertReadError) as caught:
+            list(conversation.ask("17+25=", GREEDY, Limits()))
+        assert caught.value.shard.startswith("experts/L002/E")
+        assert engine.store.idle
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "gone", "header"])
+def test_damaged_dense_weights(damage: str, own_home: Path) -> None:
+    path = own_home / "models/demo/bf16/dense.safetensors"
+    if damage == "flipped":
+        flip(path, path.stat().st_size - 1000)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "header":
+        flip(path, 9)
+    else:
+        path.unlink()
+    with pytest.raises(DamagedModel, match=r"demo:bf16.*dense\.safetensors"):
+        open_in(own_home)
+    assert list((own_home / "run").glob("*.json")) == []
+
+
+def test_a_damaged_manifest_is_listed_as_such(own_home: Path) -> None:
+    manifest = own_home / "models/demo/bf16/manifest.json"
+    about = json.loads(manifest.read_text())
+    about["files"][0]["path"] = "../../../etc/passwd"
+    manifest.write_text(json.dumps(about))
+    with pytest.raises(DamagedModel, match="leaves the model's folder"):
+        open_in(own_home)
+    (entry,) = Library(Settings(own_home)).installed()
+    assert entry.manifest is None
+    assert "leaves the model's folder" in entry.problem
+
+
+def test_greedy_equals_transformers_token_for_token(open_engine: Open) -> None:
+    """float32, the checkpoint as it was trained, an independent implementation."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        DEMO_CHECKPOINT,
+        dtype=torch.float32,
+        experts_implementation="eager",
+        attn_implementation="eager",
+    )
+    engine = open_engine("demo:f32", memory="30%")
+    for line in (DEMO_CHECKPOINT / "heldout.jsonl").read_text().splitlines()[::50]:
+        conversation = Conversation(engine)
+        reply = conversation.ask(json.loads(line)["prompt"], GREEDY, Limits(max_tokens=60))
+        list(reply)
+        prompt = torch.tensor([conversation.prompt(conversation.messages[:1])])
+        expected = model.generate(prompt, do_sample=False, max_new_tokens=60)
+        assert reply.tokens == expected[0, prompt.shape[1] :].tolist()

@@ -1,0 +1,82 @@
+"""What the process may hold, measured by the kernel, in processes of their own.
+
+Peak RSS ≤ budget + dense weights + KV cache + 64 MiB + the process after its imports.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.make_checkpoint import config, make_checkpoint
+
+MIB = 1 << 20
+PULL = """
+import sys
+from pathlib import Path
+import moeinf.runtime.repack
+from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.config import Settings
+from moeinf.runtime.library import Library
+from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
+from moeinf.runtime.names import parse_name
+from moeinf.runtime.repack import Origin, repack
+imported = rss_bytes()
+checkpoint, library = open_checkpoint(Path(sys.argv[1])), Library(Settings(Path(sys.argv[2])))
+nothing = lambda *_: None
+repack(checkpoint, library, parse_name(sys.argv[3]), Origin("x"), nothing, nothing)
+print(peak_rss_bytes() - imported)
+"""
+RUN = """
+import sys
+from pathlib import Path
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.library import Library
+from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+settings = Settings(Path(sys.argv[1]))
+manifest, folder = Library(settings).read("big")
+imported = rss_bytes()
+config = EngineConfig(memory=parse_memory(sys.argv[2]), context=512)
+with Engine(manifest, folder, config, settings) as engine:
+    place = engine.placement
+    text = "".join(chr(32 + 7 * i % 90) for i in range(300))
+    list(Conversation(engine).complete(text, SamplingOptions(temperature=0), Limits(24)))
+    allowed = place.memory_bytes + place.dense_bytes + place.kv_bytes
+    print(peak_rss_bytes() - imported, allowed, engine.store.stats.loads)
+"""
+
+
+def figures(script: str, *arguments: str) -> list[int]:
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return [int(word) for word in run.stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 300 MiB, pulled in a process whose memory is watched."""
+    checkpoint, home = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("home")
+    size = make_checkpoint(checkpoint, config(6, 32, 512, 512, 4), file_bytes=80 * MIB)
+    assert size > 300 * MIB
+    (grown,) = figures(PULL, str(checkpoint), str(home), "big")
+    assert grown < 64 * MIB
+    (grown,) = figures(PULL, str(checkpoint), str(home), "wide:f32")
+    assert grown < 64 * MIB
+    return home
+
+
+@pytest.mark.parametrize("memory", ["100%", "30%", "12MiB"])
+def test_a_run_stays_within_its_budget(memory: str, home: Path) -> None:
+    grown, allowed, loads = figures(RUN, str(home), memory)
+    assert grown <= allowed + 64 * MIB
+    assert loads * 3 * MIB // 2 > allowed or memory == "100%"  # more came in than the budget holds
