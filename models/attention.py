@@ -17,7 +17,7 @@ from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.kv_cache import PassRows
 from moeinf.models.rope import rotate_half
 
-SCRATCH_BYTES = 64 << 20  # what one step over a block of heads may use, if one head fits
+SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
 _WIDENED_ITEMS = 1 << 19  # keys or values held as float32 at a time: 2 MiB
 
 

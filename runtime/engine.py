@@ -27,10 +27,9 @@ from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 
-
 # oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
 # in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
-# family; both variables are read at the first product (docs/log.md, "The memory that was not ours").
+# family; both variables are read at the first product (docs/log.md, "Memory that was not ours").
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CODE_CACHE_SHAPES = "16"
 

@@ -55,7 +55,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     """
     notes = []
     slots = manifest.slots
-    scratch = OVERHEAD_BYTES + prefill_scratch_bytes(manifest)
+    scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
     if config.context is None:
         affordable = max(0, int((available_bytes - fixed) * _CONTEXT_SHARE))
@@ -100,9 +100,13 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     )
 
 
-def prefill_scratch_bytes(manifest: Manifest) -> int:
-    """What one prefill chunk computes with: K rows per token twice, and a few rows in float32."""
-    return PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+def working_bytes(manifest: Manifest) -> int:
+    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32.
+
+    Besides, the routers are kept in float32.
+    """
+    chunk = PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+    return chunk + manifest.layers * manifest.experts * manifest.hidden * 4
 
 
 def threads_worth_having(manifest: Manifest) -> int:
