@@ -70,6 +70,8 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
     "ModelInUse": _plain("model_in_use", "End that process first."),
+    "RepositoryError": _plain("hub"),
+    "DownloadFailed": _plain("download_failed", "Type the same again: what has arrived is kept."),
     "PullInProgress": _plain("pull_in_progress", "Wait for it to end."),
     "DamagedModel": _damaged,
     "ExpertReadError": _read_error,

@@ -7,6 +7,7 @@ Does not know what any command does. Command modules import torch only when they
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from moeinf.cli.errors import describe
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
 from moeinf.cli.plan import plan
+from moeinf.cli.prune import prune
 from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
@@ -41,6 +43,7 @@ app.command("ls", hidden=True)(list_models)
 app.command("show")(show)
 app.command("plan")(plan)
 app.command("rm")(rm)
+app.command("prune")(prune)
 
 
 def _version(wanted: bool) -> None:
@@ -64,6 +67,9 @@ def main() -> None:
 
 def answer(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code: 0, 1, 2 or 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows '?'
+            stream.reconfigure(errors="replace")
     out = Output(json="--json" in arguments)
     try:
         code = typer.main.get_command(app)(

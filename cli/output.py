@@ -17,11 +17,11 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 
 class Output:
@@ -30,18 +30,18 @@ class Output:
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json = json
         self.quiet = quiet
-        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+        self.console = Console(highlight=False, soft_wrap=True, emoji=False)
 
     def document(self, value: dict[str, Any]) -> None:
         """The one JSON document of a command."""
-        sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
-        sys.stdout.flush()
+        self.text(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
     def text(self, text: str) -> None:
         """Model text, as it is: no markup, no wrapping, at once."""
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed by whoever started us
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     def line(self, text: str = "") -> None:
         """A line of a result."""
@@ -61,12 +61,11 @@ class Output:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Columns as Ollama prints them: no lines, capitals on top."""
-        table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="")
-        for column in columns:
-            table.add_column(column, no_wrap=True)
-        for row in rows:
-            table.add_row(*(escape(cell) for cell in row))
-        self.console.print(table)
+        lines = [list(columns), *(list(row) for row in rows)]
+        widths = [max(len(line[i]) for line in lines) + 4 for i in range(len(columns))]
+        for line in lines:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            self.line("".join(cells).rstrip())
 
     def error(self, code: str, message: str, hint: str = "") -> None:
         """What happened, and what to type next."""
@@ -78,12 +77,12 @@ class Output:
             self.err.print(escape(hint))
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar with bytes, rate and time left; call what it gives with (done, total).
+    def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
+        """Bars with bytes, rate and time left; call what it gives with (phase, done, total).
 
-        The bar appears with the first call: what fails before shows its error alone.
+        A phase's bar appears with its first call: what fails before shows its error alone.
         """
-        bar = Progress(
+        bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
@@ -92,14 +91,16 @@ class Output:
             console=self.err,
             disable=self.quiet or self.json,
         )
-        task = bar.add_task(escape(what), total=None)
+        phases: dict[str, TaskID] = {}
 
-        def update(done: int, total: int) -> None:
-            bar.start()
-            bar.update(task, completed=done, total=total)
+        def update(phase: str, done: int, total: int) -> None:
+            if phase not in phases:
+                phases[phase] = bars.add_task(escape(f"{phase} {what}"), total=total)
+                bars.start()
+            bars.update(phases[phase], completed=done, total=total)
 
         try:
             yield update
         finally:
-            if bar.live.is_started:
-                bar.stop()
+            if phases:
+                bars.stop()

@@ -3,68 +3,174 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
-from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library
+from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.names import ModelName, expand, is_path, parse_name
+from moeinf.runtime.names import TAGS, ModelName, expand, is_path, parse_name
 from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.workplace import PullInProgress
+
+if TYPE_CHECKING:
+    from moeinf.runtime.repack import Source
+
+Revision = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.", show_default=False)
+]
+Token = Annotated[
+    str | None,
+    typer.Option(metavar="TOKEN", help="For the hub; default: HF_TOKEN.", show_default=False),
+]
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL[:TAG] | ./FOLDER", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./FOLDER", show_default=False)
+    ],
     name: Annotated[
         str | None, typer.Option(metavar="NAME[:TAG]", help="What to call it.", show_default=False)
     ] = None,
+    revision: Revision = None,
+    token: Token = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Downloads in flight.")] = 8,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be fetched and written.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Repacks a local checkpoint folder (families: olmoe, mixtral, deepseek_v2), or the demo.
+    """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
-    TAG is bf16 (the default) or f32.
+    MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
+    folder, or demo. Families: olmoe, mixtral, deepseek_v2. TAG is bf16 (the default) or f32. An
+    interrupted pull goes on where it was.
     """
-    out = Output(json=json, quiet=quiet)
-    settings = read_environment()
-    if is_path(model):
-        folder = expand(model)
-        wanted = parse_name(name if name is not None else folder.name)
-    else:
-        wanted = parse_name(name if name is not None else model)
-        if parse_name(model).name != DEMO:
-            raise Usage(
-                f"{model!r}: only local checkpoint folders can be pulled yet; "
-                "give a path such as ./folder"
-            )
-        folder = DEMO_CHECKPOINT
-    manifest = pull_folder(folder, wanted, settings, out)
+    out, settings = Output(json=json, quiet=quiet), read_environment()
+    wanted, source = find_source(model, name, settings, out, revision, token, workers)
+    if dry_run:
+        _print_sizes(wanted, source, out)
+        return
+    manifest = _pull(wanted, source, settings, out)
     if json:
         sizes = {"size_bytes": manifest.size_bytes, "files": len(manifest.files)}
-        out.document({"name": manifest.name, "tag": manifest.tag, **sizes})
+        about = {"source": manifest.source, "revision": manifest.revision}
+        out.document({"name": manifest.name, "tag": manifest.tag, **about, **sizes})
     else:
         out.note(f"{manifest.model}: {format_bytes(manifest.size_bytes)}, success")
 
 
-def pull_folder(folder: Path, name: ModelName, settings: Settings, out: Output) -> Manifest:
-    """Repacks with a progress bar; notes on stderr say what is left out or rounded."""
-    from moeinf.runtime.checkpoint import open_checkpoint  # these import torch
-    from moeinf.runtime.repack import Origin, repack
-
-    checkpoint = open_checkpoint(folder)
-    origin = Origin(DEMO if folder == DEMO_CHECKPOINT else str(folder))
-    with out.progress(f"repacking {name}") as progress:
-        return repack(checkpoint, Library(settings), name, origin, progress, out.note)
-
-
 def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]:
-    """The model's manifest and folder; the demo is repacked when it is not there yet."""
+    """The model's manifest and folder; what is absent and can be had is pulled first."""
     library = Library(settings)
-    name = parse_name(model)
-    if name.name == DEMO and not library.has(name):
-        pull_folder(DEMO_CHECKPOINT, name, settings, out)
-        return library.read(str(name))
-    return library.read(model)
+    try:
+        return library.read(model)
+    except NoSuchModel:
+        if not (parse_name(model).name == DEMO or "/" in model or _short_name(model)):
+            raise
+    wanted, source = find_source(model, None, settings, out)
+    try:
+        _pull(wanted, source, settings, out)
+    except (ModelInUse, PullInProgress):  # somebody else had the same idea
+        out.note(f"another process is pulling {wanted}; waiting for it")
+        library.wait_for_maker(wanted)
+    return library.read(str(wanted))
+
+
+def find_source(
+    model: str,
+    name: str | None,
+    settings: Settings,
+    out: Output,
+    revision: str | None = None,
+    token: str | None = None,
+    workers: int = 8,
+) -> tuple[ModelName, Source]:
+    """Where MODEL comes from and what it will be called. Raises Usage, BadName, RepositoryError."""
+    from moeinf.runtime.checkpoint import open_checkpoint  # these import torch
+    from moeinf.runtime.repack import LocalSource
+
+    if is_path(model):
+        folder = expand(model)
+        wanted = parse_name(name if name is not None else folder.name)
+        return wanted, LocalSource(open_checkpoint(folder), str(folder))
+    asked = parse_name(model)
+    wanted = parse_name(name) if name is not None else asked
+    if asked.name == DEMO:
+        return wanted, LocalSource(open_checkpoint(DEMO_CHECKPOINT), DEMO)
+
+    from moeinf.runtime.hub import (
+        HubSource,
+        cached_checkpoint,
+        is_offline,
+        look_up,
+        registered_names,
+    )
+
+    repository = model.partition(":")[0]
+    short = _short_name(model)
+    if short is not None:
+        known, repository = short
+        wanted = wanted if name is not None else ModelName(known, asked.tag)
+    elif "/" not in model:
+        names = ", ".join(registered_names())
+        raise Usage(f"{model!r} is not a short name ({names}), nor ORG/NAME, nor a path (./…)")
+    found = None if is_offline() else look_up(repository, revision, token)
+    commit = found.commit if found is not None else revision
+    cached = cached_checkpoint(repository, commit)
+    if cached is not None:
+        out.note(f"{repository} is in the Hugging Face cache and is used from there")
+        return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
+    if found is None:
+        found = look_up(repository, revision, token)  # says that we are offline
+    return wanted, HubSource(found, Library(settings).folder(wanted), token, workers)
+
+
+def _short_name(model: str) -> tuple[str, str] | None:
+    from moeinf.runtime.hub import registered  # imports torch
+
+    return registered(model.partition(":")[0])
+
+
+def _pull(name: ModelName, source: Source, settings: Settings, out: Output) -> Manifest:
+    """Repacks with progress bars; notes on stderr say what is left out or rounded."""
+    from moeinf.runtime.repack import repack
+
+    with out.progress(str(name)) as progress:
+        return repack(source, Library(settings), name, progress, out.note)
+
+
+def _print_sizes(name: ModelName, source: Source, out: Output) -> None:
+    from moeinf.runtime.repack import measure_source
+
+    sizes = measure_source(source)
+    if out.json:
+        out.document(
+            {
+                "name": name.name,
+                "tag": name.tag,
+                "source": source.origin,
+                "revision": source.revision,
+                "files": [{"name": n, "size_bytes": size} for n, size in sizes.files],
+                "download_bytes": sizes.download_bytes,
+                "disk_bytes": sizes.disk_bytes,
+                "extra_disk_bytes": sizes.extra_bytes,
+            }
+        )
+        return
+    out.table(["SOURCE FILE", "SIZE"], [[n, format_bytes(size)] for n, size in sizes.files])
+    out.line()
+    models = [str(ModelName(name.name, tag)) for tag in TAGS]
+    on_disk = [format_bytes(sizes.disk_bytes[tag]) for tag in TAGS]
+    out.table(["MODEL", "ON DISK"], list(zip(models, on_disk, strict=True)))
+    out.line()
+    out.fields(
+        [
+            ("to download", format_bytes(sizes.download_bytes)),
+            ("on the way", f"{format_bytes(sizes.extra_bytes)} more while it is repacked"),
+        ]
+    )

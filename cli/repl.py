@@ -160,7 +160,7 @@ class Repl:
             count = int(values[0])
             self._limits = replace(self._limits, max_tokens=None if count < 0 else count)
         elif name in {field.name for field in fields(SamplingOptions)}:
-            self._options = self._options.having(name, float(values[0]))
+            self._options = self._options.having(name, values[0])
         else:
             raise BadCommand(f"unknown parameter {name!r}")
         self._out.line(f"Set parameter '{name}' to '{' '.join(values)}'")

@@ -73,9 +73,12 @@ def run(
         print_plan(manifest, folder, config, settings, out)
         return 0
     piped = _piped_text()
+    if piped is not None and not raw:
+        piped = piped.strip() or None
     text = "\n\n".join(part for part in (piped, prompt) if part)
+    text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of an argument
     interactive = prompt is None and piped is None
-    if interactive and (json or not sys.stdin.isatty()):
+    if interactive and (json or sys.stdin is None or not sys.stdin.isatty()):
         raise Usage("there is no prompt: give one as an argument or on standard input")
     if not interactive and not text:
         raise Usage("the prompt is empty")
@@ -135,4 +138,4 @@ def _piped_text() -> str | None:
         return None
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
         return None
-    return sys.stdin.buffer.read().decode("utf-8", errors="replace").strip() or None
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace") or None

@@ -18,7 +18,7 @@ from moeinf.models.kv_cache import PassRows
 from moeinf.models.rope import rotate_half
 
 SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
-_WIDENED_ITEMS = 1 << 19  # keys or values held as float32 at a time: 2 MiB
+_WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB
 
 
 def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:

@@ -135,9 +135,7 @@ def _dense(
 def _sparse(config: DeepseekV2Config, parts: Parts, layer: int, prefix: str) -> SparseFfn:
     moe, shared = config.moe, None
     gate = parts.tensor(f"{prefix}.gate.weight", moe.experts, moe.hidden)
-    router = SoftmaxRouter(
-        gate.float(), moe.top_k, False, scale=config.routed_scale, groups=config.groups
-    )
+    router = SoftmaxRouter(gate, moe.top_k, False, scale=config.routed_scale, groups=config.groups)
     if config.shared_experts:
         width = config.shared_experts * moe.intermediate
         shared = gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, width)

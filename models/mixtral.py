@@ -66,7 +66,7 @@ def _block(config: MixtralConfig, parts: Parts, layer: int) -> Block:
         attention_norm=norm("input_layernorm"),
         attention=GqaAttention(layer, config.attention, projections),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=SparseFfn(layer, SoftmaxRouter(gate.float(), moe.top_k, renormalise=True)),
+        ffn=SparseFfn(layer, SoftmaxRouter(gate, moe.top_k, renormalise=True)),
     )
 
 

@@ -82,7 +82,7 @@ def _block(config: OlmoeConfig, parts: Parts, layer: int) -> Block:
             k_norm=norm(f"{attention}.k_norm", shape.kv_heads * shape.head_dim),
         ),
         ffn_norm=norm(f"{prefix}.post_attention_layernorm", body.hidden),
-        ffn=SparseFfn(layer, SoftmaxRouter(gate.float(), moe.top_k, config.renormalise)),
+        ffn=SparseFfn(layer, SoftmaxRouter(gate, moe.top_k, config.renormalise)),
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 class SoftmaxRouter:
     """Softmax over all experts, then the top K, in float32.
 
-    weight        [E, D] float32
+    weight        [E, D] in any dtype; widened for each use, which costs little beside an expert
     renormalise   divide the K weights by their sum (mixtral; config key norm_topk_prob)
     scale         then multiply them (config key routed_scaling_factor)
     groups        (n_group, topk_group): only experts of the best groups count (DeepSeek-V2)
@@ -30,7 +30,7 @@ class SoftmaxRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> ids [T, K] int64 and weights [T, K] float32, the heaviest first."""
-        scores = functional.linear(x.float(), self.weight).softmax(-1)  # [T, E]
+        scores = functional.linear(x.float(), self.weight.float()).softmax(-1)  # [T, E]
         if self.groups is not None:
             scores = limit_to_groups(scores, *self.groups)
         weights, ids = scores.topk(self.top_k, dim=-1)  # [T, K] each

@@ -227,13 +227,12 @@ class _LayerRun:
 
     def abandon(self) -> None:
         """Gives back pins and slots, after the reads into them have ended."""
-        for ticket, cell in self._loading:
+        while self._loading:  # each leaves the list before anything can interrupt the next
+            ticket, cell = self._loading.popleft()
             self._store._transfer.abandon(ticket)
             self._store._residency.release(cell)
-        self._loading.clear()
-        for cell in self._ready:
-            self._store._residency.unpin(cell)
-        self._ready.clear()
+        while self._ready:
+            self._store._residency.unpin(self._ready.popleft())
         self._unasked.clear()
         self._store._open = None
 

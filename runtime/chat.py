@@ -56,16 +56,15 @@ class Conversation:
         limits: Limits,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Generation:
-        """Adds a user message and prepares the answer; iterate it for the text.
+        """Prepares the answer to a user message; iterate it for the text.
 
         The oldest turns are dropped (and counted in `dropped`) when the context would overflow.
         Raises PromptTooLong when even this message alone does not fit, TemplateError.
         """
-        asked = [*self.messages, Message("user", text)]
-        asked, ids = self._fit(asked)
+        asked, ids = self._fit([*self.messages, Message("user", text)])
         self.dropped += len(self.messages) + 1 - len(asked)
-        self.messages = asked
-        return self._answer(ids, options, limits, stopped)
+        self.messages = asked[:-1]
+        return self._answer(ids, options, limits, stopped, asked[-1])
 
     def complete(
         self,
@@ -85,7 +84,8 @@ class Conversation:
         tokenizer = engine.tokenizer
         turns = [Message("system", self.system), *messages] if self.system else messages
         if engine.template is None:  # a base model: it continues the text
-            return tokenizer.encode_text("\n\n".join(turn.content for turn in turns))
+            text = "\n\n".join(turn.content for turn in turns)
+            return tokenizer.encode_text(text, plain=True)
         rendered = engine.template.render(
             [{"role": turn.role, "content": tokenizer.guard(turn.content)} for turn in turns],
             add_generation_prompt=True,
@@ -119,6 +119,7 @@ class Conversation:
         options: SamplingOptions,
         limits: Limits,
         stopped: Callable[[], bool],
+        question: Message | None = None,
     ) -> Generation:
         if self._state is None:
             self._state = self._engine.new_state()
@@ -127,12 +128,14 @@ class Conversation:
         self._state.truncate(known)
         self._cached = ids[:known]
         sampler = Sampler(options, self._engine.sampling)
-        return Generation(self._engine, self._state, ids, sampler, limits, stopped, self._settle)
 
-    def _settle(self, generation: Generation) -> None:
-        self._cached = generation.cached
-        if self.messages and self.messages[-1].role == "user":
-            self.messages.append(Message("assistant", generation.text))
+        def settle(generation: Generation) -> None:
+            """Question and answer become part of the conversation together, or not at all."""
+            self._cached = generation.cached
+            if question is not None:
+                self.messages += [question, Message("assistant", generation.text)]
+
+        return Generation(self._engine, self._state, ids, sampler, limits, stopped, settle)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

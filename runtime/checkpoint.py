@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,50 @@ class Checkpoint:
     tensors: Mapping[str, SourceTensor]
 
 
+Headers = Callable[[str], dict[str, SourceTensor]]  # file name -> its tensors
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads config, index and headers, no tensor. Raises BadCheckpoint."""
     if not folder.is_dir():
         raise BadCheckpoint(f"{folder} is not a folder")
     config = read_json(folder / CONFIG)
-    if (folder / INDEX).exists():
-        index = read_json(folder / INDEX)
-        tensors = _indexed(folder, index.get("weight_map"))
-    elif (folder / SINGLE).exists():
-        tensors = read_header(folder / SINGLE)
-    else:
+    index = read_json(folder / INDEX) if (folder / INDEX).exists() else None
+    if index is None and not (folder / SINGLE).exists():
         raise BadCheckpoint(f"{folder} has neither {INDEX} nor {SINGLE}")
+    return make_checkpoint(folder, config, index, lambda name: read_header(folder / name))
+
+
+def make_checkpoint(
+    folder: Path, config: Mapping[str, Any], index: Mapping[str, Any] | None, headers: Headers
+) -> Checkpoint:
+    """A checkpoint from its parts; without an index it is the one file SINGLE."""
+    if index is None:
+        return Checkpoint(folder, config, headers(SINGLE))
+    weight_map = index.get("weight_map")
+    files = indexed_files(folder, weight_map)
+    assert isinstance(weight_map, dict)
+    tensors: dict[str, SourceTensor] = {}
+    for file in files:
+        for name, tensor in headers(file).items():
+            if weight_map.get(name) == file:  # else a copy that the index does not point to
+                tensors[name] = tensor
+    missing = [name for name in weight_map if name not in tensors]
+    if missing:
+        file = weight_map[missing[0]]
+        raise BadCheckpoint(f"{folder / file} lacks the tensor {missing[0]!r} of the index")
     return Checkpoint(folder, config, tensors)
+
+
+def indexed_files(folder: Path, weight_map: object) -> list[str]:
+    """The files that an index names. Raises BadCheckpoint for names that leave the folder."""
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{folder / INDEX} has no weight_map")
+    files = sorted({str(file) for file in weight_map.values()})
+    for file in files:
+        if file != Path(file).name or not file.endswith(".safetensors") or "\0" in file:
+            raise BadCheckpoint(f"{folder / INDEX} names a file that cannot be: {file!r}")
+    return files
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,14 +110,16 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES.get(path.name, 64 << 20):
             raise BadCheckpoint(f"{path} is too large ({size} bytes)")
-        return _parse_object(path.read_bytes(), path)
+        return parse_object(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _parse_object(text: bytes, path: Path) -> dict[str, Any]:
+def parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    """Text as a JSON object without duplicate keys. Raises BadCheckpoint."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -106,43 +139,33 @@ def _parse_object(text: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def _indexed(folder: Path, weight_map: object) -> dict[str, SourceTensor]:
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BadCheckpoint(f"{folder / INDEX} has no weight_map")
-    tensors: dict[str, SourceTensor] = {}
-    for file in sorted({str(file) for file in weight_map.values()}):
-        if file != Path(file).name or not file.endswith(".safetensors") or "\0" in file:
-            raise BadCheckpoint(f"{folder / INDEX} names a file that cannot be: {file!r}")
-        for name, tensor in read_header(folder / file).items():
-            if weight_map.get(name) != file:
-                continue  # a copy that the index does not point to
-            tensors[name] = tensor
-    missing = [name for name in weight_map if name not in tensors]
-    if missing:
-        file = weight_map[missing[0]]
-        raise BadCheckpoint(f"{folder / str(file)} lacks the tensor {missing[0]!r} of the index")
-    return tensors
-
-
 def read_header(path: Path) -> dict[str, SourceTensor]:
     """The tensors of one safetensors file. Raises BadCheckpoint unless they tile the file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            if len(start) < 8:
-                raise BadCheckpoint(f"{path} is truncated: {size} bytes")
-            length = struct.unpack("<Q", start)[0]
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise BadCheckpoint(f"{path} is truncated or damaged: its header of {length} bytes")
-            text = file.read(length)
+            length = header_length(path, size, file.read(8))
+            return parse_header(path, size, file.read(length))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    if len(text) < length:
-        raise BadCheckpoint(f"{path} is truncated inside its header")
-    header = _parse_object(text, path)
+
+
+def header_length(path: Path, size: int, start: bytes) -> int:
+    """Bytes of the JSON header of a file of `size` bytes that begins with `start`."""
+    if len(start) < 8:
+        raise BadCheckpoint(f"{path} is truncated: {size} bytes")
+    length: int = struct.unpack("<Q", start)[0]
+    if length > min(size - 8, _MAX_HEADER_BYTES):
+        raise BadCheckpoint(f"{path} is truncated or damaged: its header of {length} bytes")
+    return length
+
+
+def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
+    """The tensors that the JSON header `text` describes in a file of `size` bytes."""
+    length = len(text)
+    header = parse_object(text, path)
     header.pop("__metadata__", None)
     tensors = [_source_tensor(path, 8 + length, name, about) for name, about in header.items()]
     end = 8 + length

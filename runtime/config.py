@@ -47,9 +47,16 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
     memory = env.get("MOEINF_MEMORY")
     return Settings(
         home=home,
-        memory=parse_memory(memory) if memory else None,
+        memory=_memory(memory) if memory else None,
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
     )
+
+
+def _memory(text: str) -> MemorySize:
+    try:
+        return parse_memory(text)
+    except ValueError as error:
+        raise ValueError(f"MOEINF_MEMORY: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from moeinf.models.base import State
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import Registry
-from moeinf.runtime.loader import load_model, open_store
+from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, Manifest
-from moeinf.runtime.memory import available_bytes, core_count
+from moeinf.runtime.memory import available_bytes, core_count, return_large_blocks, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.template import TemplateWorker
@@ -47,19 +47,24 @@ class Engine:
         start = time.perf_counter()
         for variable in _CODE_CACHES:
             os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
+        return_large_blocks()
         registry = Registry(settings.run)
-        claimed = sum(engine.unfilled_bytes() for engine in registry.engines())
         self.manifest = manifest
         self.folder = folder
-        self.placement = place(manifest, config, available_bytes() - claimed, core_count())
-        torch.set_num_threads(self.placement.threads)
-        registration = registry.register(
-            str(manifest.model), (folder / MANIFEST).is_file, self.placement.peak_bytes
-        )
+
+        def plan(claimed_bytes: int) -> int | None:
+            free = available_bytes() - claimed_bytes
+            self.placement = place(manifest, config, free, core_count())
+            there = (folder / MANIFEST).is_file()
+            return rss_bytes() + self.placement.peak_bytes if there else None
+
+        registration = registry.register(str(manifest.model), plan)
         if registration is None:
             raise NoSuchModel(str(manifest.model), [])
+        torch.set_num_threads(self.placement.threads)
         with ExitStack() as undo:  # in reverse, should anything below fail
             undo.callback(registration.close)
+            check_small_files(folder, manifest)
             self.tokenizer = Tokenizer(folder)
             self.template: TemplateWorker | None = None
             if self.tokenizer.chat_template is not None:

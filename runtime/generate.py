@@ -117,7 +117,7 @@ class Generation:
                 return
             if len(self.tokens) < most:
                 logits = engine.extend(state, [token])
-        yield self._text.rest()
+        yield self._text.add(stream.rest()) + self._text.rest()
 
 
 class _StopFinder:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from moeinf.runtime.durable import sync_folder
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
 from moeinf.runtime.names import TAGS, ModelName, parse_name
+from moeinf.runtime.workplace import PullInProgress, discard, only_maker
 
 DEMO = "demo"
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
@@ -43,11 +45,20 @@ class Installed:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Partial:
+    """What an unfinished pull has left; size_bytes is what it takes on disk."""
+
+    name: ModelName
+    size_bytes: int
+
+
 class Library:
     """The folder $MOEINF_HOME/models."""
 
     def __init__(self, settings: Settings) -> None:
         self._root = settings.models
+        self.locks = settings.run
         self._registry = Registry(settings.run)
 
     def folder(self, name: ModelName) -> Path:
@@ -95,6 +106,29 @@ class Library:
         except FileNotFoundError as error:
             raise NoSuchModel(text, []) from error
 
+    def partials(self) -> list[Partial]:
+        """Unfinished pulls, those that are going on included."""
+        found = []
+        for folder in sorted(self._root.glob("*/.*.partial")):
+            name = ModelName(folder.parent.name, folder.name[1:].removesuffix(".partial"))
+            files = (path.stat() for path in folder.rglob("*") if path.is_file())
+            found.append(Partial(name, sum(512 * about.st_blocks for about in files)))
+        return found
+
+    def discard(self, name: ModelName) -> bool:
+        """Removes an unfinished pull; False when it is going on."""
+        try:
+            with only_maker(self.folder(name), self.locks):
+                discard(self.folder(name))
+        except PullInProgress:
+            return False
+        return True
+
+    def wait_for_maker(self, name: ModelName) -> None:
+        """Returns when no other process is pulling the model."""
+        with only_maker(self.folder(name), self.locks, wait=True):
+            pass
+
     def check_unused(self, name: ModelName) -> None:
         """Raises ModelInUse while an engine runs the model."""
         self._check(name, self._registry.engines())
@@ -117,9 +151,7 @@ class Library:
             self._check(name, engines)
             old = self._put_aside(folder)
         shutil.rmtree(old)
-        for leftover in folder.parent.glob(f".{name.tag}.*"):
-            leftover.unlink(missing_ok=True)
-        if not any(folder.parent.iterdir()):
+        with suppress(OSError):  # other tags, or an unfinished pull, are in it
             folder.parent.rmdir()
         return name
 

@@ -6,6 +6,7 @@ died; whoever notices removes it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LiveEngine:
-    """What an engine tells others. peak_bytes: what its process will hold once it is full."""
+    """What an engine tells others. peak_bytes: the RSS of its process once everything is full."""
 
     pid: int
     model: str
@@ -52,24 +53,37 @@ class Registry:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def register(
-        self, model: str, still_there: Callable[[], bool], peak_bytes: int
-    ) -> Registration | None:
-        """Enters this process; None when the model has gone in the meantime."""
+    def register(self, model: str, peak_bytes: Callable[[int], int | None]) -> Registration | None:
+        """Enters this process, in one step with what that depends on.
+
+        peak_bytes is asked with the bytes that all others have been promised and do not hold yet,
+        and answers what this process will hold, or None when the model has gone meanwhile.
+        """
         with self._locked():
-            if not still_there():
+            peak = peak_bytes(sum(engine.unfilled_bytes() for engine in self._engines()))
+            if peak is None:
                 return None
             path = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}.json"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            entry = LiveEngine(os.getpid(), model, peak_bytes)
-            os.write(descriptor, json.dumps(asdict(entry)).encode())
-            return Registration(path, descriptor)
+            registration = Registration(path, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                entry = LiveEngine(os.getpid(), model, peak)
+                os.write(descriptor, json.dumps(asdict(entry)).encode())
+            except BaseException:
+                registration.close()
+                raise
+            return registration
 
     def engines(self) -> list[LiveEngine]:
-        """Every live engine, this process's own included."""
-        with self._locked():
-            return self._engines()
+        """Every live engine, this process's own included; none where nobody may write."""
+        try:
+            with self._locked():
+                return self._engines()
+        except OSError as error:
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                return []
+            raise
 
     @contextmanager
     def frozen(self) -> Iterator[list[LiveEngine]]:

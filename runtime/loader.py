@@ -51,9 +51,7 @@ class DenseWeights:
         except (BadCheckpoint, OSError) as error:
             raise DamagedModel(f"{manifest.model}: {error}") from error
         if crc32c(memory_of(buffer)) != record.crc32c:
-            raise DamagedModel(
-                f"{manifest.model}: {DENSE} is not what was written when it was pulled"
-            )
+            raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
         self._buffer, self._data_offset = buffer, record.data_offset
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -79,6 +77,19 @@ def _read(path: Path, offset: int, view: memoryview) -> None:
         read_exactly(descriptor, view, offset, path)
     finally:
         os.close(descriptor)
+
+
+def check_small_files(folder: Path, manifest: Manifest) -> None:
+    """Raises DamagedModel unless config, tokenizer and the like are what was pulled."""
+    for record in manifest.files:
+        if record.data_offset:
+            continue  # dense weights and shards are checked as they are read
+        try:
+            data = (folder / record.path).read_bytes()
+        except OSError as error:
+            raise DamagedModel(f"{manifest.model}: {record.path}: {error.strerror}") from error
+        if len(data) != record.size_bytes or crc32c(data) != record.crc32c:
+            raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
 
 
 def load_model(folder: Path, manifest: Manifest) -> Model:

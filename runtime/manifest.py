@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from moeinf.native import PAGE_BYTES
 from moeinf.offload.budget import SlotBudget
 from moeinf.offload.layout import LAYOUT_VERSION, ExpertKey, ExpertLayout
 from moeinf.offload.shards import FileRecord, shard_path
@@ -20,6 +21,10 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 DENSE = "dense.safetensors"
 _MAX_BYTES = 256 << 20
+_COUNTS = (
+    "layers", "experts", "top_k", "hidden", "intermediate", "max_context", "dense_bytes",
+    "kv_bytes_per_token",
+)  # fmt: skip
 
 
 class DamagedModel(ValueError):
@@ -105,10 +110,15 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedModel(f"{path}: expert layout {raw.get('layout')}, not {LAYOUT_VERSION}")
         raw["files"] = tuple(_record(file) for file in raw["files"])
         manifest = Manifest(**raw)
-        for field in ("layers", "experts", "top_k", "hidden", "intermediate", "max_context"):
-            if not isinstance(raw[field], int) or raw[field] < 1:
+        for field in _COUNTS:
+            if type(raw[field]) is not int or not 1 <= raw[field] < 1 << 48:
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
-        manifest.shards()
+        for field in ("name", "tag", "family", "source", "created_at"):
+            if not isinstance(raw[field], str):
+                raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        data_bytes = manifest.expert_layout.data_bytes
+        if any(shard.data_bytes != data_bytes for shard in manifest.shards()):
+            raise DamagedModel(f"{path}: a shard is not of the size of an expert")
         return manifest
     except DamagedModel:
         raise
@@ -127,4 +137,9 @@ def _record(raw: dict[str, Any]) -> FileRecord:
     parts = PurePosixPath(record.path).parts
     if not parts or ".." in parts or record.path.startswith("/") or "\0" in record.path:
         raise ValueError(f"a file name leaves the model's folder: {record.path!r}")
+    numbers = (record.size_bytes, record.data_offset, record.crc32c)
+    if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
+        raise ValueError(f"{record.path!r} has no possible size or checksum")
+    if record.data_offset % PAGE_BYTES or record.data_offset > record.size_bytes:
+        raise ValueError(f"{record.path!r} has no possible data_offset")
     return record

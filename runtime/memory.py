@@ -5,11 +5,15 @@ Does not know models. Linux is read exactly; elsewhere half of the physical memo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
 from contextlib import suppress
 from pathlib import Path
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGE_BLOCK_BYTES = (1 << 20) + 4096  # decode's scratch of 1 MiB stays on the heap
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -54,6 +58,18 @@ def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) 
             if limit < 1 << 60:
                 spares.append(max(0, limit - use))
     return spares
+
+
+def return_large_blocks() -> None:
+    """Makes glibc give blocks above 1 MiB back to the system as soon as they are freed.
+
+    Left alone it raises that border to what it has seen freed, up to 32 MiB, and the heap keeps the
+    holes: 7 to 23 MiB after a long prefill (docs/log.md). Other C libraries have no such border.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(parameter, _LARGE_BLOCK_BYTES)
 
 
 def core_count() -> int:

@@ -57,8 +57,11 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     slots = manifest.slots
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
+    asked = config.memory.of(slots.max_bytes) if config.memory is not None else None
     if config.context is None:
-        affordable = max(0, int((available_bytes - fixed) * _CONTEXT_SHARE))
+        left = available_bytes - fixed
+        share = left * _CONTEXT_SHARE if asked is None else left - min(asked, slots.max_bytes)
+        affordable = max(0, int(share))
         tokens = affordable // manifest.kv_bytes_per_token // _CONTEXT_STEP * _CONTEXT_STEP
         context = min(manifest.max_context, max(tokens, _CONTEXT_STEP))
         why = "the model's" if context == manifest.max_context else "what memory affords"
@@ -78,13 +81,19 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         why = "all experts" if budget == slots.max_bytes else "what is free"
         notes.append(f"memory for experts {format_bytes(budget)} ({why})")
     else:
-        budget = config.memory.of(slots.max_bytes)
+        budget = asked or 0
     count = slots.slots(budget)
     layer_width = manifest.layers * manifest.top_k
     if count < min(layer_width, slots.experts):
         notes.append(
             f"{count} slots are fewer than the {layer_width} experts that one token uses: "
             "every expert will be read anew for every token"
+        )
+    total = count * slots.slot_bytes + manifest.dense_bytes + kv + scratch
+    if total > available_bytes:
+        notes.append(
+            f"{format_bytes(total)} will be needed in all, {format_bytes(available_bytes)} are "
+            "free: the system may end this process; give less --memory or --ctx"
         )
     return Placement(
         memory_bytes=budget,
@@ -101,12 +110,8 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
 
 
 def working_bytes(manifest: Manifest) -> int:
-    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32.
-
-    Besides, the routers are kept in float32.
-    """
-    chunk = PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
-    return chunk + manifest.layers * manifest.experts * manifest.hidden * 4
+    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32."""
+    return PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
 
 
 def threads_worth_having(manifest: Manifest) -> int:

@@ -1,51 +1,37 @@
-"""Repacks a checkpoint into a model folder: one shard per routed expert, the rest in one file.
+"""Makes a model from a checkpoint: one shard per routed expert, the rest in one file.
 
-Does not know where the checkpoint came from, nor how progress is shown.
+Does not know where source files come from, nor how progress is shown.
 
-Everything streams in blocks: memory is bounded by the workers, never by the checkpoint. The folder
-is built beside its final place and gets its name only when all of it is durable, so that a model is
-absent or complete, whenever this is killed.
+Everything streams in blocks: memory is bounded by the workers, never by the checkpoint. The model
+is built beside its final place and gets its name only when all of it is durable, so that it is
+absent or complete, whenever this is killed; a rerun goes on where the last one was.
 """
 
 from __future__ import annotations
 
 import datetime
-import fcntl
+import errno
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from moeinf.models import family_of
-from moeinf.native import SHARD_DATA_OFFSET
-from moeinf.offload.layout import ITEM_BYTES, ExpertKey, ExpertLayout
-from moeinf.offload.shards import (
-    FileRecord,
-    padded_header,
-    shard_header,
-    shard_path,
-    write_file,
-)
-from moeinf.runtime.checkpoint import (
-    CONFIG,
-    BadCheckpoint,
-    Checkpoint,
-    SourceTensor,
-    blocks,
-    read_json,
-)
-from moeinf.runtime.durable import sync_filesystem
+from moeinf.offload.shards import FileRecord, write_file
+from moeinf.runtime.assemble import Assembler, all_targets
+from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import DENSE, Manifest, write_manifest
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.workplace import Workplace, discard, workplace
 
 DTYPE_OF_TAG = {"bf16": "BF16", "f32": "F32"}
-_KEPT = (
+KEPT_FILES = (
     CONFIG,
     "generation_config.json",
     "tokenizer.json",
@@ -53,169 +39,211 @@ _KEPT = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_MAX_KEPT_BYTES = 64 << 20
-_DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
-_WORKERS = 2
+MAX_KEPT_BYTES = 64 << 20
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
-
-
-class PullInProgress(RuntimeError):
-    """Another process is writing the same model."""
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a checkpoint came from, for the manifest."""
+class Source(Protocol):
+    """A checkpoint whose files are here, or will be when they are asked for."""
 
-    source: str
+    checkpoint: Checkpoint  # its headers are known, its tensors' bytes may not be here yet
+    origin: str
+    revision: str | None
+    keeps_progress: bool  # whether an unfinished model is worth keeping after a failure
+
+    def identity(self) -> Mapping[str, object]:
+        """What must be the same for an unfinished model to be continued."""
+        ...
+
+    def space_bytes(self) -> int:
+        """Disk space that the source itself needs in the workplace, at most."""
+        ...
+
+    def small_files(self) -> Path:
+        """The folder that holds config, tokenizer and the like, once they are here."""
+        ...
+
+    def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
+        """The source files that `work` has not done with, each when it is here and right."""
+        ...
+
+    def is_here(self, path: Path) -> bool:
+        """Whether a source file can be read now."""
+        ...
+
+    def release(self, path: Path) -> None:
+        """The file will not be asked for again."""
+        ...
+
+
+@dataclass
+class LocalSource:
+    """A checkpoint folder of the user's, which is read in place and left alone."""
+
+    checkpoint: Checkpoint
+    origin: str
     revision: str | None = None
+    keeps_progress: bool = False
+
+    def identity(self) -> Mapping[str, object]:
+        files = {}
+        for path in self._paths():
+            about = path.stat()
+            files[path.name] = [about.st_size, about.st_mtime_ns]
+        return {"folder": str(self.checkpoint.folder), "files": files}
+
+    def space_bytes(self) -> int:
+        return 0
+
+    def small_files(self) -> Path:
+        return self.checkpoint.folder
+
+    def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
+        return [path for path in self._paths() if path.name not in work.done]
+
+    def is_here(self, path: Path) -> bool:
+        return True
+
+    def release(self, path: Path) -> None:
+        """The folder is not ours."""
+
+    def _paths(self) -> list[Path]:
+        return sorted({tensor.path for tensor in self.checkpoint.tensors.values()})
 
 
 def repack(
-    checkpoint: Checkpoint,
-    library: Library,
-    name: ModelName,
-    origin: Origin,
-    progress: Progress,
-    note: Callable[[str], None],
+    source: Source, library: Library, name: ModelName, progress: Progress, note: Note
 ) -> Manifest:
-    """Adds `checkpoint` to the library as the model `name`, replacing an older one.
+    """Adds a checkpoint to the library as the model `name`, replacing an older one.
 
     Raises ModelDataError or BadCheckpoint before anything is written when the checkpoint does not
-    hold exactly a model that we can run; ModelInUse, PullInProgress; OSError (disk full) with
-    nothing left behind.
+    hold exactly a model that we can run; ModelInUse, PullInProgress; OSError (disk full).
     """
-    inventory = take_inventory(family_of(checkpoint.config), checkpoint)
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     dtype = DTYPE_OF_TAG[name.tag]
-    if inventory.downcasts(dtype):
+    announce(inventory, name, note)
+    library.check_unused(name)
+    target = library.folder(name)
+    making = {"source": source.identity(), "tag": name.tag}
+    with workplace(target, library.locks, making) as work:
+        try:
+            check_space(work, inventory, dtype, source)
+            _keep_small_files(source.small_files(), work)
+            Tokenizer(work.folder)  # raises now rather than at the first run
+            _assemble(source, inventory, dtype, work, progress)
+            manifest = _manifest(source, inventory, name, work)
+            work.commit()
+            write_manifest(work.folder, manifest)
+            library.admit(work.folder, name)
+            remove_strangers(target, (file.path for file in manifest.files))
+        except BaseException:
+            if not source.keeps_progress:
+                discard(target)
+            raise
+    return manifest
+
+
+@dataclass(frozen=True)
+class SourceSizes:
+    """What a pull would fetch and write, in bytes."""
+
+    files: list[tuple[str, int]]
+    download_bytes: int
+    disk_bytes: Mapping[str, int]  # by tag
+    extra_bytes: int  # while it is being repacked
+
+
+def measure_source(source: Source) -> SourceSizes:
+    """Raises like `repack`, but writes nothing."""
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    sizes: dict[str, int] = {}
+    for tensor in source.checkpoint.tensors.values():
+        sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
+    fetched = sum(sizes.values()) if source.space_bytes() else 0
+    disk = {tag: inventory.disk_bytes(dtype) for tag, dtype in DTYPE_OF_TAG.items()}
+    return SourceSizes(sorted(sizes.items()), fetched, disk, source.space_bytes())
+
+
+def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
+    """Says what will be rounded and what will be left out."""
+    if inventory.downcasts(DTYPE_OF_TAG[name.tag]):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
     if inventory.unused:
         more = f" and {len(inventory.unused) - 1} more" if len(inventory.unused) > 1 else ""
         note(f"not part of the family, left out: {inventory.unused[0]}{more}")
-    library.check_unused(name)
-    with _workplace(library.folder(name)) as work:
-        _check_space(work, inventory.disk_bytes(dtype))
-        files = _write_all(inventory, dtype, work, progress)
-        files += _keep_small_files(checkpoint.folder, work)
-        manifest = Manifest(
-            name=name.name,
-            tag=name.tag,
-            family=inventory.family.model_type,
-            source=origin.source,
-            revision=origin.revision,
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            layers=inventory.moe.layers,
-            experts=inventory.moe.experts,
-            top_k=inventory.moe.top_k,
-            hidden=inventory.moe.hidden,
-            intermediate=inventory.moe.intermediate,
-            dtype=dtype,
-            dense_bytes=next(file.data_bytes for file in files if file.path == DENSE),
-            kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
-            max_context=inventory.max_context,
-            files=tuple(sorted(files, key=lambda file: file.path)),
-        )
-        sync_filesystem(work)
-        write_manifest(work, manifest)
-        library.admit(work, name)
-    return manifest
 
 
-def _write_all(inv: Inventory, dtype: str, work: Path, progress: Progress) -> list[FileRecord]:
-    total, meter = inv.weight_bytes(dtype), _Meter()
-    layout = ExpertLayout(inv.moe.hidden, inv.moe.intermediate, dtype)
-
-    def expert(key: ExpertKey, parts: Mapping[str, SourceTensor]) -> FileRecord:
-        data = meter.read((parts[role] for role in ("gate", "up", "down")), dtype)
-        return write_file(work, shard_path(key), shard_header(key, layout), data)
-
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        jobs: list[Future[FileRecord]] = [pool.submit(_write_dense, inv.dense, dtype, work, meter)]
-        jobs += [pool.submit(expert, key, parts) for key, parts in sorted(inv.experts.items())]
-        waiting, records = set(jobs), []
-        try:
-            while waiting:
-                ended, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
-                records += [job.result() for job in ended]
-                progress(meter.bytes, total)
-        except BaseException:
-            for job in jobs:
-                job.cancel()
-            raise
-    return records
+def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
+    """Raises OSError (ENOSPC) with the bytes needed unless the disk has room for all of it."""
+    have = sum(file.size_bytes for file in work.files.values())
+    needed = inventory.disk_bytes(dtype) - have + source.space_bytes()
+    free = shutil.disk_usage(work.folder).free
+    if free < needed:
+        text = f"{format_bytes(needed)} are needed, the disk has {format_bytes(free)} free"
+        raise OSError(errno.ENOSPC, text, str(work.folder))
 
 
-class _Meter:
-    """Counts the bytes that the workers have taken from the source, as they will be stored."""
+def _assemble(
+    source: Source, inventory: Inventory, dtype: str, work: Workplace, progress: Progress
+) -> None:
+    assembler = Assembler(all_targets(inventory, dtype), work)
+    total = inventory.weight_bytes(dtype)
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._lock = threading.Lock()
+    def tell() -> None:
+        progress("repacking", assembler.bytes, total)
 
-    def read(self, tensors: Iterable[SourceTensor], dtype: str) -> Iterator[memoryview]:
-        for tensor in tensors:
-            for block in blocks(tensor, dtype):
-                with self._lock:
-                    self.bytes += block.nbytes
-                yield block
-
-
-def _write_dense(
-    dense: Mapping[str, SourceTensor], dtype: str, work: Path, meter: _Meter
-) -> FileRecord:
-    """All tensors that are not routed experts, each 64-byte aligned as far as sizes allow it."""
-    sizes = {name: tensor.elements * ITEM_BYTES[dtype] for name, tensor in dense.items()}
-    # Sizes that are no multiple of the alignment go last, or they would displace all behind them.
-    order = sorted(dense, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
-    header: dict[str, object] = {"__metadata__": {"format": "moeinf"}}
-    offset = 0
-    for name in order:
-        span = [offset, offset + sizes[name]]
-        header[name] = {"dtype": dtype, "shape": list(dense[name].shape), "data_offsets": span}
-        offset = span[1]
-    data = meter.read((dense[name] for name in order), dtype)
-    return write_file(work, DENSE, padded_header(header, SHARD_DATA_OFFSET), data)
+    tell()
+    for path in source.bring(work, progress):
+        assembler.feed(path, source.is_here, tell)
+        work.add_done(path.name)
+        work.commit()  # before the source may go
+        source.release(path)
+    tell()
 
 
-def _keep_small_files(source: Path, work: Path) -> list[FileRecord]:
-    records = []
-    for name in _KEPT:
-        path = source / name
+def _keep_small_files(folder: Path, work: Workplace) -> None:
+    for name in KEPT_FILES:
+        path = folder / name
         if not path.is_file():
             continue
-        if path.stat().st_size > _MAX_KEPT_BYTES:
+        if path.stat().st_size > MAX_KEPT_BYTES:
             raise BadCheckpoint(f"{path} is too large ({path.stat().st_size} bytes)")
         if name.endswith(".json"):
             read_json(path)
-        records.append(write_file(work, name, b"", [memoryview(path.read_bytes())]))
-    return records
+        work.add_file(write_file(work.folder, name, b"", [memoryview(path.read_bytes())]))
 
 
-def _check_space(folder: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise OSError(
-            28, f"the disk has {free} bytes free, the model needs {needed_bytes}", str(folder)
-        )
+def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workplace) -> Manifest:
+    dtype, moe = DTYPE_OF_TAG[name.tag], inventory.moe
+    files: list[FileRecord] = sorted(work.files.values(), key=lambda file: file.path)
+    return Manifest(
+        name=name.name,
+        tag=name.tag,
+        family=inventory.family.model_type,
+        source=source.origin,
+        revision=source.revision,
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        layers=moe.layers,
+        experts=moe.experts,
+        top_k=moe.top_k,
+        hidden=moe.hidden,
+        intermediate=moe.intermediate,
+        dtype=dtype,
+        dense_bytes=work.files[DENSE].data_bytes,
+        kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
+        max_context=inventory.max_context,
+        files=tuple(files),
+    )
 
 
-@contextmanager
-def _workplace(target: Path) -> Iterator[Path]:
-    """A fresh folder beside `target`, removed at the end, held by one process at a time."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.with_name(f".{target.name}.partial")
-    lock = os.open(target.with_name(f".{target.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PullInProgress(f"another process is pulling into {target}") from error
-        shutil.rmtree(work, ignore_errors=True)  # of a pull that was killed
-        work.mkdir()
-        try:
-            yield work
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    finally:
-        os.close(lock)
+def remove_strangers(folder: Path, wanted: Iterable[str]) -> None:
+    """Leaves in a finished folder only what its manifest names, and the manifest."""
+    keep = {*wanted, "manifest.json"}
+    for path in folder.rglob("*"):
+        if path.is_file() and os.fspath(path.relative_to(folder)) not in keep:
+            path.unlink()
+    for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
+        if not any(path.iterdir()):
+            path.rmdir()

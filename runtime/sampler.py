@@ -49,10 +49,13 @@ class SamplingOptions:
             if value is not None and not (math.isfinite(value) and low <= value <= high):
                 raise ValueError(f"{field.name} is {value}; it must be from {low} to {high}")
 
-    def having(self, name: str, value: float) -> SamplingOptions:
-        """These options with one of them set. Raises ValueError."""
-        whole = name in ("top_k", "seed", "repeat_last_n")
-        changes: dict[str, Any] = {name: int(value) if whole else float(value)}
+    def having(self, name: str, value: float | str) -> SamplingOptions:
+        """These options with one of them set, from a number or its text. Raises ValueError."""
+        try:
+            whole = name in ("top_k", "seed", "repeat_last_n")
+            changes: dict[str, Any] = {name: int(value) if whole else float(value)}
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{name} is {value}; that is no number it can have") from error
         return replace(self, **changes)
 
     def over(self, defaults: SamplingOptions) -> SamplingOptions:
@@ -129,8 +132,9 @@ class Sampler:
         if not options.temperature:
             return int(scores.argmax())
         order = _best(scores, options.top_k or len(scores))
-        scaled = scores[order] / options.temperature
-        probabilities = np.exp(scaled - scaled[0])
+        best = scores[order]
+        with np.errstate(over="ignore"):  # an infinite distance is a probability of 0
+            probabilities = np.exp((best - best[0]) / options.temperature)
         probabilities /= probabilities.sum()
         if options.top_p is not None and options.top_p < 1:
             before = np.cumsum(probabilities) - probabilities

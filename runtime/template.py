@@ -49,7 +49,8 @@ class TemplateWorker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "moeinf.runtime.template_worker"],
+            # -P: a jinja2.py in the folder we stand in must not be imported
+            [sys.executable, "-P", "-m", "moeinf.runtime.template_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -81,7 +82,7 @@ def _read_line(descriptor: int, deadline: float) -> bytes:
     while not line.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-            raise TimeoutError(f"no answer within {RENDER_SECONDS:.0f} s")
+            raise TimeoutError("no answer in time")
         block = os.read(descriptor, 1 << 16)
         if not block:
             raise ValueError("its process ended")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
 
+_CONTEXT_TOKENS = 8
+_LONGEST_CHARACTER = 8  # tokens: a character of four bytes, and to spare
 _GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text
 
 
@@ -48,9 +49,16 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def encode_text(self, text: str) -> list[int]:
-        """A prompt without a template: its special tokens count; one BOS if the model wants it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+    def encode_text(self, text: str, *, plain: bool = False) -> list[int]:
+        """A prompt without a template; one BOS if the model wants it.
+
+        Special tokens in it count, unless it is `plain`: what a user typed into a conversation.
+        """
+        self._tokenizer.encode_special_tokens = plain
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        finally:
+            self._tokenizer.encode_special_tokens = False
         bos = self.token_id(self.bos) if self.bos else None
         if bos is not None:
             if self._adds_bos and ids[:1] != [bos]:
@@ -97,15 +105,37 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoding: text appears when its last byte has, so UTF-8 is never broken."""
+    """Incremental decoding: text appears when its last byte has, so UTF-8 is never broken.
+
+    What a token adds is the difference between two decodings that share some tokens before it: they
+    decide whether it begins with a space, and carry the bytes of an unfinished character.
+    """
 
     def __init__(self, tokenizer: _Tokenizer, prompt: list[int]) -> None:
-        # A few tokens of context decide whether the first piece begins with a space.
-        self._stream = DecodeStream(ids=prompt[-8:], skip_special_tokens=True)
         self._tokenizer = tokenizer
+        self._ids = prompt[-_CONTEXT_TOKENS:]
+        self._known = len(self._ids)  # tokens whose text has been given away
 
     def add(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+        """The text that is certain now; empty while a character lacks bytes."""
+        self._ids.append(token)
+        before, after = self._decode(self._ids[: self._known]), self._decode(self._ids)
+        if after.endswith("\ufffd") and len(self._ids) - self._known < _LONGEST_CHARACTER:
+            return ""
+        self._ids = self._ids[-max(_CONTEXT_TOKENS, 1) :]
+        self._known = len(self._ids)
+        return after[len(before) :]
+
+    def rest(self) -> str:
+        """What is left at the end: an unfinished character, as U+FFFD."""
+        before = self._decode(self._ids[: self._known])
+        text = self._decode(self._ids)[len(before) :]
+        self._known = len(self._ids)
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
 def _content(token: object) -> str | None:
@@ -130,7 +160,7 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Every id that ends an answer: of generation_config, config and tokenizer_config together."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
             eos = json.loads((folder / name).read_bytes()).get("eos_token_id")
             ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
     if tokenizer.eos is not None:

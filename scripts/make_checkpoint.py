@@ -66,7 +66,7 @@ def make_checkpoint(folder: Path, config: dict[str, object], file_bytes: int = 2
     """Writes config, tokenizer, index and safetensors files of about file_bytes; returns bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    _byte_tokenizer().save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     random = np.random.default_rng(0)
     values = random.normal(0, 0.02, _NOISE_ITEMS).astype(np.float32)
     noise = (values.view(np.uint32) >> 16).astype(np.uint16)  # bf16, rounded towards zero
@@ -109,7 +109,8 @@ def _write(path: Path, tensors: list[tuple[str, tuple[int, ...]]], noise: np.nda
     return offset
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and nothing else."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -13,7 +13,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.names import ModelName, parse_name
-from moeinf.runtime.repack import Origin, repack
+from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sizes import parse_memory
 
 
@@ -23,9 +23,8 @@ def ignore(*_: object) -> None:
 
 def pull(folder: Path, settings: Settings, name: str) -> Manifest:
     """Repacks a checkpoint folder under `name`."""
-    checkpoint = open_checkpoint(folder)
-    library = Library(settings)
-    return repack(checkpoint, library, parse_name(name), Origin(str(folder)), ignore, ignore)
+    source = LocalSource(open_checkpoint(folder), str(folder))
+    return repack(source, Library(settings), parse_name(name), ignore, ignore)
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def test_rm(own: Command) -> None:
 
 
 def test_a_model_in_use_stays(own: Command, tmp_path: Path) -> None:
-    registration = Registry(Settings(tmp_path).run).register("demo:bf16", lambda: True, 0)
+    registration = Registry(Settings(tmp_path).run).register("demo:bf16", lambda claimed: 0)
     assert registration is not None
     for command in ("rm", "pull"):
         refused = own(command, "demo:bf16")
@@ -109,7 +109,8 @@ def test_pull_says_when_bits_are_lost(own: Command, tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "llama"}, "llama"),
-        ({"num_experts": 33}, "lacks"),
+        ({"num_experts": 33}, "the config says [33, 128]"),
+        ({"num_hidden_layers": 7}, "lacks model.layers.6"),
         ({"hidden_size": 64}, "the config says"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_experts_per_tok": 64}, "64"),

@@ -82,13 +82,14 @@ def test_later_turns_reuse_the_cache(terminal: Terminal) -> None:
     assert "load duration:        0.000ms" in second
 
 
-def test_several_lines(terminal: Terminal) -> None:
+def test_several_lines(terminal: Terminal, home: Path) -> None:
     terminal.child.send('"""sort owl,\r')
     terminal.child.expect_exact("... ")
     terminal.child.send('fig"""\r')
     terminal.child.expect_exact(PROMPT)
     terminal.ask("/save two-lines")
-    terminal.leave()
+    saved = json.loads((home / "conversations" / "two-lines.json").read_text())
+    assert saved["messages"][0] == {"role": "user", "content": "sort owl,\nfig"}
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(terminal: Terminal) -> None:
@@ -123,6 +124,9 @@ def test_commands(terminal: Terminal, home: Path) -> None:
     assert "num_predict:" in terminal.ask("/show parameters")
     assert "demo:bf16" in terminal.ask("/list")
     assert "unknown command '/bogus'" in terminal.ask("/bogus")
+    terminal.ask("/set parameter seed 12345678901234567891")
+    assert "12345678901234567891" in terminal.ask("/show parameters")
+    assert "top_k" in terminal.ask("/set parameter top_k 1e400")
     assert "unknown parameter 'bogus'" in terminal.ask("/set parameter bogus 1")
     assert "temperature is -1" in terminal.ask("/set parameter temperature -1")
     assert "is not a name" in terminal.ask("/save ../evil")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,8 +151,67 @@ def test_ctrl_c_ends_the_answer(demo_home: Path) -> None:
     assert process.stderr is not None
     assert process.stdout.read(1), process.stderr.read()
     process.send_signal(signal.SIGINT)
-    start = time.monotonic()
     _, err = process.communicate(timeout=30)
-    assert process.returncode in (0, 130)  # 0 only if the answer had ended by then
-    assert process.returncode == 130 or time.monotonic() - start < 5
+    assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_three_first_runs_at_once(tmp_path: Path) -> None:
+    """One pulls the demo, the others wait for it; all answer."""
+    processes = [
+        subprocess.Popen(
+            [*COMMAND, "run", "demo", "17+25="],
+            env=environment(tmp_path),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(3)
+    ]
+    answers = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in answers] == [b"42\n"] * 3, answers
+
+
+def test_nothing_in_the_current_folder_is_imported(tmp_path: Path, demo_home: Path) -> None:
+    """Somebody stands in a downloaded folder that holds files named like modules."""
+    for name in ("jinja2", "json", "datetime", "torch", "moeinf"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    command = [sys.executable, "-P", *COMMAND[1:], "run", "demo", "17+25="]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(demo_home),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "42\n", done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [("<&-", 0, ""), (">&-", 0, ""), ("<&- >&- 2>&-", 0, "")],
+)
+def test_closed_streams(redirection: str, code: int, words: str, demo_home: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$@" {redirection}', "-", *COMMAND, "run", "demo", "17+25="],
+        env=environment(demo_home),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+
+
+def test_an_argument_that_is_not_utf8(demo_home: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "run", "demo", b"ab\xff", "--max-tokens", "3"],
+        env=environment(demo_home),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

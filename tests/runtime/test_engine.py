@@ -156,6 +156,31 @@ def test_damaged_dense_weights(damage: str, own_home: Path) -> None:
     assert list((own_home / "run").glob("*.json")) == []
 
 
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_damaged_small_file_is_named(file: str, own_home: Path) -> None:
+    flip(own_home / "models/demo/bf16" / file, 30)
+    with pytest.raises(DamagedModel, match=f"demo:bf16: {file} is not what was pulled"):
+        open_in(own_home)
+    (own_home / "models/demo/bf16" / file).unlink()
+    with pytest.raises(DamagedModel, match=file):
+        open_in(own_home)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "x"), ("dense_bytes", None), ("kv_bytes_per_token", 0), ("layers", True),
+     ("tag", 7), ("format", 9), ("layout", 9), ("experts", 33), ("hidden", 64)],
+)  # fmt: skip
+def test_a_manifest_that_makes_no_sense(field: str, value: object, own_home: Path) -> None:
+    manifest = own_home / "models/demo/bf16/manifest.json"
+    about = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**about, field: value}))
+    with pytest.raises(DamagedModel, match=r"manifest\.json|demo:bf16"):
+        open_in(own_home)
+
+
 def test_a_damaged_manifest_is_listed_as_such(own_home: Path) -> None:
     manifest = own_home / "models/demo/bf16/manifest.json"
     about = json.loads(manifest.read_text())

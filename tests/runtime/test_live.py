@@ -14,7 +14,7 @@ ENGINE = """
 import sys, time
 from pathlib import Path
 from moeinf.runtime.live import Registry
-entry = Registry(Path(sys.argv[1])).register("demo:bf16", lambda: True, 10 << 40)
+entry = Registry(Path(sys.argv[1])).register("demo:bf16", lambda claimed: 10 << 40)
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -22,7 +22,7 @@ time.sleep(60)
 
 def test_own_entry_comes_and_goes(tmp_path: Path) -> None:
     registry = Registry(tmp_path / "run")
-    entry = registry.register("demo:bf16", lambda: True, 123)
+    entry = registry.register("demo:bf16", lambda claimed: 123 + claimed)
     assert entry is not None
     assert registry.engines() == [LiveEngine(os.getpid(), "demo:bf16", 123)]
     entry.close()
@@ -32,7 +32,7 @@ def test_own_entry_comes_and_goes(tmp_path: Path) -> None:
 
 def test_a_model_that_has_gone_is_not_entered(tmp_path: Path) -> None:
     registry = Registry(tmp_path / "run")
-    assert registry.register("demo:bf16", lambda: False, 1) is None
+    assert registry.register("demo:bf16", lambda claimed: None) is None
     assert registry.engines() == []
 
 
@@ -46,6 +46,9 @@ def test_a_killed_engine_leaves_the_register(tmp_path: Path) -> None:
         (engine,) = registry.engines()
         assert engine.pid == process.pid
         assert 9 << 40 < engine.unfilled_bytes() < 10 << 40
+        claims: list[int] = []
+        assert registry.register("other", lambda claimed: claims.append(claimed)) is None
+        assert 9 << 40 < claims[0] < 10 << 40
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert registry.engines() == []

@@ -1,0 +1,37 @@
+"""`moeinf prune`: removes what unfinished pulls have left."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.options import Json
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.library import Library
+from moeinf.runtime.sizes import format_bytes
+
+
+def prune(
+    list_partials: Annotated[
+        bool, typer.Option("--list-partials", help="Only say what there is.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Removes unfinished pulls, but none that is going on."""
+    out = Output(json=json)
+    library = Library(read_environment())
+    partials = library.partials()
+    if not list_partials:
+        partials = [partial for partial in partials if library.discard(partial.name)]
+    if json:
+        entries = [{"name": str(p.name), "size_bytes": p.size_bytes} for p in partials]
+        out.document({"partials": entries, "removed": not list_partials})
+        return
+    if list_partials:
+        rows = [[str(p.name), format_bytes(p.size_bytes)] for p in partials]
+        out.table(["UNFINISHED", "SIZE"], rows)
+        return
+    for partial in partials:
+        out.line(f"removed the unfinished '{partial.name}', {format_bytes(partial.size_bytes)}")

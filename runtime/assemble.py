@@ -1,0 +1,184 @@
+"""Writes the files of a model from tensors that arrive source file by source file.
+
+Does not know families, hubs or the form of the journal. A target whose tensors are all at hand is
+written and hashed in one pass. One that straddles source files takes its parts as each file passes
+by, at their final offsets in `<name>.parts`, and is hashed when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeinf.native import SHARD_DATA_OFFSET, crc32c
+from moeinf.offload.layout import ITEM_BYTES, ExpertLayout
+from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
+from moeinf.runtime.checkpoint import BLOCK_BYTES, SourceTensor, blocks
+from moeinf.runtime.inventory import Inventory
+from moeinf.runtime.manifest import DENSE
+from moeinf.runtime.workplace import Workplace
+
+_DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
+_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Target:
+    """One file to be: its header, and the source tensors whose bytes follow it in this order."""
+
+    name: str
+    header: bytes
+    parts: tuple[SourceTensor, ...]
+    dtype: str
+
+    def offset(self, number: int) -> int:
+        """Where part `number` begins in the file."""
+        items = sum(part.elements for part in self.parts[:number])
+        return len(self.header) + items * ITEM_BYTES[self.dtype]
+
+
+def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
+    """dense.safetensors, and one shard per expert."""
+    moe = inventory.moe
+    layout = ExpertLayout(moe.hidden, moe.intermediate, dtype)
+    found = [_dense_target(inventory.dense, dtype)]
+    for key, roles in sorted(inventory.experts.items()):
+        parts = tuple(roles[role] for role in ("gate", "up", "down"))
+        found.append(Target(shard_path(key), shard_header(key, layout), parts, dtype))
+    return found
+
+
+def _dense_target(dense: Mapping[str, SourceTensor], dtype: str) -> Target:
+    sizes = {name: tensor.elements * ITEM_BYTES[dtype] for name, tensor in dense.items()}
+    # Sizes that are no multiple of the alignment go last, or they would displace all behind them.
+    order = sorted(dense, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
+    header: dict[str, object] = {"__metadata__": {"format": "moeinf"}}
+    offset = 0
+    for name in order:
+        span = [offset, offset + sizes[name]]
+        header[name] = {"dtype": dtype, "shape": list(dense[name].shape), "data_offsets": span}
+        offset = span[1]
+    parts = tuple(dense[name] for name in order)
+    return Target(DENSE, padded_header(header, SHARD_DATA_OFFSET), parts, dtype)
+
+
+class Assembler:
+    """Feeds on source files in any order until every target is written."""
+
+    def __init__(self, targets: Iterable[Target], work: Workplace) -> None:
+        self._work = work
+        self._touched: dict[Path, list[Target]] = defaultdict(list)
+        self._lock = threading.Lock()
+        self.bytes = 0  # written, or found written by an earlier attempt
+        for target in targets:
+            for path in dict.fromkeys(part.path for part in target.parts):
+                self._touched[path].append(target)
+            if target.name in work.files:
+                self.bytes += target.offset(len(target.parts)) - len(target.header)
+            for number, part in enumerate(target.parts):
+                if target.name not in work.files and (target.name, number) in work.parts:
+                    self.bytes += part.elements * ITEM_BYTES[target.dtype]
+
+    def feed(
+        self, path: Path, available: Callable[[Path], bool], progress: Callable[[], None]
+    ) -> None:
+        """Uses the tensors of the source file `path`, and makes what came of them durable.
+
+        Whatever of it belongs to a target that still lacks other files is copied aside, so that
+        afterwards `path` is not needed any more.
+        """
+        work = self._work
+        open_targets = [t for t in self._touched[path] if t.name not in work.files]
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            jobs: dict[Future[FileRecord | None], Target] = {}
+            for target in open_targets:
+                whole = all(self._at_hand(target, n, available) for n in range(len(target.parts)))
+                todo = self._finish if whole else self._copy_aside
+                jobs[pool.submit(todo, target, path)] = target
+            waiting = set(jobs)
+            try:
+                while waiting:
+                    ended, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
+                    for job in ended:
+                        self._note(jobs[job], path, job.result())
+                    progress()
+            except BaseException:
+                for job in jobs:
+                    job.cancel()
+                raise
+        work.commit()
+
+    def _at_hand(self, target: Target, number: int, available: Callable[[Path], bool]) -> bool:
+        return (target.name, number) in self._work.parts or available(target.parts[number].path)
+
+    def _note(self, target: Target, path: Path, record: FileRecord | None) -> None:
+        if record is not None:
+            self._work.add_file(record)
+            return
+        for number, part in enumerate(target.parts):
+            if part.path == path and (target.name, number) not in self._work.parts:
+                self._work.add_part(target.name, number)
+
+    def _finish(self, target: Target, _path: Path) -> FileRecord:
+        aside = [n for n in range(len(target.parts)) if (target.name, n) in self._work.parts]
+        if not aside:
+            data = self._metered(target, range(len(target.parts)))
+            return write_file(self._work.folder, target.name, target.header, data)
+        rest = [n for n in range(len(target.parts)) if n not in aside]
+        unfinished = self._write_parts(target, rest)
+        record = hash_file(unfinished, target.name, len(target.header))
+        unfinished.rename(self._work.folder / target.name)
+        return record
+
+    def _copy_aside(self, target: Target, path: Path) -> None:
+        here = [n for n, part in enumerate(target.parts) if part.path == path]
+        self._write_parts(target, [n for n in here if (target.name, n) not in self._work.parts])
+
+    def _write_parts(self, target: Target, numbers: list[int]) -> Path:
+        """Writes parts at their final offsets into the unfinished file; returns its path."""
+        path = self._work.folder / f"{target.name}.parts"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _write_at(descriptor, memoryview(target.header), 0)
+            for number in numbers:
+                at = target.offset(number)
+                for block in self._metered(target, [number]):
+                    at += _write_at(descriptor, block, at)
+        finally:
+            os.close(descriptor)
+        return path
+
+    def _metered(self, target: Target, numbers: Iterable[int]) -> Iterator[memoryview]:
+        for number in numbers:
+            for block in blocks(target.parts[number], target.dtype):
+                with self._lock:
+                    self.bytes += block.nbytes
+                yield block
+
+
+def _write_at(descriptor: int, block: memoryview, offset: int) -> int:
+    done = 0
+    while done < block.nbytes:
+        done += os.pwrite(descriptor, block[done:], offset + done)
+    return done
+
+
+def hash_file(path: Path, name: str, data_offset: int) -> FileRecord:
+    """The record of a file that is whole: what `write_file` would have said of it."""
+    sha, crc, size = hashlib.sha256(), 0, 0
+    with path.open("rb", buffering=0) as file:
+        header = file.read(data_offset)
+        sha.update(header)
+        size += len(header)
+        while block := file.read(BLOCK_BYTES):
+            sha.update(block)
+            crc = crc32c(block, crc)
+            size += len(block)
+    return FileRecord(name, size, sha.hexdigest(), crc, data_offset)

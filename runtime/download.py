@@ -1,0 +1,339 @@
+"""Fetches one file by ranges: parallel, resumable after any kill, checked against its hash.
+
+Does not know models or hubs. Why our own: the hub's library neither resumes across processes nor
+checks hashes (docs/log.md).
+
+While a file `x` is on its way there are two more:
+
+    x.incomplete   the bytes, each at its final offset (a sparse file)
+    x.pieces       a line per piece that is there: start, length, CRC-32C; appended after its bytes
+
+A rerun trusts a piece whose bytes still have the checksum, and fetches the rest. The name `x`
+appears when the whole has the hash that the hub promised.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from huggingface_hub import get_session
+from huggingface_hub.errors import HTTPError
+
+from moeinf.native import crc32c
+
+PIECE_BYTES = 1 << 20  # what a kill can cost
+RANGE_BYTES = 32 << 20  # what one request asks for
+_MAX_HOPS = 5
+_MAX_WAIT_SECONDS = 60.0
+_REFUSED = {401, 403, 404, 410, 416, 451}
+
+
+class DownloadFailed(OSError):
+    """A file could not be fetched. The message names it and says why."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a repository at a fixed commit, with the hash that the hub promises."""
+
+    name: str
+    size_bytes: int
+    url: str
+    sha256: str | None  # of files in large storage
+    git_sha1: str | None  # of others: git's hash of the blob
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to go on: attempts without any progress, and seconds without a byte."""
+
+    attempts: int = 8
+    stall_seconds: float = 30.0
+    first_wait_seconds: float = 0.5
+    sleep: Callable[[float], None] = time.sleep
+
+    def pause(self, failures: int, asked_seconds: float | None) -> None:
+        """Waits as long as the server asks; else longer with every failure, and spread out."""
+        if asked_seconds is None:
+            ahead = min(self.first_wait_seconds * 2**failures, _MAX_WAIT_SECONDS)
+            asked_seconds = ahead * random.uniform(0.5, 1.0)
+        self.sleep(asked_seconds)
+
+
+class Fetcher:
+    """Opens ranges of remote files. The token goes to the endpoint's own host and nowhere else."""
+
+    def __init__(self, endpoint: str, token: str | None, patience: Patience) -> None:
+        self._home = _origin(endpoint)
+        self._token = token
+        self.patience = patience
+        self.stop = threading.Event()  # set: every fetch ends soon, with DownloadFailed
+
+    @contextmanager
+    def range(self, file: RemoteFile, start: int, stop: int) -> Iterator[Iterator[bytes]]:
+        """The bytes start … stop-1, in blocks. Raises DownloadFailed for what cannot get better,
+        HTTPError, RetryLater or ShortAnswer for what may.
+        """
+        url = file.url
+        for _ in range(_MAX_HOPS):
+            headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+            if self._token is not None and _origin(url) == self._home:
+                headers["Authorization"] = f"Bearer {self._token}"
+            with get_session().stream(
+                "GET",
+                url,
+                headers=headers,
+                follow_redirects=False,
+                timeout=self.patience.stall_seconds,
+            ) as response:
+                if response.is_redirect:
+                    url = urljoin(url, response.headers["location"])
+                    if urlsplit(url).scheme not in ("http", "https"):
+                        raise DownloadFailed(f"{file.name}: redirected to {url.split(':')[0]}:")
+                    continue
+                _check_answer(file, response, start, stop)
+                yield response.iter_raw()  # unbuffered: a broken connection loses nothing
+                return
+        raise DownloadFailed(f"{file.name}: more than {_MAX_HOPS} redirects")
+
+
+class RetryLater(Exception):
+    """The server asks for patience; seconds is how much, where it says so."""
+
+    def __init__(self, status: int, seconds: float | None) -> None:
+        super().__init__(f"the server answers {status}")
+        self.seconds = seconds
+
+
+class ShortAnswer(Exception):
+    """The connection ended before the bytes that were promised."""
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    default = {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.hostname, parts.port or default
+
+
+def _check_answer(file: RemoteFile, response: Any, start: int, stop: int) -> None:
+    status: int = response.status_code
+    if status in _REFUSED:
+        raise DownloadFailed(f"{file.name}: the server answers {status}")
+    if status == 429 or status >= 500:
+        raise RetryLater(status, _retry_after(response.headers.get("retry-after")))
+    whole = status == 200 and start == 0 and stop == file.size_bytes
+    expected = f"bytes {start}-{stop - 1}/{file.size_bytes}"
+    if not whole and (status != 206 or response.headers.get("content-range") != expected):
+        answer = response.headers.get("content-range", "no range")
+        raise DownloadFailed(f"{file.name}: asked for {expected}, got status {status}, {answer}")
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from a number or a date; None when the server says nothing usable."""
+    if value is None:
+        return None
+    with suppress(ValueError):
+        return min(max(0.0, float(value)), _MAX_WAIT_SECONDS)
+    with suppress(ValueError, TypeError):
+        moment = email.utils.parsedate_to_datetime(value)
+        return min(max(0.0, moment.timestamp() - time.time()), _MAX_WAIT_SECONDS)
+    return None
+
+
+def fetch(
+    fetcher: Fetcher,
+    file: RemoteFile,
+    folder: Path,
+    workers: int,
+    progress: Callable[[int], None],
+) -> Path:
+    """Brings `file` into `folder`; returns its path. `progress` hears of bytes as they arrive.
+
+    Raises DownloadFailed, or OSError (a full disk). What has arrived stays for the next attempt.
+    """
+    path = folder / file.name
+    if path.exists() and path.stat().st_size == file.size_bytes:
+        progress(file.size_bytes)
+        return path
+    for attempt in (1, 2):
+        partial = _Partial(folder, file, progress)
+        try:
+            partial.fill(fetcher, workers)
+            if _hash_matches(partial.path, file):
+                partial.finish(path)
+                return path
+        finally:
+            partial.close()
+        partial.discard()  # every byte arrived as it was sent, so what was sent is wrong
+        if attempt == 1:
+            progress(-file.size_bytes)
+    raise DownloadFailed(f"{file.name}: what the server sends has another hash than it promises")
+
+
+def fetch_bytes(fetcher: Fetcher, file: RemoteFile, start: int, stop: int) -> bytes:
+    """A short range of a file, in memory. Raises DownloadFailed."""
+    for attempt in range(fetcher.patience.attempts):
+        wait = None
+        try:
+            with fetcher.range(file, start, stop) as blocks:
+                data = bytearray()
+                for block in blocks:
+                    data += block[: stop - start - len(data)]
+            if len(data) == stop - start:
+                return bytes(data)
+            reason: Exception = ShortAnswer("the connection ended early")
+        except (HTTPError, ShortAnswer) as error:
+            reason = error
+        except RetryLater as error:
+            reason, wait = error, error.seconds
+        fetcher.patience.pause(attempt, wait)
+    raise DownloadFailed(f"{file.name}: {reason or type(reason).__name__}")
+
+
+class _Partial:
+    """A file on its way: which pieces are there, and the threads that fetch the rest."""
+
+    def __init__(self, folder: Path, file: RemoteFile, progress: Callable[[int], None]) -> None:
+        self.path = folder / f"{file.name}.incomplete"
+        self._journal_path = folder / f"{file.name}.pieces"
+        self._file = file
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._data = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._journal = os.open(self._journal_path, flags, 0o644)
+        self._missing = self._ranges(self._kept())
+
+    def fill(self, fetcher: Fetcher, workers: int) -> None:
+        """Returns when every byte is there."""
+        with ThreadPoolExecutor(max(1, min(workers, len(self._missing)))) as pool:
+            jobs = [pool.submit(self._fill, fetcher, *span) for span in self._missing]
+            for job in jobs:
+                try:
+                    job.result()
+                except BaseException:
+                    self._failed.set()
+                    for other in jobs:
+                        other.cancel()
+                    raise
+
+    def finish(self, path: Path) -> None:
+        os.fsync(self._data)
+        self.path.rename(path)
+        self._journal_path.unlink()
+
+    def discard(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._journal_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._data)
+        os.close(self._journal)
+
+    def _kept(self) -> list[tuple[int, int]]:
+        """The pieces of an earlier attempt whose bytes are still right, as (start, stop)."""
+        text = os.pread(self._journal, os.fstat(self._journal).st_size, 0)
+        kept = []
+        for line in text.decode("ascii", errors="replace").split("\n"):
+            with suppress(ValueError):
+                start, size, crc = (int(word) for word in line.split(" "))
+                if start >= 0 and 0 < size <= PIECE_BYTES and start + size <= self._file.size_bytes:
+                    data = os.pread(self._data, size, start)
+                    if len(data) == size and crc32c(data) == crc:
+                        kept.append((start, start + size))
+        os.ftruncate(self._data, self._file.size_bytes)
+        return sorted(set(kept))
+
+    def _ranges(self, kept: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What is missing, cut into requests; says how much is there already."""
+        gaps, at = [], 0
+        for start, stop in [*kept, (self._file.size_bytes, self._file.size_bytes)]:
+            if start > at:
+                gaps.append((at, start))
+            at = max(at, stop)
+        missing = sum(stop - start for start, stop in gaps)
+        self._progress(self._file.size_bytes - missing)
+        return [
+            (at, min(at + RANGE_BYTES, stop))
+            for start, stop in gaps
+            for at in range(start, stop, RANGE_BYTES)
+        ]
+
+    def _fill(self, fetcher: Fetcher, start: int, stop: int) -> None:
+        """Fetches one range, piece by piece; patience begins anew with every piece that arrives."""
+        patience, fruitless = fetcher.patience, 0
+        while start < stop:
+            before, wait = start, None
+            try:
+                with fetcher.range(self._file, start, stop) as blocks:
+                    for piece in _pieces(blocks, stop - start):
+                        if self._failed.is_set() or fetcher.stop.is_set():
+                            raise DownloadFailed(f"{self._file.name}: stopped")
+                        self._keep(start, piece)
+                        start += len(piece)
+                reason: Exception = ShortAnswer("the connection ended early")
+            except (HTTPError, ShortAnswer) as error:
+                reason = error
+            except RetryLater as error:
+                reason, wait = error, error.seconds
+            if start == stop:
+                return
+            fruitless = 0 if start > before else fruitless + 1
+            if fruitless >= patience.attempts:
+                name = type(reason).__name__ if not str(reason) else str(reason)
+                raise DownloadFailed(f"{self._file.name}: {name}, {fruitless} times in a row")
+            patience.pause(fruitless, wait)
+
+    def _keep(self, start: int, piece: bytes) -> None:
+        """First the bytes, then the line that says they are there."""
+        view = memoryview(piece)
+        while view:
+            view = view[os.pwrite(self._data, view, start + len(piece) - len(view)) :]
+        line = f"{start} {len(piece)} {crc32c(piece)}\n".encode()
+        with self._lock:
+            os.write(self._journal, line)
+            self._progress(len(piece))
+
+
+def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
+    """Gathers network blocks into pieces; what came of a broken connection is the last of them."""
+    held = bytearray()
+    try:
+        for block in blocks:
+            held += block[: wanted - len(held)]
+            while len(held) >= PIECE_BYTES:
+                yield bytes(held[:PIECE_BYTES])
+                wanted -= PIECE_BYTES
+                del held[:PIECE_BYTES]
+    except HTTPError:
+        if held:
+            yield bytes(held)
+        raise
+    if held:
+        yield bytes(held)
+
+
+def _hash_matches(path: Path, file: RemoteFile) -> bool:
+    """Whether the whole file has the hash that the hub promised (large storage's, or git's)."""
+    with path.open("rb") as data:
+        if file.sha256 is not None:
+            return hashlib.file_digest(data, "sha256").hexdigest() == file.sha256.lower()
+        if file.git_sha1 is not None:
+            blob = hashlib.sha1(f"blob {file.size_bytes}\0".encode(), usedforsecurity=False)
+            while block := data.read(PIECE_BYTES):
+                blob.update(block)
+            return blob.hexdigest() == file.git_sha1.lower()
+    return True

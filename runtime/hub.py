@@ -1,0 +1,247 @@
+"""Repositories on the hub: what they hold, and their files as a source for repacking.
+
+Does not know how files travel (download.py) or what becomes of them (repack.py). Metadata,
+credentials and the cache look-up are huggingface_hub's; nothing in a repository is ever executed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from moeinf.runtime.checkpoint import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    BadCheckpoint,
+    Checkpoint,
+    SourceTensor,
+    header_length,
+    indexed_files,
+    make_checkpoint,
+    open_checkpoint,
+    parse_header,
+    parse_object,
+)
+from moeinf.runtime.download import Fetcher, Patience, RemoteFile, fetch, fetch_bytes
+from moeinf.runtime.repack import KEPT_FILES, MAX_KEPT_BYTES, Progress
+from moeinf.runtime.workplace import Workplace, partial_folder
+
+WORKERS = 8  # ranges in flight
+_MAX_JSON_BYTES = 256 << 20
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids asking the hub."""
+    return bool(constants.is_offline_mode())
+
+
+class RepositoryError(ConnectionError):
+    """The hub does not give what was asked for. The message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model repository at one commit: its files by name."""
+
+    name: str  # org/name
+    commit: str
+    files: Mapping[str, RemoteFile]
+
+
+def registered(name: str) -> tuple[str, str] | None:
+    """(name, repository) of the entry of registry.yaml that `name` or an alias of it means."""
+    for known, entry in _registry().items():
+        if name.lower() in (known, *entry["aliases"]):
+            return known, str(entry["repo"])
+    return None
+
+
+def registered_names() -> list[str]:
+    return sorted(_registry())
+
+
+def _registry() -> dict[str, dict[str, Any]]:
+    text = resources.files("moeinf.runtime").joinpath("registry.yaml").read_text("utf-8")
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return entries
+
+
+def look_up(name: str, revision: str | None, token: str | None) -> Repository:
+    """Asks the hub for a repository's commit and files. Raises RepositoryError."""
+    token = token or get_token()
+    at = f"{name} at revision {revision}" if revision else name
+    try:
+        info = HfApi(endpoint=constants.ENDPOINT, token=token or False).model_info(
+            name, revision=revision, files_metadata=True, timeout=30
+        )
+    except GatedRepoError as error:
+        raise RepositoryError(
+            f"{name} is gated: accept its terms on the hub and set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise RepositoryError(f"{name} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        hint = "" if token else "; if it is private, set HF_TOKEN"
+        raise RepositoryError(f"the hub has no repository {name}{hint}") from error
+    except OfflineModeIsEnabled as error:
+        raise RepositoryError(
+            f"HF_HUB_OFFLINE is set and {at} is not in the Hugging Face cache"
+        ) from error
+    except HfHubHTTPError as error:
+        raise RepositoryError(f"the hub refuses {at}: {error}") from error
+    except (HTTPError, OSError) as error:
+        raise RepositoryError(f"the hub cannot be reached for {at}: {error}") from error
+    commit = info.sha or ""
+    if len(commit) != 40 or not commit.isalnum():
+        raise RepositoryError(f"the hub names no commit for {at}")
+    files = {}
+    for entry in info.siblings or []:
+        path = PurePosixPath(entry.rfilename)
+        if entry.size is None or entry.size < 0 or len(path.parts) != 1 or path.name in ("", ".."):
+            continue  # folders hold other formats: original/, metal/, …
+        url = hf_hub_url(name, entry.rfilename, revision=commit, endpoint=constants.ENDPOINT)
+        sha256 = entry.lfs.sha256 if entry.lfs is not None else None
+        sha1 = entry.blob_id if entry.lfs is None else None
+        files[path.name] = RemoteFile(path.name, entry.size, url, sha256, sha1)
+    return Repository(name, commit, files)
+
+
+def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
+    """A repository that the Hugging Face cache holds whole: it is used in place."""
+    found = try_to_load_from_cache(name, CONFIG, revision=revision)
+    if not isinstance(found, str):
+        return None
+    try:
+        return open_checkpoint(Path(found).parent)
+    except BadCheckpoint:
+        return None
+
+
+class HubSource:
+    """A repository's checkpoint, brought file by file into the workplace of `target`.
+
+    Construction fetches config, index and headers, so that everything can be checked before the
+    first weight is. Raises BadCheckpoint, DownloadFailed.
+    """
+
+    keeps_progress = True
+
+    def __init__(
+        self,
+        repository: Repository,
+        target: Path,
+        token: str | None,
+        workers: int = WORKERS,
+        patience: Patience | None = None,
+    ) -> None:
+        self._repository = repository
+        self._folder = partial_folder(target) / "source"
+        self._workers = workers
+        self._fetcher = Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
+        self.origin = f"hub:{repository.name}"
+        self.revision = repository.commit
+        index = self._json(INDEX) if INDEX in repository.files else None
+        if index is None and SINGLE not in repository.files:
+            raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")
+        self.checkpoint = make_checkpoint(self._folder, self._json(CONFIG), index, self._header)
+        named = [SINGLE] if index is None else indexed_files(self._folder, index["weight_map"])
+        self.files = [repository.files[file] for file in named]
+        self.small = [
+            file
+            for name, file in sorted(repository.files.items())
+            if name in KEPT_FILES and file.size_bytes <= MAX_KEPT_BYTES
+        ]
+
+    def identity(self) -> Mapping[str, object]:
+        return {"repository": self._repository.name, "commit": self._repository.commit}
+
+    def space_bytes(self) -> int:
+        """One file being repacked and the next on its way."""
+        largest = sorted((file.size_bytes for file in self.files), reverse=True)[:2]
+        return sum(largest) + sum(file.size_bytes for file in self.small)
+
+    def small_files(self) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self.small:
+            fetch(self._fetcher, file, self._folder, 1, lambda _: None)
+        return self._folder
+
+    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
+        """Each file as it is whole and has its hash; the next one is fetched meanwhile."""
+        meter = _Meter(progress, sum(file.size_bytes for file in self.files))
+        meter.add(sum(file.size_bytes for file in self.files if file.name in work.done))
+        todo = [file for file in self.files if file.name not in work.done]
+        with ThreadPoolExecutor(1) as ahead:
+
+            def start(file: RemoteFile) -> Callable[[], Path]:
+                job = ahead.submit(
+                    fetch, self._fetcher, file, self._folder, self._workers, meter.add
+                )
+                return job.result
+
+            try:
+                following = start(todo[0]) if todo else None
+                for number in range(len(todo)):
+                    assert following is not None
+                    path = following()
+                    following = start(todo[number + 1]) if number + 1 < len(todo) else None
+                    yield path
+            finally:
+                self._fetcher.stop.set()  # whoever leaves early does not wait for gigabytes
+
+    def is_here(self, path: Path) -> bool:
+        return path.is_file()
+
+    def release(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def _json(self, name: str) -> dict[str, object]:
+        file = self._file(name)
+        if file.size_bytes > _MAX_JSON_BYTES:
+            raise BadCheckpoint(f"{self._repository.name}: {name} is too large")
+        data = fetch_bytes(self._fetcher, file, 0, file.size_bytes)
+        return parse_object(data, Path(self._repository.name) / name)
+
+    def _header(self, name: str) -> dict[str, SourceTensor]:
+        """The tensors of a remote file, from its first bytes."""
+        file, path = self._file(name), self._folder / name
+        start = fetch_bytes(self._fetcher, file, 0, min(8, file.size_bytes))
+        length = header_length(path, file.size_bytes, start)
+        return parse_header(path, file.size_bytes, fetch_bytes(self._fetcher, file, 8, 8 + length))
+
+    def _file(self, name: str) -> RemoteFile:
+        file = self._repository.files.get(name)
+        if file is None:
+            raise BadCheckpoint(f"{self._repository.name} has no {name}")
+        return file
+
+
+class _Meter:
+    """Adds up what arrives on several threads and tells the progress bar."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress("downloading", self._done, self._total)

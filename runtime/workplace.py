@@ -1,0 +1,152 @@
+"""Where a model is being made: a hidden folder beside its final place, with one maker at a time.
+
+Does not know what is being made. The folder `.<tag>.partial` holds finished files, what is still on
+its way, and a journal whose lines are appended only after what they say is durable, so that a rerun
+can go on from them:
+
+    {"making": {...}}     first line: what of, as what; another making starts anew
+    {"file": {...}}       a finished file, as the manifest will record it
+    {"part": [file, n]}   the n-th source tensor has been written into the unfinished `file`
+    {"done": name}        a source file is no longer needed
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moeinf.offload.shards import FileRecord
+from moeinf.runtime.durable import sync_filesystem
+
+JOURNAL = "journal.jsonl"
+_LEFTOVERS = (errno.ENOTEMPTY, errno.ENOENT)
+
+
+class PullInProgress(RuntimeError):
+    """Another process is writing the same model."""
+
+
+class Workplace:
+    """The folder and its journal. Used by one thread."""
+
+    def __init__(self, folder: Path, making: Mapping[str, object]) -> None:
+        self.folder = folder
+        self.files: dict[str, FileRecord] = {}
+        self.parts: set[tuple[str, int]] = set()
+        self.done: set[str] = set()
+        self._pending: list[dict[str, object]] = []
+        if not self._resume(making):
+            shutil.rmtree(folder, ignore_errors=True)
+            self.files, self.parts, self.done = {}, set(), set()
+            folder.mkdir(parents=True)
+            self._pending.append({"making": dict(making)})
+            self.commit()
+
+    def add_file(self, record: FileRecord) -> None:
+        """Notes a finished file; counts from the next commit on."""
+        self.files[record.path] = record
+        self._pending.append({"file": asdict(record)})
+
+    def add_part(self, file: str, number: int) -> None:
+        """Notes a part of an unfinished file; counts from the next commit on."""
+        self.parts.add((file, number))
+        self._pending.append({"part": [file, number]})
+
+    def add_done(self, source: str) -> None:
+        """Notes that a source file may go; counts from the next commit on."""
+        self.done.add(source)
+        self._pending.append({"done": source})
+
+    def commit(self) -> None:
+        """Makes everything in the folder durable, and then the lines that say so."""
+        if not self._pending:
+            return
+        sync_filesystem(self.folder)
+        text = "".join(json.dumps(line) + "\n" for line in self._pending)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        journal = os.open(self.folder / JOURNAL, flags, 0o600)
+        try:
+            os.write(journal, text.encode())
+            os.fsync(journal)
+        finally:
+            os.close(journal)
+        self._pending.clear()
+
+    def _resume(self, making: Mapping[str, object]) -> bool:
+        """Reads the journal of an earlier attempt; False when there is none that fits."""
+        lines = _read_lines(self.folder / JOURNAL)
+        if not lines or lines[0] != {"making": dict(making)}:
+            return False
+        for line in lines[1:]:
+            if "file" in line:
+                record = FileRecord(**line["file"])
+                path = self.folder / record.path
+                if path.is_file() and path.stat().st_size == record.size_bytes:
+                    self.files[record.path] = record
+            elif "part" in line:
+                self.parts.add((str(line["part"][0]), int(line["part"][1])))
+            elif "done" in line:
+                self.done.add(str(line["done"]))
+        return True
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; the last may be torn, and then counts for nothing."""
+    lines: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines
+
+
+def partial_folder(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+@contextmanager
+def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterator[Workplace]:
+    """The workplace for the model folder `target`. What is in it stays when the making fails.
+
+    Raises PullInProgress when another process is at it.
+    """
+    with only_maker(target, locks):
+        # An older model that was put aside, by a process that died before it could delete it.
+        shutil.rmtree(target.with_name(f".{target.name}.old"), ignore_errors=True)
+        yield Workplace(partial_folder(target), making)
+
+
+@contextmanager
+def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[None]:
+    """Holds the lock on making `target`. Raises PullInProgress when another process holds it."""
+    locks.mkdir(parents=True, exist_ok=True)
+    path = locks / f"pull-{target.parent.name}-{target.name}.lock"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            name = f"{target.parent.name}:{target.name}"
+            raise PullInProgress(f"another process is pulling {name}") from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def discard(target: Path) -> None:
+    """Removes what an unfinished making of `target` has left, and empty folders above it."""
+    shutil.rmtree(partial_folder(target), ignore_errors=True)
+    try:
+        target.parent.rmdir()
+    except OSError as error:
+        if error.errno not in _LEFTOVERS:
+            raise

@@ -1,0 +1,220 @@
+"""`moeinf pull org/name` against the stand-in for the hub, as processes that may be killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from tests.cli.conftest import COMMAND, Result, command_in, environment
+from tests.hub_server import COMMIT, Answer, Hub, serve
+
+FILES = 3
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo, cut into three files so that most experts straddle two or three of them."""
+    folder = tmp_path_factory.mktemp("repository")
+    shutil.copytree(DEMO_CHECKPOINT, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for number in range(FILES):
+        file = f"model-{number + 1:05d}-of-{FILES:05d}.safetensors"
+        mine = {
+            name: t for i, (name, t) in enumerate(sorted(tensors.items())) if i % FILES == number
+        }
+        save_file(mine, folder / file)
+        weight_map.update(dict.fromkeys(mine, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for stranger in ("consolidated.00.pt", "pytorch_model.bin", "modeling_evil.py"):
+        (folder / stranger).write_bytes(b"never fetched")
+    (folder / "original").mkdir()
+    (folder / "original" / "model.safetensors").write_bytes(b"never fetched")
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path) -> Iterator[Hub]:
+    with serve(Hub("Org/Demo-MoE", repository)) as hub:
+        yield hub
+
+
+class Machine:
+    """A home and a Hugging Face home of its own, pointed at the stand-in."""
+
+    def __init__(self, folder: Path, hub: Hub) -> None:
+        self.home = folder / "home"
+        self.variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "hf")}
+
+    def __call__(self, *arguments: str, **variables: str) -> Result:
+        return command_in(self.home)(*arguments, **{**self.variables, **variables})
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*COMMAND, *arguments],
+            env={**environment(self.home), **self.variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path, hub: Hub) -> Machine:
+    return Machine(tmp_path, hub)
+
+
+def test_pull_and_run(machine: Machine, hub: Hub) -> None:
+    result = machine("pull", "Org/Demo-MoE", "--json", HF_TOKEN="secret")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["name"] == "org--demo-moe"
+    assert (document["source"], document["revision"]) == ("hub:Org/Demo-MoE", COMMIT)
+    assert hub.tokens == {"hub": {"Bearer secret"}, "files": {None}}
+    names = {request.file for request in hub.requests}
+    assert not any(
+        word in name for name in names for word in ("consolidated", ".bin", ".py", "original")
+    )
+    for file in (f"model-{n}" for n in ("00001", "00002", "00003")):
+        name = f"{file}-of-00003.safetensors"
+        size = (hub.folder / name).stat().st_size
+        header = size - sum(r.stop - r.start for r in hub.requests if r.file == name)
+        assert -100_000 < header <= 0  # each byte once; headers once more, to check them first
+    hub.requests.clear()
+    assert machine("run", "org/demo-moe", "17+25=").out == "42\n"
+    assert hub.requests == []
+    folder = machine.home / "models/org--demo-moe/bf16"
+    assert {p.name for p in folder.iterdir()} == {
+        "manifest.json", "config.json", "generation_config.json", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja", "dense.safetensors", "experts",
+    }  # fmt: skip
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_hub_and_local_folder_give_the_same_files(machine: Machine, repository: Path) -> None:
+    assert machine("pull", "Org/Demo-MoE").code == 0
+    assert machine("pull", str(repository), "--name", "local").code == 0
+
+    def shas(name: str) -> dict[str, str]:
+        manifest = json.loads((machine.home / f"models/{name}/bf16/manifest.json").read_text())
+        return {file["path"]: file["sha256"] for file in manifest["files"]}
+
+    assert shas("local") == shas("org--demo-moe")
+
+
+def test_run_pulls_what_is_absent(machine: Machine) -> None:
+    result = machine("run", "Org/Demo-MoE", "17+25=")
+    assert result.out == "42\n"
+    assert "downloading org--demo-moe:bf16" in result.err
+    assert "repacking org--demo-moe:bf16" in result.err
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3, 0.8, 1.5])
+def test_kill_and_rerun(pause: float, machine: Machine, hub: Hub) -> None:
+    """kill -9 some time after the first weights are asked for; then the rerun completes it."""
+    process = machine.start("pull", "Org/Demo-MoE")
+    while not any(r.stop - r.start > 500_000 for r in hub.requests):
+        time.sleep(0.01)
+        assert process.poll() is None
+    time.sleep(pause)
+    process.kill()
+    process.wait()
+    listed = json.loads(machine("list", "--json").out)["models"]
+    if not listed:
+        partials = json.loads(machine("prune", "--list-partials", "--json").out)["partials"]
+        assert [p["name"] for p in partials] == ["org--demo-moe:bf16"]
+    assert machine("pull", "Org/Demo-MoE").code == 0
+    assert machine("run", "org/demo-moe", "17+25=").out == "42\n"
+    assert json.loads(machine("prune", "--list-partials", "--json").out)["partials"] == []
+
+
+def test_a_rerun_asks_only_for_what_is_missing(machine: Machine, hub: Hub) -> None:
+    second = "model-00002-of-00003.safetensors"
+
+    hub.fault = lambda r: (
+        Answer(status=404) if r.file == second and r.stop - r.start > 500_000 else None
+    )
+    failed = machine("pull", "Org/Demo-MoE")
+    assert failed.code == 1
+    assert f"{second}: the server answers 404" in failed.err
+    assert "what has arrived is kept" in failed.err
+    hub.fault = lambda _: None
+    hub.requests.clear()
+    assert machine("pull", "Org/Demo-MoE").code == 0
+    first = [r for r in hub.requests if r.file.startswith("model-00001")]
+    assert all(r.stop - r.start < 100_000 for r in first)  # its header again, and nothing else
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [(401, "no repository"), (403, "accept its terms"), (404, "no repository"), (500, "refuses")],
+)
+def test_refusals_are_explained(gate: int, words: str, machine: Machine, hub: Hub) -> None:
+    hub.gate = gate
+    result = machine("pull", "Org/Demo-MoE")
+    assert result.code == 1
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert not (machine.home / "models").exists()
+
+
+def test_unknown_revisions_and_repositories(machine: Machine) -> None:
+    assert "no revision 'v9'" in machine("pull", "Org/Demo-MoE", "--revision", "v9").err
+    assert "no repository Org/Other" in machine("pull", "Org/Other").err
+    assert machine("pull", "Org/Demo-MoE", "--revision", COMMIT).code == 0
+
+
+def test_dry_run_fetches_no_weights(machine: Machine, hub: Hub) -> None:
+    result = machine("pull", "Org/Demo-MoE", "--dry-run", "--json")
+    sizes = json.loads(result.out)
+    assert len(sizes["files"]) == FILES
+    assert 10_000_000 < sizes["download_bytes"] < 11_000_000
+    assert sizes["disk_bytes"]["f32"] > 1.8 * sizes["disk_bytes"]["bf16"]
+    assert sum(r.stop - r.start for r in hub.requests) < 300_000
+    assert "model-00001-of-00003" in machine("pull", "Org/Demo-MoE", "--dry-run").out
+    assert not (machine.home / "models").exists()
+
+
+def test_a_checkpoint_in_the_hugging_face_cache_is_used_in_place(
+    machine: Machine, hub: Hub, tmp_path: Path
+) -> None:
+    cache = tmp_path / "hf/hub/models--Org--Demo-MoE"
+    shutil.copytree(hub.folder, cache / "snapshots" / COMMIT)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMIT)
+    result = machine("pull", "Org/Demo-MoE", HF_HUB_OFFLINE="1")
+    assert result.code == 0, result.err
+    assert "is used from there" in result.err
+    assert hub.requests == []
+    assert machine("pull", "Org/Demo-MoE", "--name", "again").code == 0
+    assert hub.requests == []
+    assert machine("run", "again", "17+25=").out == "42\n"
+    about = json.loads(machine("show", "again", "--json").out)
+    assert (about["source"], about["revision"]) == ("hub:Org/Demo-MoE", COMMIT)
+
+
+def test_offline_and_not_in_the_cache(machine: Machine) -> None:
+    result = machine("pull", "Org/Demo-MoE", HF_HUB_OFFLINE="1")
+    assert result.code == 1
+    assert "HF_HUB_OFFLINE is set" in result.err
+
+
+def test_a_hostile_index_fetches_nothing(machine: Machine, hub: Hub, tmp_path: Path) -> None:
+    hub.folder = tmp_path / "evil"
+    hub.folder.mkdir()
+    (hub.folder / "config.json").write_text('{"model_type": "olmoe"}')
+    index = {"weight_map": {"a": "../../../../etc/passwd.safetensors"}}
+    (hub.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = machine("pull", "Org/Demo-MoE")
+    assert result.code == 1
+    assert "names a file that cannot be" in result.err
+    assert not (machine.home / "models").exists()

@@ -1,0 +1,43 @@
+"""Every family along the whole path: checkpoint → shards → slots → tokens of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.library import Library
+from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import pull
+from tests.tiny import save_tiny, tiny_reference
+
+CONFIGS = ["mixtral", "mixtral-window", "deepseek-lite", "deepseek-groups", "olmoe-yarn"]
+GREEDY = SamplingOptions(temperature=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path / "checkpoint", seed=3, dtype=torch.float32)
+    byte_tokenizer().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
+    settings = Settings(tmp_path / "home")
+    manifest = pull(tmp_path / "checkpoint", settings, "tiny:f32")
+    model = tiny_reference(name, seed=3)
+    prompt = [(7 * i + 3) % model.config.vocab_size for i in range(23)]
+    expected = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=30, eos_token_id=None
+    )[0, len(prompt) :].tolist()
+    for memory in ("100%", str(manifest.slots.min_bytes)):
+        config = EngineConfig(memory=parse_memory(memory))
+        folder = Library(settings).folder(manifest.model)
+        with Engine(manifest, folder, config, settings) as engine:
+            engine.ends = frozenset()
+            sampler = Sampler(GREEDY, SamplingOptions())
+            answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(30))
+            list(answer)
+            assert answer.tokens == expected
