@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from moeinf.runtime.sizes import format_bytes
 
+_REPAIR = "`moeinf verify MODEL --repair` mends what is damaged."
+
 
 class Described(NamedTuple):
     """An error in words. exit_code as in the README: 1 the request failed, 2 wrong usage."""
@@ -41,12 +43,12 @@ def _read_error(error: Any) -> Described:
     return Described(
         "unreadable_shard",
         f"the expert shard {error.shard} cannot be read: {error.problem}",
-        "Pull the model again to repair it.",
+        _REPAIR,
     )
 
 
 def _damaged(error: Exception) -> Described:
-    return Described("damaged_model", str(error), "Pull the model again to repair it.")
+    return Described("damaged_model", str(error), _REPAIR)
 
 
 def _os_error(error: OSError) -> Described:
@@ -70,6 +72,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
     "ModelInUse": _plain("model_in_use", "End that process first."),
+    "CannotRepair": _plain("cannot_repair"),
     "RepositoryError": _plain("hub"),
     "DownloadFailed": _plain("download_failed", "Type the same again: what has arrived is kept."),
     "PullInProgress": _plain("pull_in_progress", "Wait for it to end."),

@@ -24,6 +24,7 @@ from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
 from moeinf.cli.show import show
+from moeinf.cli.verify import verify
 from moeinf.runtime.config import read_environment
 
 _INTERRUPTED = 130
@@ -43,6 +44,7 @@ app.command("ls", hidden=True)(list_models)
 app.command("show")(show)
 app.command("plan")(plan)
 app.command("rm")(rm)
+app.command("verify")(verify)
 app.command("prune")(prune)
 
 

@@ -80,7 +80,8 @@ class Output:
     def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
         """Bars with bytes, rate and time left; call what it gives with (phase, done, total).
 
-        A phase's bar appears with its first call: what fails before shows its error alone.
+        A phase's bar appears with its first call: what fails before shows its error alone. That of
+        a single file goes when the file is there.
         """
         bars = Progress(
             TextColumn("{task.description}"),
@@ -95,9 +96,12 @@ class Output:
 
         def update(phase: str, done: int, total: int) -> None:
             if phase not in phases:
-                phases[phase] = bars.add_task(escape(f"{phase} {what}"), total=total)
+                of_a_file = phase.endswith(".safetensors")
+                text = f"  {phase}" if of_a_file else f"{phase} {what}"
+                phases[phase] = bars.add_task(escape(text), total=total)
                 bars.start()
-            bars.update(phases[phase], completed=done, total=total)
+            ended = done >= total and phase.endswith(".safetensors")
+            bars.update(phases[phase], completed=done, total=total, visible=not ended)
 
         try:
             yield update

@@ -14,7 +14,7 @@ from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library, ModelInUse, N
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.names import TAGS, ModelName, expand, is_path, parse_name
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.workplace import PullInProgress
+from moeinf.runtime.workplace import PullInProgress, downloads_of
 
 if TYPE_CHECKING:
     from moeinf.runtime.repack import Source
@@ -127,7 +127,7 @@ def find_source(
         return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
     if found is None:
         found = look_up(repository, revision, token)  # says that we are offline
-    return wanted, HubSource(found, Library(settings).folder(wanted), token, workers)
+    return wanted, HubSource(found, downloads_of(Library(settings).folder(wanted)), token, workers)
 
 
 def _short_name(model: str) -> tuple[str, str] | None:

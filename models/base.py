@@ -94,6 +94,17 @@ class ExpertPart:
     role: Role
 
 
+@dataclass(frozen=True)
+class FusedPart:
+    """A source tensor that holds all experts of MoE layer `layer`, one after the other.
+
+    gate_up is [E, 2F, D], each expert's gate rows before its up rows; down is [E, D, F].
+    """
+
+    layer: int
+    role: Literal["gate_up", "down"]
+
+
 class State(Protocol):
     """What one request has left behind in the layers (the KV cache), as a value."""
 
@@ -157,6 +168,7 @@ class Family:
     build     (config, parts) -> Model
     expert    (tensor name, config) -> the part it is, or None for a dense tensor
     ignores   (tensor name, config) -> whether the tensor is deliberately not loaded
+    fused     (tensor name, config) -> the experts it holds, where a checkpoint stores them fused
     """
 
     model_type: str
@@ -164,3 +176,4 @@ class Family:
     build: Callable[[Any, Parts], Model]
     expert: Callable[[str, Any], ExpertPart | None]
     ignores: Callable[[str, Any], bool]
+    fused: Callable[[str, Any], FusedPart | None] = lambda _name, _config: None

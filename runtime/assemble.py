@@ -22,7 +22,7 @@ from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard
 from moeinf.runtime.checkpoint import BLOCK_BYTES, SourceTensor, blocks
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
-from moeinf.runtime.workplace import Workplace
+from moeinf.runtime.workplace import Workplace, unfinished_path
 
 _DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
 _WORKERS = 2
@@ -142,7 +142,7 @@ class Assembler:
 
     def _write_parts(self, target: Target, numbers: list[int]) -> Path:
         """Writes parts at their final offsets into the unfinished file; returns its path."""
-        path = self._work.folder / f"{target.name}.parts"
+        path = unfinished_path(self._work.folder, target.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
     "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -99,7 +101,7 @@ def indexed_files(folder: Path, weight_map: object) -> list[str]:
         raise BadCheckpoint(f"{folder / INDEX} has no weight_map")
     files = sorted({str(file) for file in weight_map.values()})
     for file in files:
-        if file != Path(file).name or not file.endswith(".safetensors") or "\0" in file:
+        if not _FILE_NAME.fullmatch(file):
             raise BadCheckpoint(f"{folder / INDEX} names a file that cannot be: {file!r}")
     return files
 

@@ -6,6 +6,7 @@ credentials and the cache look-up are huggingface_hub's; nothing in a repository
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +40,9 @@ from moeinf.runtime.checkpoint import (
     parse_header,
     parse_object,
 )
-from moeinf.runtime.download import Fetcher, Patience, RemoteFile, fetch, fetch_bytes
+from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
 from moeinf.runtime.repack import KEPT_FILES, MAX_KEPT_BYTES, Progress
-from moeinf.runtime.workplace import Workplace, partial_folder
+from moeinf.runtime.workplace import Workplace
 
 WORKERS = 8  # ranges in flight
 _MAX_JSON_BYTES = 256 << 20
@@ -135,7 +136,7 @@ def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
 
 
 class HubSource:
-    """A repository's checkpoint, brought file by file into the workplace of `target`.
+    """A repository's checkpoint, brought file by file into `folder`, a part of a workplace.
 
     Construction fetches config, index and headers, so that everything can be checked before the
     first weight is. Raises BadCheckpoint, DownloadFailed.
@@ -146,13 +147,13 @@ class HubSource:
     def __init__(
         self,
         repository: Repository,
-        target: Path,
+        folder: Path,
         token: str | None,
         workers: int = WORKERS,
         patience: Patience | None = None,
     ) -> None:
         self._repository = repository
-        self._folder = partial_folder(target) / "source"
+        self._folder = folder
         self._workers = workers
         self._fetcher = Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
         self.origin = f"hub:{repository.name}"
@@ -191,9 +192,8 @@ class HubSource:
         with ThreadPoolExecutor(1) as ahead:
 
             def start(file: RemoteFile) -> Callable[[], Path]:
-                job = ahead.submit(
-                    fetch, self._fetcher, file, self._folder, self._workers, meter.add
-                )
+                count = meter.of(file)
+                job = ahead.submit(fetch, self._fetcher, file, self._folder, self._workers, count)
                 return job.result
 
             try:
@@ -211,6 +211,25 @@ class HubSource:
 
     def release(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def bring_tensors(self, tensors: list[SourceTensor]) -> None:
+        """For repairs: only their bytes, at their places in otherwise empty files."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for tensor in tensors:
+            file = self._file(tensor.path.name)
+            descriptor = os.open(tensor.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                for start in range(0, tensor.size_bytes, RANGE_BYTES):
+                    stop = min(start + RANGE_BYTES, tensor.size_bytes)
+                    at = tensor.offset + start
+                    data = fetch_bytes(self._fetcher, file, at, tensor.offset + stop)
+                    os.pwrite(descriptor, data, at)
+            finally:
+                os.close(descriptor)
+
+    def small_file(self, name: str) -> bytes:
+        file = self._file(name)
+        return fetch_bytes(self._fetcher, file, 0, file.size_bytes)
 
     def _json(self, name: str) -> dict[str, object]:
         file = self._file(name)
@@ -242,6 +261,19 @@ class _Meter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
+        """Bytes of whatever file."""
         with self._lock:
             self._done += count
             self._progress("downloading", self._done, self._total)
+
+    def of(self, file: RemoteFile) -> Callable[[int], None]:
+        """Counts the bytes of one file, which has a bar of its own."""
+        done = 0
+
+        def add(count: int) -> None:
+            nonlocal done
+            self.add(count)
+            done += count
+            self._progress(file.name, done, file.size_bytes)
+
+        return add

@@ -5,14 +5,14 @@ Does not know files' contents: names, shapes and dtypes only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from moeinf.models import Family
-from moeinf.models.base import Linear, MoeShape
+from moeinf.models.base import FusedPart, Linear, MoeShape
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import ITEM_BYTES, ExpertKey, ExpertLayout
 from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, SourceTensor
@@ -80,6 +80,11 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
     for name, tensor in checkpoint.tensors.items():
+        fused = family.fused(name, config)
+        if fused is not None:
+            for key, role, piece in _unfuse(fused, tensor, model.moe):
+                experts.setdefault(key, {})[role] = piece
+            continue
         part = family.expert(name, config)
         if part is not None:
             sides = (model.moe.intermediate, model.moe.hidden)
@@ -104,6 +109,20 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")
     items = model.kv_bytes_per_token // torch.get_default_dtype().itemsize
     return Inventory(family, model.moe, model.max_context, items, dense, experts, unused)
+
+
+def _unfuse(
+    fused: FusedPart, tensor: SourceTensor, moe: MoeShape
+) -> Iterator[tuple[ExpertKey, str, SourceTensor]]:
+    """The matrices of all experts in a fused tensor, as spans of its bytes: nothing is copied."""
+    f, d = moe.intermediate, moe.hidden
+    _check(tensor, (moe.experts, 2 * f, d) if fused.role == "gate_up" else (moe.experts, d, f))
+    roles = (("gate", (f, d)), ("up", (f, d))) if fused.role == "gate_up" else (("down", (d, f)),)
+    size = tensor.size_bytes // (moe.experts * len(roles))
+    for number in range(moe.experts * len(roles)):
+        role, shape = roles[number % len(roles)]
+        piece = replace(tensor, shape=shape, offset=tensor.offset + number * size, size_bytes=size)
+        yield ExpertKey(fused.layer, number // len(roles)), role, piece
 
 
 def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:

@@ -95,7 +95,18 @@ class Workplace:
                 self.parts.add((str(line["part"][0]), int(line["part"][1])))
             elif "done" in line:
                 self.done.add(str(line["done"]))
-        return True
+        return all(self._take_back(file) for file in {file for file, _ in self.parts})
+
+    def _take_back(self, file: str) -> bool:
+        """Whether the parts of `file` are here, under the name that an unfinished file has.
+
+        A kill between the last rename and the journal leaves the finished file under its own name
+        without a line that says so: it is unfinished again.
+        """
+        whole, unfinished = self.folder / file, unfinished_path(self.folder, file)
+        if file not in self.files and not unfinished.exists() and whole.exists():
+            whole.rename(unfinished)
+        return file in self.files or unfinished.exists()
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -109,8 +120,18 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def unfinished_path(folder: Path, file: str) -> Path:
+    """Where a file grows that takes its parts from several source files."""
+    return folder / f"{file}.parts"
+
+
 def partial_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
+
+
+def downloads_of(target: Path) -> Path:
+    """Where the source files of an unfinished model lie."""
+    return partial_folder(target) / "source"
 
 
 @contextmanager

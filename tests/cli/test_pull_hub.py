@@ -137,6 +137,20 @@ def test_kill_and_rerun(pause: float, machine: Machine, hub: Hub) -> None:
     assert json.loads(machine("prune", "--list-partials", "--json").out)["partials"] == []
 
 
+def test_two_pulls_at_once(machine: Machine, hub: Hub) -> None:
+    """One does it; the other says so and changes nothing. Each byte is fetched once."""
+    first = machine.start("pull", "Org/Demo-MoE")
+    while not any(r.stop - r.start > 500_000 for r in hub.requests):
+        time.sleep(0.01)
+    second = machine("pull", "Org/Demo-MoE")
+    assert first.wait() == 0
+    if second.code:  # else it came when the first had ended, and made the model anew
+        assert "another process is pulling org--demo-moe:bf16" in second.err
+        weights = [r for r in hub.requests if r.stop - r.start > 500_000]
+        assert len({(r.file, r.start) for r in weights}) == len(weights)
+    assert machine("verify", "org--demo-moe").code == 0
+
+
 def test_a_rerun_asks_only_for_what_is_missing(machine: Machine, hub: Hub) -> None:
     second = "model-00002-of-00003.safetensors"
 

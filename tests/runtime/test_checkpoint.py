@@ -129,7 +129,18 @@ def test_index_decides_which_copy_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../model-1.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", "", "no\0.safetensors"],
+    [
+        "../model-1.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "x.bin",
+        "",
+        "no\0.safetensors",
+        "C:\\x.safetensors",
+        "a\u202eb.safetensors",
+        ".x.safetensors",
+        "x" * 250 + ".safetensors",
+    ],
 )
 def test_index_cannot_name_files_elsewhere(file: str, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="names a file that cannot be"):

@@ -1,0 +1,74 @@
+"""`moeinf verify`: hashes a model's files anew, and mends what is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeinf.cli.options import Json, Model, Quiet
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.workplace import only_maker, partial_folder
+
+if TYPE_CHECKING:
+    from moeinf.runtime.verify import RepairSource
+
+
+def verify(
+    model: Model,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Fetch or read anew what is damaged.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Checks every file of a model against the hash that was noted when it was pulled."""
+    from moeinf.runtime import verify as checks  # imports torch
+
+    out, library = Output(json=json, quiet=quiet), Library(read_environment())
+    manifest, folder = library.read(model)
+    with out.progress(str(manifest.model)) as progress:
+        damages = checks.verify(folder, manifest, progress)
+    mended = bool(damages) and repair
+    if mended:
+        with only_maker(folder, library.locks):
+            aside = partial_folder(folder).with_name(f".{folder.name}.repair")
+            try:
+                source = _source(manifest, aside)
+                with out.progress(str(manifest.model)) as progress:
+                    checks.repair(folder, manifest, damages, source, progress)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    if json:
+        found = [{"path": d.path, "problem": d.problem} for d in damages]
+        out.document({"model": str(manifest.model), "damaged": found, "repaired": mended})
+    else:
+        for damage in damages:
+            out.line(f"{damage.path} {damage.problem}{': mended' if mended else ''}")
+        if not damages:
+            out.line(f"{manifest.model}: {len(manifest.files)} files, all as they were pulled")
+    if damages and not mended and not json:
+        out.note(f"`moeinf verify {manifest.model} --repair` mends just that")
+    return 1 if damages and not mended else 0
+
+
+def _source(manifest: Manifest, aside: Path) -> RepairSource:
+    """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
+    from moeinf.runtime.checkpoint import open_checkpoint
+    from moeinf.runtime.hub import HubSource, cached_checkpoint, look_up
+    from moeinf.runtime.verify import LocalRepair
+
+    if manifest.source == DEMO:
+        return LocalRepair(open_checkpoint(DEMO_CHECKPOINT))
+    if not manifest.source.startswith("hub:"):
+        return LocalRepair(open_checkpoint(Path(manifest.source)))
+    repository = manifest.source.removeprefix("hub:")
+    cached = cached_checkpoint(repository, manifest.revision)
+    if cached is not None:
+        return LocalRepair(cached)
+    return HubSource(look_up(repository, manifest.revision, None), aside, None)

@@ -1,0 +1,69 @@
+"""Reads the table of a PyTorch `.bin` file, for families whose public files have nothing else.
+
+Does not load a tensor. A `.bin` is a zip of a pickle and raw storages. The pickle is read by the
+weights-only unpickler of torch, which constructs nothing but tensors, in a mode where tensors have
+no memory; what comes out is where in the file each tensor's bytes lie.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, SourceTensor
+
+_MAX_PICKLE_BYTES = 64 << 20
+_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+def read_torch_file(path: Path) -> dict[str, SourceTensor]:
+    """The tensors of a `.bin` file. Raises BadCheckpoint for anything but a plain state dict."""
+    _check_zip(path)
+    try:
+        with FakeTensorMode():
+            state = torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BadCheckpoint(f"{path} holds more than tensors: {_first_line(error)}") from error
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+        raise BadCheckpoint(f"{path} cannot be read: {_first_line(error)}") from error
+    if not isinstance(state, dict):
+        raise BadCheckpoint(f"{path} does not hold a state dict")
+    size = path.stat().st_size
+    return {str(name): _source_tensor(path, size, str(name), t) for name, t in state.items()}
+
+
+def _check_zip(path: Path) -> None:
+    """Refuses what torch would unpack, decompress or read as an old, unbounded pickle."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise BadCheckpoint(f"{path}: {entry.filename} is compressed")
+                if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
+                    raise BadCheckpoint(f"{path}: its pickle has {entry.file_size} bytes")
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing") from error
+    except (zipfile.BadZipFile, OSError) as error:
+        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {error}") from error
+
+
+def _source_tensor(path: Path, size: int, name: str, tensor: object) -> SourceTensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _NAME:
+        raise BadCheckpoint(f"{path}: {name!r} is not a float tensor")
+    if not tensor.is_contiguous():
+        raise BadCheckpoint(f"{path}: {name!r} does not lie in one piece")
+    storage = tensor.untyped_storage()
+    item = tensor.element_size()
+    start = int(storage._checkpoint_offset) + tensor.storage_offset() * item
+    count = tensor.numel() * item
+    if start < 0 or start + count > size:
+        raise BadCheckpoint(f"{path}: {name!r} reaches beyond the end of the file")
+    return SourceTensor(name, _NAME[tensor.dtype], tuple(tensor.shape), path, start, count)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

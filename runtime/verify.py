@@ -1,0 +1,134 @@
+"""Checks a model's files against its manifest, and mends just what is damaged, from where it came.
+
+Does not know commands. A mended file must have the very hash that the manifest remembers.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from moeinf.models import family_of
+from moeinf.offload.shards import FileRecord, write_file
+from moeinf.runtime.assemble import all_targets, hash_file
+from moeinf.runtime.checkpoint import Checkpoint, SourceTensor, blocks
+from moeinf.runtime.durable import sync_filesystem
+from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.manifest import Manifest
+
+_WORKERS = 2
+Progress = Callable[[str, int, int], None]
+
+
+class CannotRepair(RuntimeError):
+    """The source is gone, or is not what the model was made from any more."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One file that is not what the manifest says."""
+
+    path: str
+    problem: str
+
+
+class RepairSource(Protocol):
+    """A checkpoint of which single tensors and small files can be had."""
+
+    checkpoint: Checkpoint
+
+    def bring_tensors(self, tensors: list[SourceTensor]) -> None:
+        """On return the bytes of these tensors can be read at their paths."""
+        ...
+
+    def small_file(self, name: str) -> bytes:
+        """A config, tokenizer or the like. Raises OSError when there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalRepair:
+    """A checkpoint folder of the user's."""
+
+    checkpoint: Checkpoint
+
+    def bring_tensors(self, tensors: list[SourceTensor]) -> None:
+        """They are here."""
+
+    def small_file(self, name: str) -> bytes:
+        return (self.checkpoint.folder / name).read_bytes()
+
+
+def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]:
+    """Hashes every file anew; returns what is missing, cut or changed, by name."""
+    total, done = manifest.size_bytes, 0
+    found: list[Damage] = []
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for record, damage in zip(
+            manifest.files, pool.map(lambda r: _check(folder, r), manifest.files), strict=True
+        ):
+            if damage is not None:
+                found.append(damage)
+            done += record.size_bytes
+            progress("verifying", done, total)
+    return found
+
+
+def _check(folder: Path, record: FileRecord) -> Damage | None:
+    try:
+        now = hash_file(folder / record.path, record.path, record.data_offset)
+    except FileNotFoundError:
+        return Damage(record.path, "is missing")
+    except OSError as error:
+        return Damage(record.path, f"cannot be read: {error.strerror}")
+    if now.size_bytes != record.size_bytes:
+        return Damage(record.path, f"has {now.size_bytes} bytes instead of {record.size_bytes}")
+    return None if now == record else Damage(record.path, "has another content")
+
+
+def repair(
+    folder: Path,
+    manifest: Manifest,
+    damages: list[Damage],
+    source: RepairSource,
+    progress: Progress,
+) -> None:
+    """Writes the damaged files anew. Raises CannotRepair, BadCheckpoint, DownloadFailed."""
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    targets = {target.name: target for target in all_targets(inventory, manifest.dtype)}
+    for number, damage in enumerate(damages):
+        target = targets.get(damage.path)
+        if target is None:
+            try:
+                data = [memoryview(source.small_file(damage.path))]
+            except OSError as error:
+                raise CannotRepair(f"the source has no {damage.path} any more") from error
+            _replace(folder, manifest, damage.path, b"", data)
+        else:
+            source.bring_tensors(list(target.parts))
+            parts = (block for part in target.parts for block in blocks(part, target.dtype))
+            _replace(folder, manifest, damage.path, target.header, parts)
+        progress("repairing", number + 1, len(damages))
+    sync_filesystem(folder)
+
+
+def _replace(
+    folder: Path, manifest: Manifest, name: str, header: bytes, data: Iterable[memoryview]
+) -> None:
+    """Puts a new file in the place of a damaged one, if it is the file that the manifest means."""
+    aside = folder / ".repair"
+    try:
+        record = write_file(aside, name, header, data)
+        if record != manifest.file(name):
+            raise CannotRepair(
+                f"the source of {manifest.model} has changed since: {name} would become another "
+                "file; pull the model again"
+            )
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).replace(folder / name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
