@@ -44,6 +44,7 @@ from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, 
 from moeinf.runtime.repack import KEPT_FILES, MAX_KEPT_BYTES, Progress
 from moeinf.runtime.workplace import Workplace
 
+constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
 WORKERS = 8  # ranges in flight
 _MAX_JSON_BYTES = 256 << 20
 

@@ -126,6 +126,7 @@ def save(model: OlmoeForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     copy.config.output_router_logits = False
     copy.generation_config.do_sample = False
     copy.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     special = {"bos_token": SPECIAL[BEGIN], "eos_token": SPECIAL[END], "pad_token": SPECIAL[PAD]}

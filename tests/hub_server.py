@@ -57,6 +57,7 @@ class Hub:
         self.requests: list[Request] = []
         self.sent: list[tuple[str, int, int]] = []  # file, start, bytes really sent
         self.tokens: dict[str, set[str | None]] = {"hub": set(), "files": set()}
+        self.strange: list[str] = []  # paths that have nothing to do with the repository
         self.redirect = redirect
         self.lfs = True
         self.lock = threading.Lock()
@@ -95,9 +96,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         kind = "files" if self.serves_files else "hub"
         token = self.headers.get("authorization")
-        if self.hub.repo in path:
-            with self.hub.lock:
+        with self.hub.lock:
+            if self.hub.repo in path:
                 self.hub.tokens[kind].add(token)
+            else:
+                self.hub.strange.append(path)
         api = f"/api/models/{self.hub.repo}"
         if not self.serves_files and path.startswith("/api/models/"):
             if self.hub.gate is not None:

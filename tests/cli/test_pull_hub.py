@@ -80,6 +80,7 @@ def test_pull_and_run(machine: Machine, hub: Hub) -> None:
     assert document["name"] == "org--demo-moe"
     assert (document["source"], document["revision"]) == ("hub:Org/Demo-MoE", COMMIT)
     assert hub.tokens == {"hub": {"Bearer secret"}, "files": {None}}
+    assert hub.strange == []  # nothing about use is told to anybody
     names = {request.file for request in hub.requests}
     assert not any(
         word in name for name in names for word in ("consolidated", ".bin", ".py", "original")
