@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from huggingface_hub import get_session
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
 from moeinf.native import crc32c
 

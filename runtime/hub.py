@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError of its client
     GatedRepoError,
     HfHubHTTPError,
     HTTPError,
@@ -158,7 +158,7 @@ class HubSource:
         self._workers = workers
         self._fetcher = Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
         self.origin = f"hub:{repository.name}"
-        self.revision = repository.commit
+        self.revision: str | None = repository.commit
         index = self._json(INDEX) if INDEX in repository.files else None
         if index is None and SINGLE not in repository.files:
             raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")

@@ -56,10 +56,11 @@ def _source_tensor(path: Path, size: int, name: str, tensor: object) -> SourceTe
         raise BadCheckpoint(f"{path}: {name!r} is not a float tensor")
     if not tensor.is_contiguous():
         raise BadCheckpoint(f"{path}: {name!r} does not lie in one piece")
-    storage = tensor.untyped_storage()
-    item = tensor.element_size()
-    start = int(storage._checkpoint_offset) + tensor.storage_offset() * item
-    count = tensor.numel() * item
+    offset, item = tensor.untyped_storage()._checkpoint_offset, tensor.element_size()
+    if offset is None:
+        raise BadCheckpoint(f"{path}: {name!r} does not lie in this file")
+    start = int(offset) + int(tensor.storage_offset()) * item
+    count = int(tensor.numel()) * item
     if start < 0 or start + count > size:
         raise BadCheckpoint(f"{path}: {name!r} reaches beyond the end of the file")
     return SourceTensor(name, _NAME[tensor.dtype], tuple(tensor.shape), path, start, count)

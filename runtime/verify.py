@@ -39,7 +39,10 @@ class Damage:
 class RepairSource(Protocol):
     """A checkpoint of which single tensors and small files can be had."""
 
-    checkpoint: Checkpoint
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Its config and headers."""
+        ...
 
     def bring_tensors(self, tensors: list[SourceTensor]) -> None:
         """On return the bytes of these tensors can be read at their paths."""
