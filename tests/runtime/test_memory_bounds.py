@@ -71,10 +71,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert size > 300 * MIB
     for name in ("many", "many:f32"):
         (grown,) = figures(PULL, str(checkpoint), str(home), name)
-        assert grown < 64 * MIB
+        assert grown < 128 * MIB  # two workers' blocks, read and converted; never the checkpoint
     make_checkpoint(checkpoint / "wide", config(2, 64, 2048, 256, 8))
     (grown,) = figures(PULL, str(checkpoint / "wide"), str(home), "wide")
-    assert grown < 64 * MIB
+    assert grown < 128 * MIB  # two workers' blocks, read and converted; never the checkpoint
     return home
 
 
