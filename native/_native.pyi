@@ -192,3 +192,6 @@ def syncfs(fd: int) -> None:
 
     Raises OSError.
     """
+
+def _crc32c_paths() -> list[str]: ...
+def _crc32c_on(path: str, buffer: Buffer, crc: int = 0) -> int: ...

@@ -225,12 +225,18 @@ PYBIND11_MODULE(_native, m) {
             return crc_of_buffer(crc32c, buffer, crc);
         },
         py::arg("buffer"), py::arg("crc") = 0);
+    m.def("_crc32c_paths", [] {
+        std::vector<std::string> names;
+        for (const auto& path : crc32c_paths()) names.emplace_back(path.name);
+        return names;
+    });
     m.def(
-        "_crc32c_portable",
-        [](const py::buffer& buffer, std::uint32_t crc) {
-            return crc_of_buffer(crc32c_portable, buffer, crc);
+        "_crc32c_on",
+        [](const std::string& name, const py::buffer& buffer, std::uint32_t crc) {
+            for (const auto& path : crc32c_paths())
+                if (name == path.name) return crc_of_buffer(path.function, buffer, crc);
+            throw py::value_error("no path " + name);
         },
-        py::arg("buffer"), py::arg("crc") = 0);
-    m.def("_crc32c_is_hardware", &crc32c_is_hardware);
+        py::arg("path"), py::arg("buffer"), py::arg("crc") = 0);
     m.def("syncfs", &sync_file_system, py::arg("fd"));
 }

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
+from moeinf.offload.direct_file import BLOCK_BYTES
 from moeinf.offload.layout import ITEM_BYTES, ExpertLayout
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
-from moeinf.runtime.checkpoint import BLOCK_BYTES, SourceTensor, blocks
+from moeinf.runtime.checkpoint import SourceTensor, blocks
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.workplace import Workplace, unfinished_path
 
 _DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
-_WORKERS = 2
+_WORKERS = 4
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,22 @@ class Library:
         except FileNotFoundError as error:
             raise NoSuchModel(text, []) from error
 
+    def made_of(self, name: ModelName, source: str, revision: str | None) -> Manifest | None:
+        """The installed model, if it was made of just that and none of its files is missing.
+
+        Without a revision nothing says that a source is still what it was: None.
+        """
+        folder = self.folder(name)
+        try:
+            manifest = read_manifest(folder)
+            for file in manifest.files:
+                if (folder / file.path).stat().st_size != file.size_bytes:
+                    return None
+        except (OSError, DamagedModel):
+            return None
+        same = revision is not None and (manifest.source, manifest.revision) == (source, revision)
+        return manifest if same else None
+
     def partials(self) -> list[Partial]:
         """Unfinished pulls, those that are going on included."""
         found = []
