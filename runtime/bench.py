@@ -1,7 +1,7 @@
 """Measures one model on this machine: first token, time per token, hits, bytes, and the floor.
 
 Does not know how results are shown, nor other programs. Terms as in docs/architecture.md,
-"Measurements"; every round begins with an empty KV cache, the first also with an empty expert cache.
+"Measurements"; every round begins with an empty KV cache, the first with an empty expert cache too.
 """
 
 from __future__ import annotations
