@@ -25,7 +25,8 @@ def _memory(text: str) -> MemorySize:
         raise typer.BadParameter(str(error)) from error
 
 
-def _policy(text: str) -> str:
+def policy_name(text: str) -> str:
+    """The name of a policy that there is. Raises BadParameter."""
     if text not in POLICIES:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(POLICIES)}")
     return text
@@ -47,7 +48,8 @@ Context = Annotated[
     int | None, typer.Option("--ctx", min=16, help="Tokens of context.", show_default=False)
 ]
 PolicyName = Annotated[
-    str, typer.Option("--policy", parser=_policy, metavar="NAME", help="Which expert is evicted.")
+    str,
+    typer.Option("--policy", parser=policy_name, metavar="NAME", help="Which expert is evicted."),
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeinf.models import deepseek_v2, mixtral, olmoe
+from moeinf.models import deepseek_v2, mixtral, olmoe, qwen3_moe
 from moeinf.models.base import Family, ModelDataError
 
 __all__ = ["FAMILIES", "Family", "ModelDataError", "family_of"]
@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": deepseek_v2.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
 }
 
 

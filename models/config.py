@@ -51,6 +51,19 @@ class Fields:
             raise self._error(name, value, f"must be an integer from {low} to {high}")
         return value
 
+    def integers(self, name: str, *, high: int, low: int = 0) -> tuple[int, ...]:
+        """A list of at most `high` integers in low … high; empty when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) > high
+            or any(type(item) is not int or not low <= item <= high for item in value)
+        ):
+            raise self._error(name, value, f"must be a list of integers from {low} to {high}")
+        return tuple(value)
+
     def number(self, name: str, *, low: float, high: float, default: float | None = None) -> float:
         """A finite number in low … high; required when there is no default."""
         value = self.optional_number(name, low=low, high=high)

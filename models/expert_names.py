@@ -6,7 +6,7 @@ Does not know which layers of a family are sparse: that is a table the family ha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moeinf.models.base import ExpertPart, ModelDataError, Role
 
@@ -26,7 +26,7 @@ def expert_part(
     name: str,
     pattern: re.Pattern[str],
     roles: Mapping[str, Role],
-    sparse_layers: range,
+    sparse_layers: Sequence[int],
     experts: int,
 ) -> ExpertPart | None:
     """The part that `name` is, or None when it is not an expert's.

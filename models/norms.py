@@ -23,3 +23,15 @@ class RmsNorm:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """One RMSNorm for each head of a projection; its weight is as wide as a head."""
+
+    norm: RmsNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, heads·W] -> [T, heads·W]."""
+        heads = torch.unflatten(x, -1, (-1, len(self.norm.weight)))  # [T, heads, W]
+        return self.norm(heads).flatten(-2)

@@ -71,6 +71,22 @@ def _deepseek(**settings: Any) -> Tiny:
     return Tiny("deepseek_v2", "DeepseekV2Config", {**_DEEPSEEK, **settings})
 
 
+def _qwen3(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,  # not hidden_size / heads
+        "num_hidden_layers": 2,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    }
+    return Tiny("qwen3_moe", "Qwen3MoeConfig", {**sizes, **settings})
+
+
 TINY: dict[str, Tiny] = {
     "mixtral": _mixtral(),
     "mixtral-wide-heads": _mixtral(
@@ -147,6 +163,27 @@ TINY: dict[str, Tiny] = {
         v_head_dim=22,
         attention_bias=True,
         tie_word_embeddings=True,
+    ),
+    "qwen3": _qwen3(),
+    "qwen3-sparse-step": _qwen3(
+        num_hidden_layers=6,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3, 4],  # so that layers 1 and 5 have experts
+        norm_topk_prob=False,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "qwen3-window": _qwen3(
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        num_experts_per_tok=7,
+        use_sliding_window=True,
+        sliding_window=5,
+        mlp_only_layers=[0],
+        num_hidden_layers=3,
+        rope_parameters={**_YARN, "factor": 4.0},
     ),
     "deepseek-all-experts": _deepseek(
         q_lora_rank=None,

@@ -18,6 +18,10 @@ CONFIGS: dict[str, dict[str, Any]] = {name: tiny_config(name).to_dict() for name
 _SIZES = {
     "mixtral": ["num_key_value_heads", "intermediate_size", "num_local_experts"],
     "olmoe": ["num_key_value_heads", "intermediate_size", "num_experts"],
+    "qwen3-sparse-step": [
+        *("num_key_value_heads", "intermediate_size", "moe_intermediate_size", "head_dim"),
+        "decoder_sparse_step",
+    ],
     "deepseek-groups": [
         *("moe_intermediate_size", "intermediate_size", "n_routed_experts", "kv_lora_rank"),
         *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group"),
@@ -110,6 +114,12 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("olmoe", {"head_dim": 10}, "heads of 10 do not fill hidden_size 32"),
         ("olmoe", {"clip_qkv": -1.0}, "clip_qkv = -1"),
         ("olmoe", {"sliding_window": 9}, "sliding_window = 9 is not supported"),
+        ("qwen3", {"mlp_only_layers": [0, 1]}, "no layer has experts"),
+        ("qwen3", {"mlp_only_layers": 1}, "mlp_only_layers = 1 must be a list of integers"),
+        ("qwen3", {"mlp_only_layers": [True]}, "mlp_only_layers = a list must be a list of int"),
+        ("qwen3", {"decoder_sparse_step": 3}, "no layer has experts"),
+        ("qwen3", {"mlp_only_layers": [0], "intermediate_size": None}, "lacks intermediate_size"),
+        ("qwen3", {"head_dim": 7}, "head_dim of 7"),
         ("deepseek-lite", {"norm_topk_prob": True}, "norm_topk_prob = true is not supported"),
         ("deepseek-lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         ("deepseek-lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
@@ -159,7 +169,7 @@ def test_defaults_of_what_published_configs_omit() -> None:
 
 @pytest.mark.parametrize("values", [[], None, {}, {"model_type": 3}, {"model_type": "llama"}])
 def test_unknown_family(values: Any) -> None:
-    with pytest.raises(ModelDataError, match="deepseek_v2, mixtral, olmoe"):
+    with pytest.raises(ModelDataError, match="deepseek_v2, mixtral, olmoe, qwen3_moe"):
         family_of(values)
 
 

@@ -103,7 +103,12 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("name", "items"),
-    [("mixtral", 2 * 2 * 2 * 12), ("olmoe", 2 * 2 * 4 * 8), ("deepseek-lite", 3 * (20 + 8))],
+    [
+        ("mixtral", 2 * 2 * 2 * 12),
+        ("olmoe", 2 * 2 * 4 * 8),
+        ("deepseek-lite", 3 * (20 + 8)),
+        ("qwen3", 2 * 2 * 2 * 12),
+    ],
 )
 def test_kv_bytes_per_token(make_pair: Make, name: str, items: int) -> None:
     assert make_pair(name).ours.model.kv_bytes_per_token == items * 4

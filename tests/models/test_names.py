@@ -52,6 +52,19 @@ def test_deepseek_counts_only_sparse_layers() -> None:
     assert family.expert("model.layers.2.mlp.shared_experts.up_proj.weight", config) is None
 
 
+def test_qwen3_counts_only_sparse_layers() -> None:
+    """Every second layer, and of these not 3: layers 1 and 5 have experts."""
+    family, config = config_of("qwen3-sparse-step")
+    assert config.moe == MoeShape(layers=2, experts=7, top_k=1, hidden=40, intermediate=18)
+    name = "model.layers.{}.mlp.experts.6.down_proj.weight"
+    assert family.expert(name.format(1), config) == ExpertPart(0, 6, "down")
+    assert family.expert(name.format(5), config) == ExpertPart(1, 6, "down")
+    for dense in (0, 2, 3, 4, 7):
+        with pytest.raises(ModelDataError, match=f"no expert 6 in layer {dense}"):
+            family.expert(name.format(dense), config)
+    assert family.expert("model.layers.3.mlp.down_proj.weight", config) is None
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -71,7 +84,7 @@ def test_expert_names_that_do_not_fit(name: str) -> None:
         family.expert(name, config)
 
 
-@pytest.mark.parametrize("tiny", ["mixtral", "olmoe", "deepseek-lite"])
+@pytest.mark.parametrize("tiny", ["mixtral", "olmoe", "deepseek-lite", "qwen3"])
 @given(name=st.text(alphabet="model.layersxptgaw0123456789_", max_size=60))
 def test_any_name_has_an_answer(tiny: str, name: str) -> None:
     family, config = config_of(tiny)

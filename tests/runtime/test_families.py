@@ -18,6 +18,7 @@ from tests.conftest import pull
 from tests.tiny import save_tiny, tiny_reference
 
 CONFIGS = ["mixtral", "mixtral-window", "deepseek-lite", "deepseek-groups", "olmoe-yarn"]
+CONFIGS += ["qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)
 
 
