@@ -32,7 +32,7 @@ _MAGIC = b"MOEINF\r\n"
 _PREFIX = struct.Struct("<8sII")
 _DTYPES = ("|u1", "|b1", "<i2", "<u4", "<i4", "<i8", "<f4")
 _MAX_HEADER_BYTES = 16 << 20
-_MAX_ARRAY_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30  # of all arrays, inflated
 _DEFLATE_LEVEL = 3  # ids and counts shrink 4 to 8 times; higher levels gain a few percent
 
 
@@ -62,17 +62,30 @@ def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> by
     return b"".join((_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)), header, *bodies))
 
 
-def unpack(data: bytes, kind: str, version: int) -> tuple[dict[str, Any], Arrays]:
-    """(meta, arrays) of a container of this kind and version. Raises BadContainer."""
+def unpack(
+    data: bytes, kind: str, version: int, most_bytes: int = _MAX_BYTES
+) -> tuple[dict[str, Any], Arrays]:
+    """(meta, arrays) of a container of this kind and version. Raises BadContainer.
+
+    most_bytes bounds what all arrays together may inflate to.
+    """
     try:
-        return _unpack(data, kind, version)
-    except (KeyError, TypeError, AttributeError, struct.error, zlib.error, ValueError) as error:
-        if isinstance(error, BadContainer):
-            raise
+        return _unpack(data, kind, version, most_bytes)
+    except BadContainer:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        struct.error,
+        zlib.error,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise BadContainer(f"not a readable {kind} file: {error}") from error
 
 
-def _unpack(data: bytes, kind: str, version: int) -> tuple[dict[str, Any], Arrays]:
+def _unpack(data: bytes, kind: str, version: int, most_bytes: int) -> tuple[dict[str, Any], Arrays]:
     magic, size, crc = _PREFIX.unpack_from(data)
     if magic != _MAGIC or size > _MAX_HEADER_BYTES:
         raise BadContainer(f"not a {kind} file of moeinf")
@@ -90,20 +103,21 @@ def _unpack(data: bytes, kind: str, version: int) -> tuple[dict[str, Any], Array
     arrays, start = Arrays(), _PREFIX.size + size
     for entry in document["arrays"]:
         end = start + _size(entry["bytes"])
-        arrays[str(entry["name"])] = _array(entry, data[start:end])
+        array = arrays[str(entry["name"])] = _array(entry, data[start:end], most_bytes)
+        most_bytes -= array.nbytes
         start = end
     if start != len(data):
         raise BadContainer(f"{len(data)} bytes where the header counts {start}")
     return meta, arrays
 
 
-def _array(entry: Mapping[str, Any], body: bytes) -> NDArray[Any]:
+def _array(entry: Mapping[str, Any], body: bytes, most_bytes: int) -> NDArray[Any]:
     if entry["dtype"] not in _DTYPES:
         raise BadContainer(f"dtype {entry['dtype']!r}")
     dtype, shape = np.dtype(entry["dtype"]), tuple(_size(n) for n in entry["shape"])
     expected = math.prod(shape) * dtype.itemsize
-    if expected > _MAX_ARRAY_BYTES:
-        raise BadContainer(f"an array of {expected} bytes")
+    if expected > most_bytes:
+        raise BadContainer(f"an array of {expected} bytes where {most_bytes} are allowed")
     inflate = zlib.decompressobj()
     raw = inflate.decompress(body, expected + 1)
     if len(raw) != expected or zlib.crc32(raw) != entry["crc32"]:

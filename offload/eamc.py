@@ -133,9 +133,11 @@ class Eamc:
         return pack(KIND, VERSION, meta, arrays)
 
     @classmethod
-    def from_bytes(cls, data: bytes, capacity: int | None = None) -> Eamc:
+    def from_bytes(
+        cls, data: bytes, capacity: int | None = None, most_bytes: int = 1 << 30
+    ) -> Eamc:
         """What `to_bytes` wrote; a smaller `capacity` replaces as `add` does. BadContainer."""
-        meta, arrays = unpack(data, KIND, VERSION)
+        meta, arrays = unpack(data, KIND, VERSION, most_bytes)
         try:
             found = cls(
                 capacity or _positive(meta["capacity"]), *(_positive(meta[k]) for k in _SIZE)

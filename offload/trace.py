@@ -70,7 +70,11 @@ class Pass:
 
     def eam(self, experts: int, chosen: NDArray[np.bool_]) -> Eam:
         """The iEAM [L, E] of the rows that `chosen` [T] selects."""
-        return np.stack([eam_row(layer[chosen], experts) for layer in self.ids])
+        layers = len(self.ids)
+        ids = self.ids[:, chosen].reshape(layers, -1)  # one count for all layers, not one each
+        cells = ids + np.arange(layers)[:, None] * experts
+        counts = np.bincount(cells[ids >= 0], minlength=layers * experts)
+        return counts.reshape(layers, experts).astype(np.uint32)
 
 
 class PassBuilder:
