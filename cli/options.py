@@ -54,6 +54,10 @@ PolicyName = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)
 ]
+NoTrace = Annotated[
+    bool,
+    typer.Option("--no-trace", help="Note nothing of this use: no experts, no speed, no date."),
+]
 
 
 def engine_config(
@@ -62,8 +66,13 @@ def engine_config(
     context: int | None,
     policy: str,
     threads: int | None,
+    trace: bool = True,
 ) -> EngineConfig:
     """An option counts more than the environment, the environment more than the default."""
     return EngineConfig(
-        memory=memory or settings.memory, context=context, policy=policy, threads=threads
+        memory=memory or settings.memory,
+        context=context,
+        policy=policy,
+        threads=threads,
+        trace=trace,
     )

@@ -6,7 +6,7 @@ Does not know families: a family's file hands it blocks. Knows experts only as t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.moe import Router, SparseFfn
 from moeinf.models.norms import RmsNorm
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
@@ -93,7 +94,7 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self._embedding = embedding  # [V, D]
-        self._blocks = tuple(blocks)
+        self._blocks = _looking_ahead(blocks)
         self._norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head: Linear = parts.linear(head, config.vocab, config.hidden)
@@ -118,7 +119,7 @@ class Decoder:
         count = spans[-1].rows.stop
         device = self._embedding.device
         ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
-        owner = [request for request, span in enumerate(spans) for _ in range(span.count)]
+        owner = [span.cache.request for span in spans for _ in range(span.count)]
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         # Made outside of inference mode, so that the caller may write into them.
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
@@ -176,6 +177,18 @@ class Decoder:
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
             out[rows] = self._head(self._norm(x[rows]))
+
+
+def _looking_ahead(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Tells every MoE layer the router of the next one, so that it can hint."""
+    linked: list[Block] = []
+    router: Router | None = None
+    for block in reversed(blocks):
+        if isinstance(block.ffn, SparseFfn):
+            following, router = router, block.ffn.router
+            block = replace(block, ffn=replace(block.ffn, ahead=following))
+        linked.append(block)
+    return tuple(reversed(linked))
 
 
 def _phase(decoding: bool) -> Literal["prefill", "decode"]:

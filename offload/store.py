@@ -56,6 +56,8 @@ class ExpertMath(Protocol):
 class ExpertStore:
     """L layers of E experts behind `slots` slots of memory."""
 
+    wants_hints = False
+
     def __init__(
         self,
         layout: ExpertLayout,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 PREFILL_CHUNK = 256  # tokens; a constant of the engine: results must not depend on the budget
@@ -30,6 +31,10 @@ class Settings:
     @property
     def run(self) -> Path:
         return self.home / "run"
+
+    def state_of(self, model: ModelName) -> Path:
+        """What grows by using a model: its EAMC, measured speeds, when it was used last."""
+        return self.home / "state" / model.name / model.tag
 
     @property
     def conversations(self) -> Path:
@@ -65,6 +70,7 @@ class EngineConfig:
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
+    trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
     """
 
     memory: MemorySize | None = None
@@ -73,6 +79,7 @@ class EngineConfig:
     readers: int = 4
     direct_io: bool = False
     threads: int | None = None
+    trace: bool = True
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:

@@ -77,6 +77,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[str]:
         before = self._engine.store.stats.copy()
+        request = self._engine.begin_request(self._state)
         try:
             with self._engine.stoppable(self._stopped):
                 for piece in self._pieces():
@@ -89,6 +90,7 @@ class Generation:
             yield rest
         finally:
             self.store = self._engine.store.stats.since(before)
+            self._engine.end_request(request, counts=self.prefill_seconds > 0)
             self._ended(self)
 
     def _pieces(self) -> Iterator[str]:
