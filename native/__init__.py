@@ -1,10 +1,11 @@
-"""The compiled floor: an arena of equal slots, a copy queue that fills them, and checksums.
+"""The compiled floor: slots, a copy queue that fills them, checksums, and kernels.
 
 Does not know models, experts, policies or torch; imports nothing of ours.
 """
 
 from moeinf.native._native import (
     DEMAND,
+    MAX_COMPUTE_THREADS,
     PAGE_BYTES,
     SHARD_DATA_OFFSET,
     Cancelled,
@@ -12,12 +13,15 @@ from moeinf.native._native import (
     CorruptShard,
     Counters,
     SlotPool,
+    compute_threads,
     crc32c,
+    set_compute_threads,
     syncfs,
 )
 
 __all__ = [
     "DEMAND",
+    "MAX_COMPUTE_THREADS",
     "PAGE_BYTES",
     "SHARD_DATA_OFFSET",
     "Cancelled",
@@ -25,6 +29,8 @@ __all__ = [
     "CorruptShard",
     "Counters",
     "SlotPool",
+    "compute_threads",
     "crc32c",
+    "set_compute_threads",
     "syncfs",
 ]

@@ -15,6 +15,8 @@ PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
 SHARD_DATA_OFFSET: Final[int]  # 4096: where the tensor data of a shard begins
 DEMAND: Final[float]  # the largest priority: somebody needs the expert now
 
+MAX_COMPUTE_THREADS: Final[int]  # 64
+
 class CorruptShard(OSError):
     """A file ended early (errno ENODATA) or its checksum differs, twice (errno EBADMSG).
 
@@ -195,3 +197,9 @@ def syncfs(fd: int) -> None:
 
 def _crc32c_paths() -> list[str]: ...
 def _crc32c_on(path: str, buffer: Buffer, crc: int = 0) -> int: ...
+
+def compute_threads() -> int:
+    """Threads that kernels compute with, the caller counted; at first one per usable core."""
+
+def set_compute_threads(threads: int) -> None:
+    """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
