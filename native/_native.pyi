@@ -197,7 +197,6 @@ def syncfs(fd: int) -> None:
 
 def _crc32c_paths() -> list[str]: ...
 def _crc32c_on(path: str, buffer: Buffer, crc: int = 0) -> int: ...
-
 def compute_threads() -> int:
     """Threads that kernels compute with, the caller counted; at first one per usable core."""
 
