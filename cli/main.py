@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from moeinf.cli.devices import devices
 from moeinf.cli.errors import describe
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
@@ -46,6 +47,7 @@ app.command("plan")(plan)
 app.command("rm")(rm)
 app.command("verify")(verify)
 app.command("prune")(prune)
+app.command("devices")(devices)
 
 
 def _version(wanted: bool) -> None:
