@@ -29,6 +29,7 @@ _RAM_BYTES = 256 << 20  # far above any cache
 _RAM_ROUNDS = 8
 _QUICK_BYTES = 64 << 20  # less on a drive says nothing about it
 _QUICK_IN_FLIGHT = (2, 8)
+_QUICK_PIECE_BYTES = 4 << 20  # at most, so that the buffers stay within a load's scratch
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,12 @@ def _quick_drive(pieces: Sequence[FileRange]) -> Drive:
 
 
 def _some_shards(folder: Path, manifest: Manifest) -> list[FileRange]:
-    """Shards from all over the model, of some 64 MiB, or all of a smaller one."""
+    """From shards all over the model, some 64 MiB, or all of a smaller one."""
     shards = manifest.shards()
-    count = max(1, min(len(shards), -(-_QUICK_BYTES // manifest.slots.slot_bytes)))
+    piece_bytes = min(_QUICK_PIECE_BYTES, manifest.slots.slot_bytes)
+    count = max(1, min(len(shards), -(-_QUICK_BYTES // piece_bytes)))
     chosen = shards[:: len(shards) // count][:count]
-    return [FileRange(folder / s.path, s.data_offset, s.data_bytes) for s in chosen]
+    return [
+        FileRange(folder / s.path, s.data_offset, min(_QUICK_PIECE_BYTES, s.data_bytes))
+        for s in chosen
+    ]

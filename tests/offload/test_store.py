@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,4 +184,44 @@ def test_stopping_and_abandoning_leave_nothing_behind(shards: Shards) -> None:
     store.stopped = lambda: False
     expected = shards.reference.submit(1, *routing(1, 2)).result()
     assert torch.equal(run(store, 1, 1, 2), expected)
+    store.close()
+
+
+def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's part is in tests/native; here a transfer says that its reader hangs."""
+    store = shards.store(slots=3, staging=1)
+    hanging: set[int] = set()
+
+    def hang(ticket: int, cell: int) -> None:
+        transfer.wait(ticket, cell)
+        hanging.add(store._residency.slot_of(cell))
+        raise ExpertReadError("experts/x", "the read has not ended for 30.0 s")
+
+    transfer = store._transfer
+    wedged = SimpleNamespace(
+        demand=transfer.demand,
+        abandon=transfer.abandon,
+        bytes_of=transfer.bytes_of,
+        no_slot=transfer.no_slot,
+        close=transfer.close,
+        wait=hang,
+        may_write=hanging.__contains__,
+    )
+    monkeypatch.setattr(store, "_transfer", wedged)
+    for lost in (1, 2, 3):
+        store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+        with pytest.raises(ExpertReadError, match="has not ended"):
+            store.submit(0, *routing(1, lost)).result()
+        assert store.idle
+        assert len(hanging) == lost
+    store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+    with pytest.raises(ExpertReadError, match="hold every slot"):
+        store.submit(0, *routing(1, 1)).result()
+    assert store.idle
+    hanging.clear()  # the readers have come back
+    wedged.wait = transfer.wait
+    expected = shards.reference.submit(0, *routing(1, 1)).result()
+    assert torch.equal(run(store, 0, 1, 1), expected)
     store.close()

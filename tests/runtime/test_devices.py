@@ -12,6 +12,7 @@ import pytest
 
 from moeinf.native import SlotPool
 from moeinf.runtime import drive as drives
+from moeinf.runtime import measure as measuring
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.devices import (
     DEFAULT_READING,
@@ -135,6 +136,20 @@ def test_a_note_that_makes_no_sense_is_no_note(tmp_path: Path, change: dict[str,
     assert remembered_drive(settings, tmp_path) is None
     path.write_text("nonsense")
     assert remembered_drive(settings, tmp_path) is None
+
+
+def test_a_first_load_tries_the_drive_once(
+    demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(tmp_path)
+    manifest, folder = Library(Settings(demo_home)).read("demo")
+    monkeypatch.setattr(measuring, "_QUICK_BYTES", 1 << 20)
+    found = drive_of(settings, folder, manifest)
+    assert found is not None
+    assert not found.thorough
+    assert remembered_drive(settings, folder) == found
+    monkeypatch.setattr(measuring, "sweep", None)  # not measured again
+    assert drive_of(settings, folder, manifest) == found
 
 
 def test_an_engine_reads_as_was_measured(demo_home: Path, tmp_path: Path) -> None:
