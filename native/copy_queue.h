@@ -22,7 +22,7 @@
 //            failure, ended_as         whoever ends it, once
 //            waiters, delivered        threads in wait()
 //   queue_   { priority, ticket } of every QUEUED record and of no other: begin() is read next
-//   running_ reader -> { its ticket and source, since when, hung? }; ticket 0: it reads nothing
+//   running_ reader -> { its ticket, since when, ... }; ticket 0: it reads nothing
 //   slots_   slot -> { owner: the ticket that may write it, or 0; holds: the source whose bytes
 //            are in it, or none }. holds is cleared when a read begins and set when it is DONE;
 //            who writes into a slot from elsewhere says so by invalidate()
@@ -51,8 +51,9 @@
 // Hanging. Whoever waits, drains or closes looks every kPollSeconds at what runs. A read without an
 // end for hang_seconds ends its ticket as FAILED (ETIMEDOUT, its file, for how long); its thread
 // cannot be called back from the kernel, which may still write: so the slot keeps its owner, and
-// is refused to others, until the thread comes back. Then the thread serves on. While all readers
-// hang, what is queued fails too: nobody is there to read it.
+// is refused to others, until the thread comes back. Then the thread serves on. Meanwhile the bound
+// on speculation is that of the readers that are left. While all of them hang, what is queued fails
+// too: nobody is there to read it.
 //
 // Shutdown. close() sets closing_ and ends every queued ticket in one critical section; readers
 // leave when they next look (a running read ends normally first). close() returns when each has
@@ -260,6 +261,7 @@ class CopyQueueCore {
         Ticket ticket = 0;
         SourceId source = 0;
         double since = 0;  // of the clock
+        bool speculative = false;
         bool hung = false;
     };
     struct Slot {
@@ -311,8 +313,8 @@ class CopyQueueCore {
     Ticket next_ticket_ = 1;
     std::uint64_t ended_count_ = 0;
     Counters counters_;
-    int speculating_ = 0;          // reads that run, hung ones too, and were not taken as demand
-    std::uint64_t serving_ = 0;    // reader threads that have not left; the hung are among them
+    int speculating_ = 0;        // running reads that were not taken as demand
+    std::uint64_t serving_ = 0;  // reader threads that have not left; the hung are among them
     bool paused_ = false;
     bool closing_ = false;
     bool joining_ = false;

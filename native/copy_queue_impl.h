@@ -44,8 +44,8 @@ MOEINF_QUEUE void MOEINF_CORE::check(SourceId source,
 MOEINF_QUEUE Ticket MOEINF_CORE::submit(SourceId source, std::size_t slot, double priority) {
     {
         const Lock lock(mutex_);
-        if (!closing_ && slot < shape_.slots && slots_[slot].holds == source &&
-            slots_[slot].owner == 0 && !std::isnan(priority)) {
+        if (!closing_ && source < sources_.size() && slot < shape_.slots &&
+            slots_[slot].holds == source && slots_[slot].owner == 0 && !std::isnan(priority)) {
             ++counters_.resident;
             return kResident;
         }

@@ -62,7 +62,9 @@ MOEINF_QUEUE MOEINF_CORE::~CopyQueueCore() {
 
 MOEINF_QUEUE bool MOEINF_CORE::can_take() const {
     if (paused_ || queue_.empty()) return false;
-    return queue_.begin()->priority == kDemand || speculating_ < speculative_limit(shape_.readers);
+    if (queue_.begin()->priority == kDemand) return true;
+    const int live = shape_.readers - static_cast<int>(counters_.hung);
+    return speculating_ < speculative_limit(std::max(1, live));
 }
 
 // The body of a reader thread; `running` is its own, written under mutex_.
@@ -75,9 +77,9 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
         Record& record = records_.find(taken.ticket)->second;
         queue_.erase(queue_.begin());
         record.state = State::kRunning;
-        running = {taken.ticket, record.source, clock_.seconds(), false};
+        const bool speculative = taken.priority != kDemand;
+        running = {taken.ticket, record.source, clock_.seconds(), speculative, false};
         ++counters_.running;
-        const int speculative = taken.priority == kDemand ? 0 : 1;
         speculating_ += speculative;
         const std::size_t slot = record.slot;
         const Source& source = sources_[running.source];
@@ -87,7 +89,6 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
         Transfer transferred = transfer(source, slot);
         lock.lock();
 
-        speculating_ -= speculative;
         counters_.reads += transferred.reads;
         counters_.bytes_read += transferred.reads * source.bytes;
         counters_.read_seconds += transferred.seconds;
@@ -98,6 +99,7 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
             changed_.notify_all();
         } else {
             --counters_.running;
+            speculating_ -= speculative;
             const State state = transferred.failure ? State::kFailed : State::kDone;
             end(record, state, std::move(transferred.failure));
         }
@@ -120,7 +122,9 @@ MOEINF_QUEUE void MOEINF_CORE::watch() noexcept {
         slots_[record.slot].owner = running.ticket;  // until its thread comes back
         running.hung = true;
         --counters_.running;
+        speculating_ -= running.speculative;
         ++counters_.hung;
+        work_.notify_all();  // speculation has fewer readers now, but no longer this one's place
     }
     if (oldest == nullptr || counters_.hung < serving_ || queue_.empty()) return;
     const FailurePtr failure = hang_failure(*oldest, now, "not read: every reader waits, longest");

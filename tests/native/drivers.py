@@ -54,7 +54,7 @@ QUEUE_FILES = ("copy_queue.cpp", "crc32c.cpp", "file_reader.cpp", "slot_pool.cpp
 LOST_WAKE_UP = Fault(
     "copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
 )
-NO_RESERVE = Fault("copy_queue_life.h", "speculating_ < speculative_limit(shape_.readers)", "true")
+NO_RESERVE = Fault("copy_queue_life.h", "if (queue_.begin()->priority == kDemand)", "")
 SILENT_RAISE = Fault("copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
 SLOT_OF_THE_HUNG = Fault("copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", "")
 PROGRAMS = (

@@ -37,6 +37,17 @@ void a_hung_read_is_given_up() {
     bench.queue.reset();  // waits for them
 }
 
+// Speculation that hangs does not keep other speculation from the reader that is left.
+void a_hung_speculation_gives_up_its_place() {
+    Bench bench(2, 0.2);
+    bench.reader.stick(true);
+    const Ticket hung = bench.submit(bench.source(1, "stuck"), 0, 0.5);
+    const Ticket queued = bench.submit(bench.source(2), 1, 0.5);
+    CHECK(bench.wait(queued));
+    CHECK(bench.failure(hung)->code == ETIMEDOUT);
+    bench.reader.stick(false);
+}
+
 void a_hung_read_comes_back() {
     Bench bench(1, 0.2);
     bench.reader.stick(true);
@@ -130,6 +141,7 @@ void destroyed_while_a_read_hangs(const std::string& folder) {
 
 int main(int, char** arguments) {
     a_hung_read_is_given_up();
+    a_hung_speculation_gives_up_its_place();
     a_hung_read_comes_back();
     an_arena_gives_back_what_it_took();
     destroyed_while_a_read_hangs(arguments[1]);

@@ -57,8 +57,13 @@ def test_a_resident_source_needs_no_ticket(queue, pool, make_shard):
     queue.invalidate(3)
     queue.wait(queue.submit(a, 3, 1.0))
     assert shards[0].is_in(pool, 3)
-    with pytest.raises(IndexError):
-        queue.invalidate(SLOTS)
+    for slot in (SLOTS, 2**64 - 1):
+        with pytest.raises(IndexError):
+            queue.invalidate(slot)
+        with pytest.raises(IndexError):
+            queue.can_submit(slot)
+    with pytest.raises(IndexError, match="no source"):
+        queue.submit(2**64 - 1, 0, 1.0)  # not to be taken for what an untouched slot holds
 
 
 def test_a_cancelled_read_leaves_the_slot_as_it_was(queue, pool, make_shard):
