@@ -6,7 +6,9 @@ Does not know models, experts, policies or torch; imports nothing of ours.
 from moeinf.native._native import (
     DEMAND,
     MAX_COMPUTE_THREADS,
+    MAX_READERS,
     PAGE_BYTES,
+    RESIDENT,
     SHARD_DATA_OFFSET,
     Cancelled,
     CopyQueue,
@@ -15,6 +17,7 @@ from moeinf.native._native import (
     SlotPool,
     compute_threads,
     crc32c,
+    read_bandwidth,
     set_compute_threads,
     syncfs,
 )
@@ -22,7 +25,9 @@ from moeinf.native._native import (
 __all__ = [
     "DEMAND",
     "MAX_COMPUTE_THREADS",
+    "MAX_READERS",
     "PAGE_BYTES",
+    "RESIDENT",
     "SHARD_DATA_OFFSET",
     "Cancelled",
     "CopyQueue",
@@ -31,6 +36,7 @@ __all__ = [
     "SlotPool",
     "compute_threads",
     "crc32c",
+    "read_bandwidth",
     "set_compute_threads",
     "syncfs",
 ]

@@ -30,6 +30,7 @@ from moeinf.runtime.checkpoint import (
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.drive import Reading
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.plan import Placement
 
@@ -100,14 +101,23 @@ def load_model(folder: Path, manifest: Manifest) -> Model:
 
 
 def open_store(
-    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig
+    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig, reading: Reading
 ) -> ExpertStore:
-    """An empty expert cache of the placement's size, with its readers running."""
+    """An empty expert cache of the placement's size, with its readers running.
+
+    `reading` is how the drive is best read, as far as the config does not say otherwise.
+    """
     layout = manifest.expert_layout
     pool = SlotPool(placement.slots, layout.slot_bytes)
     transfer = Transfer(
-        folder, manifest.shards(), pool, readers=config.readers, direct_io=config.direct_io
+        folder,
+        manifest.shards(),
+        pool,
+        readers=config.readers or reading.readers,
+        direct_io=reading.direct if config.direct_io is None else config.direct_io,
+        block_bytes=reading.block_bytes,
     )
-    residency = Residency(placement.slots, manifest.layers * manifest.experts)
+    staging = min(manifest.top_k, placement.slots // 2)
+    residency = Residency(placement.slots, manifest.layers * manifest.experts, staging)
     policy = POLICIES[config.policy]()
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())

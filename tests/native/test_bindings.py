@@ -99,6 +99,8 @@ def test_constants():
     assert native.PAGE_BYTES == 4096
     assert native.SHARD_DATA_OFFSET == 4096
     assert float("inf") == native.DEMAND
+    assert native.RESIDENT == 0
+    assert native.MAX_READERS == 64
 
 
 def test_classes_are_final():
