@@ -275,6 +275,7 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("bytes"), py::arg("threads"), py::arg("prefetch"), py::arg("huge_pages"),
         py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
+    m.def("_nothing", [] {});  // what a call costs: tests and benchmarks compare with it
     m.def("syncfs", &sync_file_system, py::arg("fd"));
 
     m.attr("MAX_COMPUTE_THREADS") = kMaxComputeThreads;

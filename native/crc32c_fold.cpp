@@ -70,6 +70,12 @@ MOEINF_FOLD inline __m128i constant(Fold fold) {
     return _mm_set_epi64x(static_cast<long long>(fold.second), static_cast<long long>(fold.first));
 }
 
+MOEINF_FOLD inline __m512i constant_for_all(Fold fold) {
+    const auto first = static_cast<long long>(fold.first);
+    const auto second = static_cast<long long>(fold.second);
+    return _mm512_set4_epi64(second, first, second, first);
+}
+
 // Four lanes folded into the four of `next`: 0x96 is the exclusive or of all three.
 MOEINF_FOLD inline __m512i fold(__m512i lanes, __m512i by, __m512i next) {
     return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(lanes, by, 0x00),
@@ -100,7 +106,7 @@ MOEINF_FOLD std::uint32_t crc32c_fold(const void* data, std::size_t bytes,
         for (int i = 0; i < 4; ++i) x[i] = _mm512_loadu_si512(at + 64 * i);
         const __m128i begun = _mm_cvtsi64_si128(static_cast<long long>(state));
         x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(begun));
-        const __m512i by_step = _mm512_broadcast_i64x2(constant(kByStep));
+        const __m512i by_step = constant_for_all(kByStep);
         for (at += kStepBytes, bytes -= kStepBytes; bytes >= kStepBytes;
              at += kStepBytes, bytes -= kStepBytes) {
             for (int i = 0; i < 4; ++i) {
@@ -109,7 +115,7 @@ MOEINF_FOLD std::uint32_t crc32c_fold(const void* data, std::size_t bytes,
                 x[i] = fold(x[i], by_step, _mm512_loadu_si512(at + 64 * i));
             }
         }
-        const __m512i by_register = _mm512_broadcast_i64x2(constant(kByRegister));
+        const __m512i by_register = constant_for_all(kByRegister);
         for (int i = 1; i < 4; ++i) x[i] = fold(x[i - 1], by_register, x[i]);
         const __m128i by_lane = constant(kByLane);
         __m128i lane = _mm512_extracti64x2_epi64(x[3], 0);

@@ -50,7 +50,13 @@ class Program:
         return [*_FLAGS, *([f"-fsanitize={self.sanitizer}"] if self.sanitizer else [])]
 
 
-QUEUE_FILES = ("copy_queue.cpp", "crc32c.cpp", "file_reader.cpp", "slot_pool.cpp")
+QUEUE_FILES = (
+    "copy_queue.cpp",
+    "crc32c.cpp",
+    "crc32c_fold.cpp",
+    "file_reader.cpp",
+    "slot_pool.cpp",
+)
 LOST_WAKE_UP = Fault(
     "copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
 )
@@ -65,6 +71,7 @@ PROGRAMS = (
             ("copy_queue_driver", ()),
             ("file_reader_driver", ("file_reader.cpp",)),
             ("hang_driver", QUEUE_FILES),
+            ("thread_pool_driver", ("thread_pool.cpp",)),
         )
     ),
     Program("simulate_driver"),

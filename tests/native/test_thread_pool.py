@@ -1,4 +1,4 @@
-"""The compute threads: the C++ driver under ThreadSanitizer, and their number from Python.
+"""The number of compute threads. test_drivers.py runs the C++ driver.
 
 Does not know what kernels compute.
 """
@@ -6,10 +6,6 @@ Does not know what kernels compute.
 import pytest
 
 from moeinf.native import MAX_COMPUTE_THREADS, compute_threads, set_compute_threads
-
-
-def test_every_index_runs_once_whatever_happens(run_driver):
-    run_driver("thread_pool_driver", "thread_pool.cpp")
 
 
 def test_the_number_of_threads_is_kept_and_checked():

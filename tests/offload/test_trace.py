@@ -153,16 +153,18 @@ def test_damaged_bytes_are_refused(damage: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255))
-def test_any_flipped_byte_is_refused(place: int, value: int) -> None:
+def test_any_other_byte_is_refused_or_changes_nothing(place: int, value: int) -> None:
+    """Deflate leaves some bits without a meaning."""
     recording = Recording("x", SHAPE)
     recording.add(one_pass([7], "prefill", [[0, 1]], [[2, 3]]).end())
-    data = bytearray(recording_to_bytes(recording))
-    place %= len(data)
-    if data[place] == value:
+    right = recording_to_bytes(recording)
+    data = bytearray(right)
+    data[place % len(data)] = value
+    try:
+        found = recording_from_bytes(bytes(data))
+    except BadContainer:
         return
-    data[place] = value
-    with pytest.raises(BadContainer):
-        recording_from_bytes(bytes(data))
+    assert recording_to_bytes(found) == right
 
 
 def test_an_array_that_inflates_beyond_its_shape_is_refused() -> None:

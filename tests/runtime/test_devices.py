@@ -164,7 +164,7 @@ def test_an_engine_reads_as_was_measured(demo_home: Path, tmp_path: Path) -> Non
         note = (
             "disk: 5 readers, past the page cache (by `moeinf devices`, 2026-01-02T03:04:05+00:00)"
         )
-        assert note in engine.notes
+        assert note in engine.choices
     speeds = measure(settings, folder, manifest)
     assert (speeds.ram_bytes_per_s, speeds.disk_bytes_per_s) == (2e10, 2e9)
     assert "2 threads" in speeds.ram_provenance
