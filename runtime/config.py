@@ -37,6 +37,10 @@ class Settings:
         return self.home / "state" / model.name / model.tag
 
     @property
+    def datasets(self) -> Path:
+        return self.home / "datasets"
+
+    @property
     def conversations(self) -> Path:
         return self.home / "conversations"
 

@@ -50,6 +50,7 @@ class EamcState:
         capacity: int = DEFAULT_CAPACITY,
     ) -> None:
         self.capacity = capacity
+        self._live: Eamc | None = None
         self._shape = (manifest.layers, manifest.experts)
         layers, experts = self._shape
         about = {"kind": "eamc", "version": VERSION, "layers": layers, "experts": experts}
@@ -57,8 +58,19 @@ class EamcState:
         folder = settings.state_of(manifest.model)
         self._log = RecordLog(folder, _LOG, header, self._problem, note)
 
+    def live(self) -> Eamc:
+        """The collection for this process to predict from; `append` adds to it. Raises OSError.
+
+        What other processes append meanwhile is seen by the next process.
+        """
+        if self._live is None:
+            self._live = self.load()
+        return self._live
+
     def append(self, entry: RequestEam) -> None:
         """Makes a finished request's rEAMs durable. Raises OSError."""
+        if self._live is not None:
+            self._live.add(entry.prefill, entry.decode)
         if self._log.append(_encode(entry)) > 2 * self.capacity:
             self._log.rewrite(lambda records: self._encoded(self._replay(records)))
 

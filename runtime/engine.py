@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import Experts, State
+from moeinf.offload.trace import Recording
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
@@ -132,6 +133,11 @@ class Engine:
         except OSError as error:
             self.recorder, self.experts = None, self.store
             self.notes.append(f"the EAMC of {self.manifest.model} cannot be written: {error}")
+
+    def record(self, name: str) -> Recording:
+        """From here on the events themselves are kept, in what is returned. Needs config.trace."""
+        assert self.recorder is not None
+        return self.recorder.record(name)
 
     def take_notes(self) -> list[str]:
         """The notes since the last call."""

@@ -11,8 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
-from moeinf.offload.trace import PassBuilder, Recording, RequestEam, RoutingShape, Tracer
+from moeinf.offload.trace import Pass, PassBuilder, Recording, RequestEam, RoutingShape, Tracer
 from moeinf.runtime.manifest import Manifest
+
+_PASSES = 64  # counted together: between two tokens every line of counting code is out of cache
 
 
 class Recorder:
@@ -23,6 +25,7 @@ class Recorder:
         self._shape = shape
         self._tracer = Tracer(shape)
         self._pass: PassBuilder | None = None
+        self._uncounted: list[Pass] = []
         self.recording: Recording | None = None
 
     def record(self, name: str) -> Recording:
@@ -63,13 +66,21 @@ class Recorder:
         if accepted is not None and not np.any(accepted):
             return  # it broke off
         done = builder.end(accepted)
-        self._tracer.add(done)
+        self._uncounted.append(done)
+        if len(self._uncounted) == _PASSES:
+            self._count()
         if self.recording is not None:
             self.recording.add(done)
 
     def finish(self, request: int) -> RequestEam | None:
         """What a request has left, and forgets it; None when none of its rows counted."""
+        self._count()
         return self._tracer.finish(request)
+
+    def _count(self) -> None:
+        for done in self._uncounted:
+            self._tracer.add(done)
+        self._uncounted.clear()
 
 
 def routing_shape(manifest: Manifest) -> RoutingShape:

@@ -78,6 +78,14 @@ def test_the_log_replays_to_what_adding_gives_and_stays_bounded(kept: Kept) -> N
     assert max(sizes) < 10 * sizes[0]
 
 
+def test_the_live_collection_grows_with_what_is_appended(kept: Kept) -> None:
+    kept.state.append(entry(0))
+    live = kept.state.live()
+    kept.state.append(entry(1))
+    assert kept.state.live() is live
+    assert_same(live, [entry(0), entry(1)])
+
+
 def test_two_processes_share_one_collection(kept: Kept, manifest: Manifest, tmp_path: Path) -> None:
     other = Kept(tmp_path, manifest)
     kept.state.append(entry(0))
