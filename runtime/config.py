@@ -65,13 +65,14 @@ class EngineConfig:
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
+    direct_io whether to read past the page cache; None: what is read once and is not in it
     """
 
     memory: MemorySize | None = None
     context: int | None = None
     policy: str = "lru"
     readers: int = 4
-    direct_io: bool = False
+    direct_io: bool | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ class Engine:
                 undo.callback(self.template.close)
             self.ends = end_tokens(folder, self.tokenizer)
             self.sampling = model_defaults(folder)
-            self.model = load_model(folder, manifest)
+            self.model = load_model(folder, manifest, config)
             self.store = open_store(folder, manifest, self.placement, config)
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
