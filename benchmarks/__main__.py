@@ -14,17 +14,17 @@ import random
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ceiling import ReadCeiling
 from benchmarks.cold import median_of, read_once, start_cold
 from benchmarks.models import GGUF_OF_TAG, RaceModel, bits_per_weight
 from benchmarks.race import Rounds, Tokens, alone, race_decode, race_prefill
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.worker import Worker
-from moeinf.runtime.bench import machine
+from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
 
 SETTINGS = ("default", "no-repack", "no-mmap")
@@ -77,7 +77,7 @@ def peer_problem(python: str) -> str | None:
 def _run(
     o: argparse.Namespace, model: RaceModel, gguf: Path | None, rounds: Rounds
 ) -> dict[str, Any]:
-    ceiling = ReadCeiling(o.threads)
+    ceiling = partial(read_ceiling, o.threads)
     found: dict[str, Any] = {}
     with Worker(_ours(o, model, rounds.context)) as ours:
         tokens = Tokens(model.config["vocab_size"], rounds.seed)

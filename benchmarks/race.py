@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from benchmarks.ceiling import ReadCeiling
 from benchmarks.worker import Worker
 
 Result = dict[str, Any]
+Ceiling = Callable[[], float]  # bytes per second of memory, right now
 T = TypeVar("T")
 
 
@@ -59,7 +59,7 @@ def race_prefill(ours: Worker, peer: Worker, tokens: Tokens, rounds: Rounds) -> 
 
 
 def race_decode(
-    ours: Worker, peer: Worker, tokens: Tokens, rounds: Rounds, ceiling: ReadCeiling
+    ours: Worker, peer: Worker, tokens: Tokens, rounds: Rounds, ceiling: Ceiling
 ) -> Result:
     """Slices of decoding, alternating, after a prefill of the same length; with the floor."""
     prompt = tokens.draw(rounds.prompt)
@@ -71,9 +71,9 @@ def race_decode(
     every: list[float] = []
     for number in range(rounds.decodes + 1):
         ids = tokens.draw(rounds.slice)
-        before = ceiling.bytes_per_s()
+        before = ceiling()
         sliced = _alternate(number, partial(_decode, ours, ids), partial(_decode, peer, ids))
-        speed = max(before, ceiling.bytes_per_s())
+        speed = max(before, ceiling())
         if number == 0:
             continue  # warms up
         needed = ours.ask("about")["token_bytes"]
@@ -128,14 +128,14 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def alone(ours: Worker, tokens: Tokens, rounds: Rounds, ceiling: ReadCeiling) -> Result:
+def alone(ours: Worker, tokens: Tokens, rounds: Rounds, ceiling: Ceiling) -> Result:
     """Ours without a peer: prefill, decode and the floor."""
     prefills, pairs = [], []
     for _ in range(rounds.prefills + 1):
         ours.ask("reset")
         prefills.append(_prefill(ours, tokens.draw(rounds.prompt)))
     for _ in range(rounds.decodes + 1):
-        speed = ceiling.bytes_per_s()
+        speed = ceiling()
         took = statistics.median(_decode(ours, tokens.draw(rounds.slice)))
         pairs.append((took, ours.ask("about")["token_bytes"] / speed))
     return {

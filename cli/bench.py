@@ -49,7 +49,7 @@ def bench(
         forget_peak_rss()
         with Engine(manifest, folder, replace(config, policy=name), settings) as engine:
             measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds)
-            runs.append(measuring.report(engine, name, measured))
+            runs.append(measuring.report(engine, settings, name, measured))
     if json:
         workload = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds}
         about = {"model": manifest.name, "tag": manifest.tag, "machine": measuring.machine()}

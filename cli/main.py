@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from moeinf.cli.bench import bench
+from moeinf.cli.devices import devices
 from moeinf.cli.errors import describe
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
@@ -48,6 +49,7 @@ app.command("bench")(bench)
 app.command("rm")(rm)
 app.command("verify")(verify)
 app.command("prune")(prune)
+app.command("devices")(devices)
 
 
 def _version(wanted: bool) -> None:

@@ -94,7 +94,7 @@ def run(
     with Engine(manifest, folder, config, settings) as engine:
         conversation = Conversation(engine, system, now)
         if interactive or verbose:
-            for note in engine.placement.notes:
+            for note in engine.notes:
                 out.note(note)
         if interactive:
             Repl(engine, conversation, options, limits, settings, out, verbose).loop()

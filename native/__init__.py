@@ -5,7 +5,9 @@ Does not know models, experts, policies or torch; imports nothing of ours.
 
 from moeinf.native._native import (
     DEMAND,
+    MAX_READERS,
     PAGE_BYTES,
+    RESIDENT,
     SHARD_DATA_OFFSET,
     Cancelled,
     CopyQueue,
@@ -13,12 +15,15 @@ from moeinf.native._native import (
     Counters,
     SlotPool,
     crc32c,
+    read_bandwidth,
     syncfs,
 )
 
 __all__ = [
     "DEMAND",
+    "MAX_READERS",
     "PAGE_BYTES",
+    "RESIDENT",
     "SHARD_DATA_OFFSET",
     "Cancelled",
     "CopyQueue",
@@ -26,5 +31,6 @@ __all__ = [
     "Counters",
     "SlotPool",
     "crc32c",
+    "read_bandwidth",
     "syncfs",
 ]

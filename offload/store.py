@@ -11,6 +11,9 @@ One layer, as time runs:
     result    compute the hits, then each miss as it arrives; every finished expert is unpinned, so
               that its slot can serve a miss that had none: a layer with more distinct experts than
               there are slots runs through them, and cannot deadlock as long as there is one slot
+
+A miss is read into a staging slot and used there; finished with, it takes over the cache place of
+whom the policy names (residency.py draws it).
 """
 
 from __future__ import annotations
@@ -135,8 +138,32 @@ class ExpertStore:
             self.stats.prefill_events += events
             self.stats.prefill_hits += hit_events
 
+    def _finish(self, cell: int) -> None:
+        """Unpins; what was in a staging slot takes a cache place, if anybody can leave one."""
+        residency = self._residency
+        residency.unpin(cell)
+        if not residency.is_staged(cell):
+            return
+        if residency.can_admit():
+            residency.admit(cell)
+        else:
+            victim = self._policy.victim(residency.can_evict)
+            if victim is None:
+                residency.dismiss(cell)
+                return
+            residency.take_over(cell, victim)
+        self._policy.admitted(cell)
+
+    def _give_up(self, cell: int) -> None:
+        """The read into the cell's slot has ended badly, or is given up."""
+        if self._transfer.may_write(self._residency.slot_of(cell)):
+            self._residency.lose(cell)
+        else:
+            self._residency.release(cell)
+
     def _make_room(self) -> bool:
         """Whether a slot is free, evicting somebody unpinned if need be."""
+        self._residency.regain(self._transfer.may_write)
         if self._residency.free:
             return True
         victim = self._policy.victim(self._residency.can_evict)
@@ -186,6 +213,8 @@ class _LayerRun:
                 self._compute(self._ready.popleft() if self._ready else self._arrived())
                 if self._unasked:
                     self.ask()
+            if self._unasked:
+                raise self._store._transfer.no_slot(self._unasked[0])
         except BaseException:
             self.abandon()
             raise
@@ -199,7 +228,7 @@ class _LayerRun:
         gate_up, down = store._weights[store._residency.slot_of(cell)]
         tokens = places // self._mix.shape[1]
         self._rows[places] = store._math.ffn(self._x[tokens], gate_up, down)
-        store._residency.unpin(cell)
+        store._finish(cell)
 
     def _arrived(self) -> int:
         """Waits for the miss that was asked for first; it is resident and pinned then."""
@@ -210,12 +239,11 @@ class _LayerRun:
             store._transfer.wait(ticket, cell)
         except ExpertReadError:
             self._loading.popleft()
-            store._residency.release(cell)
+            store._give_up(cell)
             raise
         waited, size = time.perf_counter() - start, store._transfer.bytes_of(cell)
         self._loading.popleft()
         store._residency.loaded(cell)
-        store._policy.admitted(cell)
         store.stats.loads += 1
         store.stats.bytes_read += size
         store.stats.stall_seconds += waited
@@ -230,9 +258,9 @@ class _LayerRun:
         while self._loading:  # each leaves the list before anything can interrupt the next
             ticket, cell = self._loading.popleft()
             self._store._transfer.abandon(ticket)
-            self._store._residency.release(cell)
+            self._store._give_up(cell)
         while self._ready:
-            self._store._residency.unpin(self._ready.popleft())
+            self._store._finish(self._ready.popleft())
         self._unasked.clear()
         self._store._open = None
 

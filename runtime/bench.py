@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
+from moeinf.native import read_bandwidth
 from moeinf.offload.stats import StoreStats
 from moeinf.runtime.checkpoint import read_header
+from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.manifest import DENSE
-from moeinf.runtime.measure import Speeds, measure
+from moeinf.runtime.measure import measure
 from moeinf.runtime.memory import core_count, peak_rss_bytes, physical_bytes
+
+_CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 
 # Neither random tokens nor one word repeated: those would route as no text does.
 _TEXT = """The lighthouse keeper wrote down the weather every evening at six. On the third of March
@@ -131,25 +136,26 @@ def token_bytes(engine: Engine, context: int) -> TokenBytes:
     )
 
 
-def floor_seconds(engine: Engine, context: int, disk_bytes: float, speeds: Speeds) -> float:
-    """The least that a token can take: RAM traffic, and what the disk has to deliver for it.
+def read_ceiling(threads: int) -> float:
+    """Bytes per second of RAM right now: the best of the read loops on up to so many threads."""
+    loops = product({1, threads}, ((False, False), (True, False), (True, True)))
+    return max(
+        read_bandwidth(_CEILING_BYTES, number, prefetch, huge, _CEILING_ROUNDS)
+        for number, (prefetch, huge) in loops
+    )
 
-    disk_bytes: read per token. The two overlap at best, so the slower one counts.
-    """
-    ram = token_bytes(engine, context).total / speeds.ram_bytes_per_s
-    return max(ram, disk_bytes / speeds.disk_bytes_per_s)
 
-
-def report(engine: Engine, policy: str, measured: Measured) -> dict[str, Any]:
-    """One entry of `bench --json`. Measures RAM and disk, for the floor."""
+def report(engine: Engine, settings: Settings, policy: str, measured: Measured) -> dict[str, Any]:
+    """One entry of `bench --json`. Measures RAM, for the floor; the disk's speed is remembered."""
     peak = peak_rss_bytes()
-    speeds = measure(engine.folder, engine.manifest)
+    ram = read_ceiling(engine.placement.threads)
+    disk = measure(settings, engine.folder, engine.manifest).disk_bytes_per_s
     steps, seconds, decoded = measured.steps, measured.step_seconds, measured.decode
     last_round = sum(seconds[-steps:])
     later = measured.prefill_seconds[1:] or measured.prefill_seconds
     disk_bytes = decoded.decode_bytes_read / steps
     context = measured.prompt_tokens + steps // 2
-    tpot = statistics.median(seconds)
+    tpot, needed = statistics.median(seconds), token_bytes(engine, context).total
     return {
         "policy": policy,
         "memory_bytes": engine.placement.memory_bytes,
@@ -164,10 +170,10 @@ def report(engine: Engine, policy: str, measured: Measured) -> dict[str, Any]:
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
         "peak_rss_bytes": peak,
-        "floor_ms": _ms(floor_seconds(engine, context, disk_bytes, speeds)),
-        "token_bytes": token_bytes(engine, context).total,
-        "ram_bytes_per_s": round(speeds.ram_bytes_per_s),
-        "disk_bytes_per_s": round(speeds.disk_bytes_per_s),
+        "floor_ms": _ms(max(needed / ram, disk_bytes / disk)),  # the two overlap at best
+        "token_bytes": needed,
+        "ram_bytes_per_s": round(ram),
+        "disk_bytes_per_s": round(disk),
     }
 
 

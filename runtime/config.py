@@ -65,18 +65,18 @@ class EngineConfig:
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
-    direct_io whether to read past the page cache; None: what is read once and is not in it
+    readers   reads in flight, and direct_io whether past the page cache; None: as was measured best
     """
 
     memory: MemorySize | None = None
     context: int | None = None
     policy: str = "lru"
-    readers: int = 4
+    readers: int | None = None
     direct_io: bool | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
             raise ValueError(f"a context of {self.context} tokens is none")
-        if self.readers < 1 or (self.threads is not None and self.threads < 1):
+        if any(number is not None and number < 1 for number in (self.readers, self.threads)):
             raise ValueError("readers and threads are at least 1")

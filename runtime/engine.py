@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from moeinf.models.base import State
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
+from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, Manifest
+from moeinf.runtime.measure import drive_of
 from moeinf.runtime.memory import available_bytes, core_count, return_large_blocks, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
@@ -73,8 +75,12 @@ class Engine:
                 undo.callback(self.template.close)
             self.ends = end_tokens(folder, self.tokenizer)
             self.sampling = model_defaults(folder)
-            self.model = load_model(folder, manifest, config)
-            self.store = open_store(folder, manifest, self.placement, config)
+            drive = drive_of(settings, folder, manifest)
+            reading = DEFAULT_READING if drive is None else drive.reading
+            self.model = load_model(folder, manifest, config, reading)
+            self.store = open_store(folder, manifest, self.placement, config, reading)
+            how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
+            self.notes = (*self.placement.notes, f"disk: {how}")
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
         self.load_seconds = time.perf_counter() - start

@@ -31,6 +31,7 @@ from moeinf.runtime.checkpoint import (
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.drive import Reading
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
@@ -43,12 +44,14 @@ _CACHED_SHARE = 0.5  # above this, what is missing from the page cache is read t
 class DenseWeights:
     """The `Parts` of a pulled model: views of one buffer that holds dense.safetensors."""
 
-    def __init__(self, folder: Path, manifest: Manifest, config: EngineConfig) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, config: EngineConfig, reading: Reading
+    ) -> None:
         record = manifest.file(DENSE)
         path = folder / DENSE
         try:
             self._tensors = read_header(path)
-            self._buffer, checksum = _read_dense(folder, record, config)
+            self._buffer, checksum = _read_dense(folder, record, config, reading)
         except (BadCheckpoint, OSError) as error:
             raise DamagedModel(f"{manifest.model}: {error}") from error
         if checksum != record.crc32c:
@@ -71,7 +74,9 @@ class DenseWeights:
         return lambda x: functional.linear(x, weight, offset)
 
 
-def _read_dense(folder: Path, record: FileRecord, config: EngineConfig) -> tuple[Tensor, int]:
+def _read_dense(
+    folder: Path, record: FileRecord, config: EngineConfig, reading: Reading
+) -> tuple[Tensor, int]:
     """The data of the dense file and its CRC-32C, read in pieces by the readers of experts.
 
     The pieces are the slots of a pool, which lie one after the other on huge pages. The checksum of
@@ -83,8 +88,9 @@ def _read_dense(folder: Path, record: FileRecord, config: EngineConfig) -> tuple
     ]
     pool = SlotPool(len(pieces), _PIECE)
     buffer = torch.frombuffer(pool, dtype=torch.uint8)[: record.data_bytes]
-    direct = _past_the_cache(config, [folder / record.path])
-    transfer = Transfer(folder, pieces, pool, readers=config.readers, direct_io=direct)
+    direct = _past_the_cache(config, reading, [folder / record.path])
+    readers = config.readers or reading.readers
+    transfer = Transfer(folder, pieces, pool, readers=readers, direct_io=direct)
     try:
         checksum, tickets = 0, transfer.demand(range(len(pieces)), range(len(pieces)))
         for number, piece in enumerate(torch.split(buffer, _PIECE)):
@@ -95,9 +101,11 @@ def _read_dense(folder: Path, record: FileRecord, config: EngineConfig) -> tuple
     return buffer, checksum
 
 
-def _past_the_cache(config: EngineConfig, paths: Sequence[Path]) -> bool:
-    """Whether files that are read once are best read with O_DIRECT: not if they are cached."""
-    return cached_share(paths) < _CACHED_SHARE if config.direct_io is None else config.direct_io
+def _past_the_cache(config: EngineConfig, reading: Reading, paths: Sequence[Path]) -> bool:
+    """Whether to read with O_DIRECT: where the drive is faster so, and the files are not cached."""
+    if config.direct_io is not None:
+        return config.direct_io
+    return reading.direct and cached_share(paths) < _CACHED_SHARE
 
 
 def check_small_files(folder: Path, manifest: Manifest) -> None:
@@ -113,25 +121,33 @@ def check_small_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
 
 
-def load_model(folder: Path, manifest: Manifest, config: EngineConfig) -> Model:
+def load_model(folder: Path, manifest: Manifest, config: EngineConfig, reading: Reading) -> Model:
     """The family's model with its dense weights. Raises DamagedModel."""
     values = read_json(folder / CONFIG)
     family = family_of(values)
-    return family.build(family.parse(values), DenseWeights(folder, manifest, config))
+    return family.build(family.parse(values), DenseWeights(folder, manifest, config, reading))
 
 
 def open_store(
-    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig
+    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig, reading: Reading
 ) -> ExpertStore:
-    """An empty expert cache of the placement's size, with its readers running."""
+    """An empty expert cache of the placement's size, with its readers running.
+
+    `reading` is how the drive is best read, as far as the config does not say otherwise.
+    """
     layout = manifest.expert_layout
     pool = SlotPool(placement.slots, layout.slot_bytes)
     shards = manifest.shards()
-    # With a slot for each, an expert is read once. With fewer, the page cache may be a second tier.
-    once = placement.slots == len(shards)
     sample = [folder / shard.path for shard in shards[:: max(1, len(shards) // _SAMPLED_SHARDS)]]
-    direct = _past_the_cache(config, sample) if once else bool(config.direct_io)
-    transfer = Transfer(folder, shards, pool, readers=config.readers, direct_io=direct)
-    residency = Residency(placement.slots, manifest.layers * manifest.experts)
+    transfer = Transfer(
+        folder,
+        shards,
+        pool,
+        readers=config.readers or reading.readers,
+        direct_io=_past_the_cache(config, reading, sample),
+        block_bytes=reading.block_bytes,
+    )
+    staging = min(manifest.top_k, placement.slots // 2)
+    residency = Residency(placement.slots, manifest.layers * manifest.experts, staging)
     policy = POLICIES[config.policy]()
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())

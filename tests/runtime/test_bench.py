@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moeinf.runtime.bench import bench, decode, prefill, prompt_of, report, token_bytes
+from moeinf.runtime.config import Settings
 from moeinf.runtime.measure import Speeds
 from tests.conftest import Open
 
@@ -50,17 +51,20 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = bench(engine, prompt_tokens=20, new_tokens=6, rounds=2)
     assert (len(measured.prefill_seconds), len(measured.step_seconds)) == (2, 12)
     assert measured.decode.decode_events == 6 * _LAYERS * _K
-    speeds = Speeds(1e9, 1e6, "", "")
-    monkeypatch.setattr("moeinf.runtime.bench.measure", lambda *_: speeds)
-    run = report(engine, "lru", measured)
+    settings = Settings(engine.folder.parents[2])
+    disk = "moeinf.runtime.bench.measure"
+    monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e6, "", ""))
+    run = report(engine, settings, "lru", measured)
     read = measured.decode.decode_bytes_read / 6
     assert run["bytes_read_per_token"] == round(read) > 0
     assert run["floor_ms"] == pytest.approx(read / 1e6 * 1e3, abs=1e-3)  # the slow disk decides
     assert 0 < run["tpot_ms_median"] <= run["tpot_ms_p95"]
     assert 0 < run["hit_rate"] < 1
     assert 0 < run["stall_share"] < 1
-    monkeypatch.setattr("moeinf.runtime.bench.measure", lambda *_: Speeds(1e6, 1e12, "", ""))
+    assert run["ram_bytes_per_s"] > 1e8
+    monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e15, "", ""))
+    monkeypatch.setattr("moeinf.runtime.bench.read_ceiling", lambda _: 1e6)
     context = 20 + 6 // 2
-    assert report(engine, "lru", measured)["floor_ms"] == pytest.approx(
+    assert report(engine, settings, "lru", measured)["floor_ms"] == pytest.approx(
         token_bytes(engine, context).total / 1e6 * 1e3
     )

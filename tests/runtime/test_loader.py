@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moeinf.models.base import ModelDataError
 from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.library import Library
 from moeinf.runtime.loader import DenseWeights
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
@@ -31,7 +32,7 @@ def _demo(home: Path) -> tuple[Manifest, Path]:
 def test_pieces_make_the_whole(demo_home: Path, direct: bool | None) -> None:
     manifest, folder = _demo(demo_home)
     assert manifest.file(DENSE).data_bytes > 10 * 3 * 4096  # many pieces
-    weights = DenseWeights(folder, manifest, EngineConfig(direct_io=direct))
+    weights = DenseWeights(folder, manifest, EngineConfig(direct_io=direct), DEFAULT_READING)
     for name, expected in load_file(folder / DENSE).items():
         assert torch.equal(weights.tensor(name, *expected.shape), expected)
     with pytest.raises(ModelDataError, match=r"lacks nothing of shape \[3\]"):
@@ -51,4 +52,4 @@ def test_damage_anywhere_is_found(demo_home: Path, tmp_path: Path, damage: str) 
         data[4096 if damage == "first" else -1] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedModel, match=r"demo:bf16: .*dense\.safetensors"):
-        DenseWeights(tmp_path / "demo", manifest, EngineConfig())
+        DenseWeights(tmp_path / "demo", manifest, EngineConfig(), DEFAULT_READING)
