@@ -79,9 +79,9 @@ class Engine:
                 undo.callback(self.template.close)
             self.ends = end_tokens(folder, self.tokenizer)
             self.sampling = model_defaults(folder)
-            self.model = load_model(folder, manifest)
             drive = drive_of(settings, folder, manifest)
             reading = DEFAULT_READING if drive is None else drive.reading
+            self.model = load_model(folder, manifest, config, reading)
             self.store = open_store(folder, manifest, self.placement, config, reading)
             how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
             self.choices = (*self.placement.notes, f"disk: {how}")
