@@ -4,6 +4,7 @@ Does not know models, experts, policies or torch; imports nothing of ours.
 """
 
 from moeinf.native._native import (
+    BLOCK_ROWS,
     DEMAND,
     MAX_COMPUTE_THREADS,
     PAGE_BYTES,
@@ -12,14 +13,24 @@ from moeinf.native._native import (
     CopyQueue,
     CorruptShard,
     Counters,
+    ExpertKernel,
+    LinearKernel,
     SlotPool,
+    combine_rows,
     compute_threads,
     crc32c,
+    dequantise_rows,
+    kernel_path,
+    kernels_are_fast,
+    matrix_bytes,
+    quantise_rows,
+    read_loop,
     set_compute_threads,
     syncfs,
 )
 
 __all__ = [
+    "BLOCK_ROWS",
     "DEMAND",
     "MAX_COMPUTE_THREADS",
     "PAGE_BYTES",
@@ -28,9 +39,18 @@ __all__ = [
     "CopyQueue",
     "CorruptShard",
     "Counters",
+    "ExpertKernel",
+    "LinearKernel",
     "SlotPool",
+    "combine_rows",
     "compute_threads",
     "crc32c",
+    "dequantise_rows",
+    "kernel_path",
+    "kernels_are_fast",
+    "matrix_bytes",
+    "quantise_rows",
+    "read_loop",
     "set_compute_threads",
     "syncfs",
 ]

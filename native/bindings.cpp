@@ -20,7 +20,7 @@
 
 #include "copy_queue_files.h"
 #include "crc32c.h"
-#include "thread_pool.h"
+#include "kernel_bindings.h"
 
 namespace py = pybind11;
 using namespace moeinf;
@@ -234,10 +234,5 @@ PYBIND11_MODULE(_native, m) {
         py::arg("buffer"), py::arg("crc") = 0);
     m.def("_crc32c_is_hardware", &crc32c_is_hardware);
     m.def("syncfs", &sync_file_system, py::arg("fd"));
-
-    m.attr("MAX_COMPUTE_THREADS") = kMaxComputeThreads;
-    m.def("compute_threads", [] { return compute_pool().threads(); });
-    m.def(
-        "set_compute_threads", [](int threads) { compute_pool().set_threads(threads); },
-        py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+    bind_kernels(m);
 }
