@@ -13,9 +13,13 @@
 namespace moeinf {
 namespace {
 
-using Floats = float __attribute__((vector_size(64)));  // a lane is a row of the block
-using Ints = std::int32_t __attribute__((vector_size(64)));
-static_assert(sizeof(Floats) == kBlockRows * sizeof(float));
+// A lane is a row of the block. As wide as the processor's own: of wider ones, GCC takes choices
+// (?:) apart element by element.
+template <std::size_t lanes>
+struct Wide {
+    using Floats [[gnu::vector_size(lanes * 4)]] = float;
+    using Ints [[gnu::vector_size(lanes * 4)]] = std::int32_t;
+};
 
 #define MOEINF_INLINE __attribute__((always_inline)) inline
 
@@ -35,22 +39,25 @@ template <Format format>
 constexpr float kHighest = format == Format::kQ4 ? 7.0f : 127.0f;
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23: adding it rounds to the nearest even
 
-struct GroupOfRows {
-    Floats x[kGroup];
-};
-
-template <Format format>
+template <Format format, class Floats>
 MOEINF_INLINE void code(const Floats& x, const Floats& factor, Floats& q) {
     q = (x * factor + kRounder) - kRounder;
     q = q < kLowest<format> ? Floats{} + kLowest<format> : q;
     q = q > kHighest<format> ? Floats{} + kHighest<format> : q;
 }
 
-// Chooses scales[r] (already float16) and codes[k][r] for 16 groups at once.
-template <Format format>
-MOEINF_INLINE void search(const GroupOfRows& group, std::uint16_t* scales, Floats* codes) {
+// Chooses scales[r] (already float16) and codes[k][r] for as many groups as there are lanes.
+// x and codes: [k][row of the block]; the rows are first … first + lanes − 1.
+template <Format format, std::size_t lanes>
+MOEINF_INLINE void search(const float (*values)[kBlockRows], std::size_t first,
+                          std::uint16_t* scales, float (*codes)[kBlockRows]) {
+    using Floats = typename Wide<lanes>::Floats;
+    using Ints = typename Wide<lanes>::Ints;
+    Floats group[kGroup];
+    for (std::size_t k = 0; k < kGroup; ++k)
+        std::memcpy(&group[k], values[k] + first, sizeof group[k]);
     Floats largest{}, magnitude{}, bad{};
-    for (const Floats& x : group.x) {
+    for (const Floats& x : group) {
         const Floats size = x < 0.0f ? -x : x;
         const Ints larger = size > magnitude;
         largest = larger ? x : largest;
@@ -63,7 +70,7 @@ MOEINF_INLINE void search(const GroupOfRows& group, std::uint16_t* scales, Float
     for (const float candidate : kCandidates<format>) {
         const Floats factor = inverse * candidate;
         Floats xq{}, qq{};
-        for (const Floats& x : group.x) {
+        for (const Floats& x : group) {
             Floats q;
             code<format>(x, factor, q);
             xq += x * q;
@@ -77,20 +84,22 @@ MOEINF_INLINE void search(const GroupOfRows& group, std::uint16_t* scales, Float
         best_score = better ? score : best_score;
     }
     Floats factor{};
-    for (std::size_t r = 0; r < kBlockRows; ++r) {
+    for (std::size_t r = 0; r < lanes; ++r) {
         const float scale = nothing[r] ? 0.0f : best_scale[r];
-        scales[r] = float_to_half(bad[r] == 0.0f ? scale : bad[r]);
-        const float kept = half_to_float(scales[r]);
+        scales[first + r] = float_to_half(bad[r] == 0.0f ? scale : bad[r]);
+        const float kept = half_to_float(scales[first + r]);
         factor[r] = kept != 0.0f && kept - kept == 0.0f ? 1.0f / kept : 0.0f;
     }
     for (std::size_t k = 0; k < kGroup; ++k) {
-        const Floats clean = bad == 0.0f ? group.x[k] : Floats{};
-        code<format>(clean, factor, codes[k]);
+        const Floats clean = bad == 0.0f ? group[k] : Floats{};
+        Floats q;
+        code<format>(clean, factor, q);
+        std::memcpy(codes[k] + first, &q, sizeof q);
     }
 }
 
 template <Format format>
-MOEINF_INLINE void write_codes(const Floats* codes, std::byte* to) {
+MOEINF_INLINE void write_codes(const float (*codes)[kBlockRows], std::byte* to) {
     constexpr float kZero = format == Format::kQ4 ? kQ4Zero : kQ8Zero;
     std::uint8_t bytes[kGroup][kBlockRows];
     for (std::size_t k = 0; k < kGroup; ++k)
@@ -107,24 +116,25 @@ MOEINF_INLINE void write_codes(const Floats* codes, std::byte* to) {
             }
 }
 
-template <Format format>
+template <Format format, std::size_t lanes>
 MOEINF_INLINE void quantise_block(const std::byte* rows, Dtype dtype, std::size_t count,
                                   std::size_t columns, std::byte* out) {
     constexpr std::size_t kTile = tile_bytes(format);
     constexpr std::size_t kScales = kTile - 2 * kTileGroups * kBlockRows;
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
     for (std::size_t group = 0; group < groups_of(columns); ++group) {
-        GroupOfRows lanes{};
+        float x[kGroup][kBlockRows] = {};
         const std::size_t first = group * kGroup;
         const std::size_t there = first < columns ? std::min(kGroup, columns - first) : 0;
         for (std::size_t r = 0; r < count; ++r) {
             float values[kGroup];
             load_row(rows + (r * columns + first) * item, there, dtype, values);
-            for (std::size_t k = 0; k < there; ++k) lanes.x[k][r] = values[k];
+            for (std::size_t k = 0; k < there; ++k) x[k][r] = values[k];
         }
         std::uint16_t scales[kBlockRows];
-        Floats codes[kGroup];
-        search<format>(lanes, scales, codes);
+        float codes[kGroup][kBlockRows];
+        for (std::size_t r = 0; r < kBlockRows; r += lanes)
+            search<format, lanes>(x, r, scales, codes);
         std::byte* const tile = out + group / kTileGroups * kTile;
         const std::size_t half = group % kTileGroups;
         write_codes<format>(codes, tile + half * (kScales / kTileGroups));
@@ -132,24 +142,31 @@ MOEINF_INLINE void quantise_block(const std::byte* rows, Dtype dtype, std::size_
     }
 }
 
+template <std::size_t lanes>
 MOEINF_INLINE void quantise_any(const std::byte* rows, Dtype dtype, std::size_t count,
                                 std::size_t columns, Format format, std::byte* out) {
     if (format == Format::kQ4)
-        quantise_block<Format::kQ4>(rows, dtype, count, columns, out);
+        quantise_block<Format::kQ4, lanes>(rows, dtype, count, columns, out);
     else
-        quantise_block<Format::kQ8>(rows, dtype, count, columns, out);
+        quantise_block<Format::kQ8, lanes>(rows, dtype, count, columns, out);
 }
 
 void quantise_baseline(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
                        Format format, std::byte* out) {
-    quantise_any(rows, dtype, count, columns, format, out);
+    quantise_any<4>(rows, dtype, count, columns, format, out);
 }
 
 #if defined(__x86_64__)
 __attribute__((target("avx2"))) void quantise_avx2(const std::byte* rows, Dtype dtype,
                                                    std::size_t count, std::size_t columns,
                                                    Format format, std::byte* out) {
-    quantise_any(rows, dtype, count, columns, format, out);
+    quantise_any<8>(rows, dtype, count, columns, format, out);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl"))) void quantise_avx512(
+    const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns, Format format,
+    std::byte* out) {
+    quantise_any<16>(rows, dtype, count, columns, format, out);
 }
 #endif
 
@@ -159,7 +176,8 @@ void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::s
                    Format format, std::byte* out) noexcept {
     auto* quantise = quantise_baseline;
 #if defined(__x86_64__)
-    if (current_kernels().fast) quantise = quantise_avx2;
+    if (&current_kernels() == &kAvx2Kernels) quantise = quantise_avx2;
+    if (&current_kernels() == &kAvx512Kernels) quantise = quantise_avx512;
 #endif
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
     for (std::size_t first = 0; first < count; first += kBlockRows) {
