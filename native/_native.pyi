@@ -245,3 +245,70 @@ def compute_threads() -> int:
 
 def set_compute_threads(threads: int) -> None:
     """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
+
+BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that lie together
+
+def kernel_path() -> str:
+    """What kernels run on: avx512, avx2 or portable."""
+
+def kernels_are_fast() -> bool:
+    """False on the portable path."""
+
+def matrix_bytes(format: str, rows: int, columns: int) -> int:
+    """Bytes of a matrix in the format bf16 (row-major), q8 or q4 (tiles.h). Raises ValueError."""
+
+# Addresses below are of memory that the caller keeps alive: contiguous tensors of the shapes that
+# are named, bf16, or float32 where f32 says so. Tiles lie at multiples of 64 bytes: ValueError.
+
+def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, out: int) -> None:
+    """rows [count, columns] -> ceil(count / 16) row blocks of q8 or q4. Raises ValueError."""
+
+def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
+    """Row blocks of q8 or q4 -> out [count, columns], always float32. Raises ValueError."""
+
+def combine_rows(
+    rows: int, weights: int, tokens: int, top_k: int, width: int, out: int, f32: bool
+) -> None:
+    """rows [T, K, D] and weights [T, K] float32 -> out [T, D], summed k by k in float32."""
+
+@final
+class LinearKernel:
+    """x @ W.T with the weights at an address, on all compute threads. Any thread may run it.
+
+    A row's result does not depend on the other rows, the threads or the path.
+    """
+
+    def __init__(self, format: str, out_features: int, in_features: int, weights: int) -> None:
+        """Raises ValueError."""
+
+    def run(self, x: int, rows: int, out: int, f32: bool) -> None:
+        """x [rows, in_features] -> out [rows, out_features]. Without the GIL."""
+
+@final
+class ExpertKernel:
+    """The experts of one layer: down @ (silu(gate @ x) * (up @ x)), each on its own rows.
+
+    An expert is gate, up and down one behind the other, each of matrix_bytes.
+    """
+
+    def __init__(self, format: str, hidden: int, intermediate: int) -> None:
+        """Raises ValueError."""
+
+    @property
+    def expert_bytes(self) -> int: ...
+    def run(
+        self,
+        experts: Sequence[int],
+        counts: Sequence[int],
+        places: int,
+        x: int,
+        tokens: int,
+        top_k: int,
+        out: int,
+        f32: bool,
+    ) -> None:
+        """Runs experts[e] on the next counts[e] places: int64, row p // top_k of x [tokens, D].
+
+        Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
+        none. Without the GIL.
+        """

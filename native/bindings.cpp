@@ -20,8 +20,8 @@
 
 #include "copy_queue_files.h"
 #include "crc32c.h"
+#include "kernel_bindings.h"
 #include "read_loop.h"
-#include "thread_pool.h"
 
 namespace py = pybind11;
 using namespace moeinf;
@@ -277,10 +277,5 @@ PYBIND11_MODULE(_native, m) {
         py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
     m.def("_nothing", [] {});  // what a call costs: tests and benchmarks compare with it
     m.def("syncfs", &sync_file_system, py::arg("fd"));
-
-    m.attr("MAX_COMPUTE_THREADS") = kMaxComputeThreads;
-    m.def("compute_threads", [] { return compute_pool().threads(); });
-    m.def(
-        "set_compute_threads", [](int threads) { compute_pool().set_threads(threads); },
-        py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+    bind_kernels(m);
 }

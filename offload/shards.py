@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.direct_file import DirectWriter
-from moeinf.offload.layout import LAYOUT_VERSION, ExpertKey, ExpertLayout
+from moeinf.offload.layout import ExpertKey, ExpertLayout
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
     """The first SHARD_DATA_OFFSET bytes of a shard."""
     tensors = {
         span.name: {
-            "dtype": layout.dtype,
+            "dtype": span.dtype,
             "shape": list(span.shape),
             "data_offsets": [span.offset_bytes, span.offset_bytes + span.size_bytes],
         }
@@ -53,7 +53,7 @@ def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
     }
     about = {
         "format": "moeinf",
-        "layout": str(LAYOUT_VERSION),
+        "layout": str(layout.version),
         "layer": str(key.layer),
         "expert": str(key.expert),
     }

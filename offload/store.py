@@ -23,17 +23,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.policy import Policy
 from moeinf.offload.residency import Residency
+from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.transfer import ExpertReadError, Transfer
-
-_TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class Stopped(Exception):
@@ -76,7 +74,7 @@ class ExpertStore:
         self._transfer = transfer
         self._policy = policy
         self._math = math
-        self._weights = _slot_tensors(layout, pool)
+        self._slots = SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
         self.stats = StoreStats()
@@ -212,7 +210,10 @@ class _LayerRun:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
             while self._ready or self._loading:
-                self._compute(self._ready.popleft() if self._ready else self._arrived())
+                # While slots are wanted, one by one: each that is done makes room for a miss.
+                count = 1 if self._unasked else len(self._ready)
+                ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+                self._compute(ready or [self._arrived()])
                 if self._unasked:
                     self.ask()
             if self._unasked:
@@ -222,15 +223,17 @@ class _LayerRun:
             raise
         self._store._open = None
         rows = self._rows.view(*self._mix.shape, -1)  # [T, K, D]
-        return self._store._math.combine(rows, self._mix)
+        return self._store._slots.combine(rows, self._mix)
 
-    def _compute(self, cell: int) -> None:
-        """One pinned resident expert on its rows; unpinned afterwards."""
-        store, places = self._store, self._groups[cell]
-        gate_up, down = store._weights[store._residency.slot_of(cell)]
-        tokens = places // self._mix.shape[1]
-        self._rows[places] = store._math.ffn(self._x[tokens], gate_up, down)
-        store._finish(cell)
+    def _compute(self, cells: list[int]) -> None:
+        """Pinned resident experts on their rows; unpinned afterwards, whatever happens."""
+        store = self._store
+        try:
+            experts = [(store._residency.slot_of(cell), self._groups[cell]) for cell in cells]
+            store._slots.run(self._x, experts, self._mix.shape[1], self._rows)
+        finally:
+            for cell in cells:
+                store._finish(cell)
 
     def _arrived(self) -> int:
         """Waits for the miss that was asked for first; it is resident and pinned then."""
@@ -265,18 +268,3 @@ class _LayerRun:
             self._store._finish(self._ready.popleft())
         self._unasked.clear()
         self._store._open = None
-
-
-def _slot_tensors(layout: ExpertLayout, pool: SlotPool) -> list[tuple[Tensor, Tensor]]:
-    """Views of every slot as (gate_up, down); no bytes are copied or touched."""
-    arena = torch.frombuffer(pool, dtype=torch.uint8).view(pool.slots, pool.slot_bytes)
-    views = []
-    for slot in arena:
-        gate_up, down = (
-            slot[span.offset_bytes : span.offset_bytes + span.size_bytes]
-            .view(_TORCH_DTYPE[layout.dtype])
-            .view(span.shape)
-            for span in layout.spans
-        )
-        views.append((gate_up, down))
-    return views

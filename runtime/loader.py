@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moeinf.models import family_of
 from moeinf.models.base import Linear, Model, ModelDataError
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
+from moeinf.offload.layout import stored_bytes
 from moeinf.offload.policy import POLICIES
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord
@@ -26,12 +26,14 @@ from moeinf.runtime.checkpoint import (
     CONFIG,
     TORCH_DTYPE,
     BadCheckpoint,
+    SourceTensor,
     memory_of,
     read_header,
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.drive import Reading
+from moeinf.runtime.linears import plain_linear, tiled_linear
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
@@ -60,18 +62,25 @@ class DenseWeights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         found = self._tensors.get(name)
-        if found is None or found.shape != shape:
+        if found is None or found.shape != shape or found.dtype not in TORCH_DTYPE:
             raise ModelDataError(f"{DENSE} lacks {name} of shape {list(shape)}")
-        start = found.offset - self._data_offset
-        data = self._buffer[start : start + found.size_bytes]
-        return data.view(TORCH_DTYPE[found.dtype]).view(shape)
+        return self._bytes_of(found).view(TORCH_DTYPE[found.dtype]).view(shape)
 
     def linear(
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
-        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
-        return lambda x: functional.linear(x, weight, offset)
+        name, shape = f"{prefix}.weight", (out_features, in_features)
+        found = self._tensors.get(name)
+        if found is not None and found.dtype == "U8":
+            for form in ("Q4", "Q8"):
+                if found.size_bytes == stored_bytes(form, shape):
+                    return tiled_linear(self._bytes_of(found), form, *shape, offset)
+        return plain_linear(self.tensor(name, *shape), offset)
+
+    def _bytes_of(self, found: SourceTensor) -> Tensor:
+        start = found.offset - self._data_offset
+        return self._buffer[start : start + found.size_bytes]
 
 
 def _read_dense(

@@ -15,7 +15,7 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
-from moeinf.runtime.checkpoint import Checkpoint, SourceTensor, blocks
+from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
@@ -113,7 +113,7 @@ def repair(
             _replace(folder, manifest, damage.path, b"", data)
         else:
             source.bring_tensors(list(target.parts))
-            parts = (block for part in target.parts for block in blocks(part, target.dtype))
+            parts = (block for n in range(len(target.parts)) for block in target.data(n))
             _replace(folder, manifest, damage.path, target.header, parts)
         progress("repairing", number + 1, len(damages))
     sync_filesystem(folder)
