@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 
 from moeinf.native import BLOCK_ROWS
+from moeinf.offload.direct_file import BLOCK_BYTES
 from moeinf.offload.layout import is_tiled
 from moeinf.offload.quantise import quantise
 from moeinf.runtime.checkpoint import (
-    BLOCK_BYTES,
     TORCH_DTYPE,
     SourceTensor,
     blocks,
