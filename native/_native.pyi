@@ -200,3 +200,47 @@ def compute_threads() -> int:
 
 def set_compute_threads(threads: int) -> None:
     """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
+
+def attention_path() -> str:
+    """The fastest path of decode attention here: avx512bf16, avx512, avx2 or portable."""
+
+def attention_block_keys(seen: int) -> int:
+    """How many of `seen` keys go into one task; see decode_attention.h."""
+
+@final
+class DecodeAttention:
+    """One query row per request over its cache. All addresses are of contiguous host memory."""
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        key_width: int,
+        value_width: int,
+        scale: float,
+        *,
+        bf16: bool,
+        window: int = 0,
+        sinks: int = 0,
+    ) -> None:
+        """Queries, outputs and caches are bfloat16 or float32. A window of 0 sees everything.
+
+        sinks is the address of [heads] float32, or 0: a logit per head that takes its share
+        of the softmax and has no value. It must stay where it is.
+
+        Raises ValueError for sizes that do not fit each other.
+        """
+
+    def __call__(
+        self,
+        q: int,
+        out: int,
+        requests: Sequence[tuple[int, int, int, int, int, int, int]],
+        path: str | None = None,
+    ) -> None:
+        """q [requests, heads, key_width] -> out [requests, heads, value_width], by address.
+
+        A request is (keys, values, key head stride, key row stride, value head stride, value row
+        stride, tokens): two addresses, four strides in items, and at least one token. `path` names
+        a slower path than attention_path(). Works without the GIL. Raises ValueError, MemoryError.
+        """

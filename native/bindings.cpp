@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include "attention_bindings.h"
 #include "copy_queue_files.h"
 #include "crc32c.h"
 #include "thread_pool.h"
@@ -234,6 +235,8 @@ PYBIND11_MODULE(_native, m) {
         py::arg("buffer"), py::arg("crc") = 0);
     m.def("_crc32c_is_hardware", &crc32c_is_hardware);
     m.def("syncfs", &sync_file_system, py::arg("fd"));
+
+    bind_attention(m);
 
     m.attr("MAX_COMPUTE_THREADS") = kMaxComputeThreads;
     m.def("compute_threads", [] { return compute_pool().threads(); });
