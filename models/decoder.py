@@ -6,7 +6,7 @@ Does not know families: a family's file hands it blocks. Knows experts only as t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -93,8 +93,16 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self._embedding = embedding  # [V, D]
-        self._blocks = tuple(blocks)
-        self._norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+        self._blocks = tuple(
+            replace(
+                block,
+                attention_norm=parts.tuned(block.attention_norm),
+                ffn_norm=parts.tuned(block.ffn_norm),
+            )
+            for block in blocks
+        )
+        norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+        self._norm = parts.tuned(norm)
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head: Linear = parts.linear(head, config.vocab, config.hidden)
         self._rope = Rope(config.rope, rope_dim, embedding.device)

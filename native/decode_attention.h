@@ -38,9 +38,9 @@
 
 namespace moeinf {
 
-inline constexpr std::size_t kTileKeys = 64;
-inline constexpr std::size_t kMinBlockKeys = 128;
-inline constexpr std::size_t kMaxBlocks = 64;
+inline constexpr std::size_t kTileKeys = 128;
+inline constexpr std::size_t kMinBlockKeys = 256;
+inline constexpr std::size_t kMaxBlocks = 16;
 inline constexpr std::size_t kMaxLanesHeads = 16;  // query heads that a path works on at once
 
 enum class AttentionPath { kPortable, kAvx2, kAvx512, kAvx512Bf16 };

@@ -44,4 +44,19 @@ const Path kAvx2Path{avx2::packed_bytes, avx2::pack, avx2::run};
 const Path kAvx512Path{avx512::packed_bytes, avx512::pack, avx512::run};
 #endif
 
+#define MOEINF_ROW_MATH(lanes) {lanes::sum_rows, lanes::dot_rows, lanes::norm, lanes::rotate_half}
+
+const RowMath& row_math() noexcept {
+    static constexpr RowMath kPortable = MOEINF_ROW_MATH(portable);
+#if defined(__x86_64__) && !defined(__clang__)
+    static constexpr RowMath kAvx2 = MOEINF_ROW_MATH(avx2);
+    static constexpr RowMath kAvx512 = MOEINF_ROW_MATH(avx512);
+    if (best_attention_path() >= AttentionPath::kAvx512) return kAvx512;
+    if (best_attention_path() == AttentionPath::kAvx2) return kAvx2;
+#endif
+    return kPortable;
+}
+
+#undef MOEINF_ROW_MATH
+
 }  // namespace moeinf::attention

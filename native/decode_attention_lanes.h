@@ -1,4 +1,4 @@
-// One task of decode attention in vectors of kFloats floats; everything in float32.
+// One task of decode attention, and the small steps around it, in vectors of kFloats floats.
 // Does not know the processor: decode_attention_lanes.cpp includes this once for each kind, with
 //
 //   MOEINF_LANES        the namespace
@@ -35,6 +35,20 @@ inline Vector load(const std::uint16_t* at) noexcept {
 
 inline void store(float* at, Vector x) noexcept {
     *reinterpret_cast<LooseVector*>(at) = x;
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline void store(std::uint16_t* at, Vector x) noexcept {
+    const Word bits = (Word)x;
+    const Word rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const Word kept = (bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded;
+    *reinterpret_cast<LooseHalf*>(at) = __builtin_convertvector(kept, LooseHalf);
+}
+
+inline Vector round_to_half(Vector x) noexcept {
+    std::uint16_t half[kFloats];
+    store(half, x);
+    return load(half);
 }
 
 inline float load_one(float x) noexcept {
@@ -214,6 +228,90 @@ inline void run_items(const Task& task) noexcept {
 
 void run(const Task& task) noexcept {
     task.bf16 ? run_items<std::uint16_t>(task) : run_items<float>(task);
+}
+
+constexpr std::size_t kRowsAtOnce = 8;
+constexpr std::size_t kColumnsAtOnce = 1024;  // sums that are kept in the nearest cache
+
+template <std::size_t Rows>
+inline void add_rows(const std::uint16_t* weights, std::size_t width, std::size_t columns,
+                     const std::uint16_t* x, float* sums) noexcept {
+    std::size_t column = 0;
+    for (; column + kFloats <= columns; column += kFloats) {
+        Vector sum = load(sums + column);
+        for (std::size_t row = 0; row < Rows; ++row)
+            sum += widen(x[row]) * load(weights + row * width + column);
+        store(sums + column, sum);
+    }
+    for (; column < columns; ++column)
+        for (std::size_t row = 0; row < Rows; ++row)
+            sums[column] += widen(x[row]) * widen(weights[row * width + column]);
+}
+
+void sum_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+              const std::uint16_t* x, std::uint16_t* out) noexcept {
+    for (std::size_t first = 0; first < width; first += kColumnsAtOnce) {
+        const std::size_t left = width - first;
+        const std::size_t columns = left < kColumnsAtOnce ? left : kColumnsAtOnce;
+        float sums[kColumnsAtOnce];
+        for (std::size_t column = 0; column < columns; ++column) sums[column] = 0;
+        const std::uint16_t* from = weights + first;
+        std::size_t row = 0;
+        for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
+            add_rows<kRowsAtOnce>(from + row * width, width, columns, x + row, sums);
+        for (; row < rows; ++row) add_rows<1>(from + row * width, width, columns, x + row, sums);
+        for (std::size_t column = 0; column < columns; ++column)
+            out[first + column] = narrow(sums[column]);
+    }
+}
+
+void dot_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+              const std::uint16_t* x, std::uint16_t* out) noexcept {
+    for (std::size_t row = 0; row < rows; ++row) {
+        const std::uint16_t* at = weights + row * width;
+        Vector sums[4] = {};
+        std::size_t column = 0;
+        for (; column + 4 * kFloats <= width; column += 4 * kFloats)
+            for (std::size_t i = 0; i < 4; ++i)
+                sums[i] += load(at + column + i * kFloats) * load(x + column + i * kFloats);
+        float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        for (; column < width; ++column) sum += widen(at[column]) * widen(x[column]);
+        out[row] = narrow(sum);
+    }
+}
+
+void norm(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
+          std::uint16_t* out) noexcept {
+    Vector sums[2] = {};
+    std::size_t i = 0;
+    for (; i + 2 * kFloats <= width; i += 2 * kFloats)
+        for (std::size_t k = 0; k < 2; ++k) {
+            const Vector value = load(x + i + k * kFloats);
+            sums[k] += value * value;
+        }
+    float sum = sum_of(sums[0] + sums[1]);
+    for (; i < width; ++i) sum += widen(x[i]) * widen(x[i]);
+    const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+    for (i = 0; i + kFloats <= width; i += kFloats)
+        store(out + i, round_to_half(load(x + i) * factor) * load(weight + i));
+    for (; i < width; ++i) out[i] = narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i]));
+}
+
+void rotate_half(const std::uint16_t* x, const float* cos, const float* sin, std::size_t width,
+                 std::uint16_t* out) noexcept {
+    const std::size_t half = width / 2;
+    std::size_t i = 0;
+    for (; i + kFloats <= half; i += kFloats) {
+        const Vector a = load(x + i), b = load(x + i + half);
+        const Vector c = load(cos + i), s = load(sin + i);
+        store(out + i, a * c - b * s);
+        store(out + i + half, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = widen(x[i]), b = widen(x[i + half]);
+        out[i] = narrow(a * cos[i] - b * sin[i]);
+        out[i + half] = narrow(b * cos[i] + a * sin[i]);
+    }
 }
 
 }  // namespace

@@ -31,6 +31,24 @@ struct Path {
     void (*run)(const Task& task) noexcept;
 };
 
+// Small steps on bfloat16 rows, computed in float32.
+struct RowMath {
+    // out [width] = sum over rows of x[row] * weights[row]; weights [rows][width]
+    void (*sum)(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+                const std::uint16_t* x, std::uint16_t* out) noexcept;
+    // out [rows] = weights[row] · x
+    void (*dot)(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+                const std::uint16_t* x, std::uint16_t* out) noexcept;
+    // out = x / sqrt(mean(x²) + eps), rounded, times weight; may be in place
+    void (*norm)(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
+                 std::uint16_t* out) noexcept;
+    // Turns the pairs (i, i + width/2) by the angles cos, sin [width/2]; may be in place.
+    void (*rotate_half)(const std::uint16_t* x, const float* cos, const float* sin,
+                        std::size_t width, std::uint16_t* out) noexcept;
+};
+
+const RowMath& row_math() noexcept;  // of best_attention_path()
+
 inline constexpr float kNoKey = -1e30f;  // a score below every real one; its power of two is 0
 
 extern const Path kPortablePath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;

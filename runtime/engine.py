@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
+from moeinf.native import set_compute_threads
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import Registry
@@ -62,6 +63,7 @@ class Engine:
         if registration is None:
             raise NoSuchModel(str(manifest.model), [])
         torch.set_num_threads(self.placement.threads)
+        set_compute_threads(self.placement.threads)
         with ExitStack() as undo:  # in reverse, should anything below fail
             undo.callback(registration.close)
             check_small_files(folder, manifest)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeinf.models import family_of
-from moeinf.models.base import Linear, Model, ModelDataError
+from moeinf.models.base import Linear, Model, ModelDataError, Piece
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.policy import POLICIES
@@ -32,6 +32,7 @@ from moeinf.runtime.checkpoint import (
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.plan import Placement
+from moeinf.runtime.tuned import tuned
 
 _ALIGNMENT = 64
 
@@ -68,6 +69,9 @@ class DenseWeights:
         weight = self.tensor(f"{prefix}.weight", out_features, in_features)
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
         return lambda x: functional.linear(x, weight, offset)
+
+    def tuned(self, piece: Piece) -> Piece:
+        return tuned(piece)
 
 
 def _read(path: Path, offset: int, view: memoryview) -> None:
