@@ -118,50 +118,78 @@ def parse_gqa(fields: Fields, hidden: int, heads: int) -> GqaShape:
     return GqaShape(heads, kv_heads, head_dim)
 
 
+@dataclass(frozen=True)
+class GqaCore:
+    """What stands between the projections of one layer: norms, clipping, half-rotation rope, the
+    cache and attention. The norms act on the whole projection [T, heads·head_dim], before rope.
+    """
+
+    layer: int
+    shape: GqaShape
+    q_norm: Callable[[Tensor], Tensor] | None = None
+    k_norm: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
+        """q [T, H·W], k and v [T, G·W] -> [T, H·W]; writes keys and values into the caches.
+
+        Rows that no span of `rows` names are left as they come.
+        """
+        shape = self.shape
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if shape.clip is not None:
+            q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
+        q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))  # [T, heads, W]
+        q, k = (rotate_half(y, rows.cos, rows.sin) for y in (q, k))
+        out = q.new_empty(len(q), shape.heads * shape.head_dim)
+        for span in rows.spans:
+            r = span.rows
+            keys, values = span.cache.write(self.layer, span.past, k[r], v[r])
+            out[r] = attend(q[r], keys, values, shape.head_dim**-0.5, shape.window)
+        return out
+
+
+@dataclass(frozen=True)
+class Projections:
+    """q, k, v and o of one layer, and what may replace the torch between them."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    tuned: Callable[[GqaCore], GqaCore]
+
+
 class GqaAttention:
-    """Grouped-query attention of one layer, with half-rotation rope."""
+    """Grouped-query attention of one layer."""
 
     def __init__(
         self,
         layer: int,
         shape: GqaShape,
-        projections: tuple[Linear, Linear, Linear, Linear],  # q, k, v, o
+        projections: Projections,
         q_norm: Callable[[Tensor], Tensor] | None = None,
         k_norm: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """The norms act on the whole projection [T, heads·head_dim], before rope."""
-        self._layer, self._shape = layer, shape
-        self._q, self._k, self._v, self._o = projections
-        self._q_norm, self._k_norm = q_norm, k_norm
+        """The norms: see GqaCore."""
+        self._projections = projections
+        self._core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm))
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """x [T, D] -> [T, D]; writes each request's keys and values into its cache."""
-        q, k, v = self._q(x), self._k(x), self._v(x)
-        if self._q_norm is not None:
-            q = self._q_norm(q)
-        if self._k_norm is not None:
-            k = self._k_norm(k)
-        shape = self._shape
-        if shape.clip is not None:
-            q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
-        q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))  # [T, heads, W]
-        q, k = (rotate_half(y, rows.cos, rows.sin) for y in (q, k))
-        out = x.new_empty(len(x), shape.heads * shape.head_dim)
-        for span in rows.spans:
-            r = span.rows
-            keys, values = span.cache.write(self._layer, span.past, k[r], v[r])
-            out[r] = attend(q[r], keys, values, shape.head_dim**-0.5, shape.window)
-        return self._o(out)
+        p = self._projections
+        return p.o(self._core(p.q(x), p.k(x), p.v(x), rows))
 
 
-def gqa_projections(
-    parts: Parts, prefix: str, hidden: int, shape: GqaShape
-) -> tuple[Linear, Linear, Linear, Linear]:
+def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:
     """From `prefix`.{q,k,v,o}_proj."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return (
+    return Projections(
         parts.linear(f"{prefix}.q_proj", wide, hidden, shape.bias),
         parts.linear(f"{prefix}.k_proj", narrow, hidden, shape.bias),
         parts.linear(f"{prefix}.v_proj", narrow, hidden, shape.bias),
         parts.linear(f"{prefix}.o_proj", hidden, wide, shape.bias),
+        parts.tuned,
     )

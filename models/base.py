@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down"]
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
+Piece = TypeVar("Piece", bound=Callable[..., Any])
 
 
 class Pending(Protocol):
@@ -72,6 +73,10 @@ class Parts(Protocol):
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
         """x @ `prefix`.weight.T (+ `prefix`.bias), with weight [out_features, in_features]."""
+        ...
+
+    def tuned(self, piece: Piece) -> Piece:
+        """`piece`, a norm, a router or an attention core in torch, or a faster equivalent of it."""
         ...
 
 

@@ -94,8 +94,17 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self._embedding = embedding  # [V, D]
-        self._blocks = _looking_ahead(blocks)
-        self._norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+        tuned = (
+            replace(
+                block,
+                attention_norm=parts.tuned(block.attention_norm),
+                ffn_norm=parts.tuned(block.ffn_norm),
+            )
+            for block in blocks
+        )
+        self._blocks = _looking_ahead(tuple(tuned))
+        norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+        self._norm = parts.tuned(norm)
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head: Linear = parts.linear(head, config.vocab, config.hidden)
         self._rope = Rope(config.rope, rope_dim, embedding.device)

@@ -90,6 +90,10 @@ class KvCache:
             plane[:, start:stop] = new.transpose(0, 1)
         return tuple(plane[:, :stop] for plane in self._layers[layer])
 
+    def planes(self, layer: int) -> tuple[Tensor, ...]:
+        """The layer's planes [heads, capacity, width], for whoever writes and reads them itself."""
+        return self._layers[layer]
+
     def advance(self, tokens: int) -> None:
         """Counts tokens that every layer has written."""
         assert self._length + tokens <= self._capacity

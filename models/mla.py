@@ -43,35 +43,50 @@ class MlaShape:
 
 
 class MlaAttention:
-    """Latent attention of one layer, with rope on interleaved pairs of the rope dimensions."""
+    """Latent attention of one layer."""
 
     def __init__(self, layer: int, shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> None:
-        self._layer, self._shape = layer, shape
         self._q = _query(shape, hidden, parts, prefix)
         self._kv_a = parts.linear(
             f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora + shape.rope, hidden, shape.bias
         )
-        self._kv_norm = RmsNorm(
-            parts.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_lora), _EPS
-        )
+        norm = RmsNorm(parts.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_lora), _EPS)
         rows = shape.heads * (shape.nope + shape.value)
         kv_b = parts.tensor(f"{prefix}.kv_b_proj.weight", rows, shape.kv_lora)
-        self._kv_b = kv_b.view(shape.heads, -1, shape.kv_lora)  # [H, nope + v, kv_lora]
+        kv_b = kv_b.view(shape.heads, -1, shape.kv_lora)
+        self._core = parts.tuned(MlaCore(layer, shape, norm, kv_b))
         self._o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """x [T, D] -> [T, D]; writes each request's latents into its cache."""
-        shape = self._shape
-        q = torch.unflatten(self._q(x), -1, (shape.heads, -1))  # [T, H, nope + rope]
+        return self._o(self._core(self._q(x), self._kv_a(x), rows))
+
+
+@dataclass(frozen=True)
+class MlaCore:
+    """What stands between the projections: rope on interleaved pairs, the cache, attention."""
+
+    layer: int
+    shape: MlaShape
+    kv_norm: RmsNorm
+    kv_b: Tensor  # [H, nope + v, kv_lora]
+
+    def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
+        """q [T, H·(nope + rope)], latent [T, kv_lora + rope] -> [T, H·v]; writes into the caches.
+
+        Rows that no span of `rows` names are left as they come.
+        """
+        shape = self.shape
+        q = torch.unflatten(q, -1, (shape.heads, -1))  # [T, H, nope + rope]
         q_nope, q_rope = torch.split(q, [shape.nope, shape.rope], -1)
         q_rope = rotate_pairs(q_rope, rows.cos, rows.sin)
-        latent, k_rope = torch.split(self._kv_a(x), [shape.kv_lora, shape.rope], -1)
+        latent, k_rope = torch.split(latent, [shape.kv_lora, shape.rope], -1)
         k_rope = rotate_pairs(k_rope[:, None], rows.cos, rows.sin)  # [T, 1, rope]
-        new = torch.cat((self._kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, kv_lora + rope]
+        new = torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, kv_lora + rope]
         past = [
-            span.cache.write(self._layer, span.past, new[span.rows])[0][0] for span in rows.spans
+            span.cache.write(self.layer, span.past, new[span.rows])[0][0] for span in rows.spans
         ]  # per request [S, kv_lora + rope]
-        out = x.new_empty(len(x), shape.heads, shape.value)
+        out = q.new_empty(len(q), shape.heads, shape.value)
         singles = [i for i, span in enumerate(rows.spans) if span.count == 1]
         if singles:
             at = [rows.spans[i].rows.start for i in singles]
@@ -79,12 +94,12 @@ class MlaAttention:
         for span, memory in zip(rows.spans, past, strict=True):
             if span.count > 1:
                 self._expanded(q_nope, q_rope, span, memory, out)
-        return self._o(out.flatten(1))
+        return out.flatten(1)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, past: Sequence[Tensor]) -> Tensor:
         """One row for each of R requests: q_nope [R, H, nope], q_rope [R, H, rope] -> [R, H, v]."""
-        shape = self._shape
-        w_uk, w_uv = torch.split(self._kv_b, [shape.nope, shape.value], 1)  # [H, …, kv_lora] each
+        shape = self.shape
+        w_uk, w_uv = torch.split(self.kv_b, [shape.nope, shape.value], 1)  # [H, …, kv_lora] each
         q = torch.cat(((q_nope.transpose(0, 1) @ w_uk).transpose(0, 1), q_rope), -1)
         mixed = q.new_empty(len(past), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
         for row, memory in enumerate(past):
@@ -98,14 +113,14 @@ class MlaAttention:
         self, q_nope: Tensor, q_rope: Tensor, span: Span, memory: Tensor, out: Tensor
     ) -> None:
         """Several rows of one request; memory [S, kv_lora + rope]; writes into out [T, H, v]."""
-        shape, total = self._shape, len(memory)
+        shape, total = self.shape, len(memory)
         latent, k_rope = torch.split(memory, [shape.kv_lora, shape.rope], -1)
         # Zeros after the shorter of key and value: torch's flash kernel wants equal widths.
         width = max(shape.nope + shape.rope, shape.value)
         items = total * (2 * width + shape.nope + shape.value)
         for block in head_blocks(shape.heads, items * memory.itemsize):
             heads = block.stop - block.start
-            kv = functional.linear(latent, self._kv_b[block].flatten(0, 1))  # [S, h·(nope + v)]
+            kv = functional.linear(latent, self.kv_b[block].flatten(0, 1))  # [S, h·(nope + v)]
             kv = torch.unflatten(kv, -1, (heads, -1))
             k_nope, value = torch.split(kv, [shape.nope, shape.value], -1)  # [S, h, …]
             k = memory.new_zeros(heads, total, width)

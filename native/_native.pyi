@@ -312,3 +312,120 @@ class ExpertKernel:
         Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
         none. Without the GIL.
         """
+
+def attention_path() -> str:
+    """The fastest path of decode attention here: avx512bf16, avx512, avx2 or portable."""
+
+def attention_block_keys(seen: int) -> int:
+    """How many of `seen` keys go into one task; see decode_attention.h."""
+
+@final
+class DecodeAttention:
+    """One query row per request over its cache. All addresses are of contiguous host memory."""
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        key_width: int,
+        value_width: int,
+        scale: float,
+        *,
+        bf16: bool,
+        window: int = 0,
+        sinks: int = 0,
+    ) -> None:
+        """Queries, outputs and caches are bfloat16 or float32. A window of 0 sees everything.
+
+        sinks is the address of [heads] float32, or 0: a logit per head that takes its share
+        of the softmax and has no value. It must stay where it is.
+
+        Raises ValueError for sizes that do not fit each other.
+        """
+
+    def __call__(
+        self,
+        q: int,
+        out: int,
+        requests: Sequence[tuple[int, int, int, int, int, int, int]],
+        path: str | None = None,
+    ) -> None:
+        """q [requests, heads, key_width] -> out [requests, heads, value_width], by address.
+
+        A request is (keys, values, key head stride, key row stride, value head stride, value row
+        stride, tokens): two addresses, four strides in items, and at least one token. `path` names
+        a slower path than attention_path(). Works without the GIL. Raises ValueError, MemoryError.
+        """
+
+@final
+class GqaStep:
+    """One token per request, from the projections to the output of attention; all bfloat16."""
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        scale: float,
+        window: int,
+        q_norm: tuple[int, int, float] | None,
+        k_norm: tuple[int, int, float] | None,
+        clip: float,
+    ) -> None:
+        """A norm is (address of its weight, width, eps); width divides the whole projection.
+
+        A window or clip of 0 means none. Weights must stay where they are. Raises ValueError.
+        """
+
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        cos: int,
+        sin: int,
+        out: int,
+        requests: Sequence[tuple[int, int, int, int, int, int, int]],
+    ) -> None:
+        """q and out [R, heads · width], k and v [R, kv_heads · width], cos, sin [R, width / 2] f32.
+
+        Writes the newest row of each cache; see DecodeAttention for requests, whose tokens include
+        the new one. Works without the GIL. Raises ValueError, MemoryError.
+        """
+
+@final
+class MlaStep:
+    """The same for latent attention, the absorbed products included; all bfloat16."""
+
+    def __init__(
+        self,
+        heads: int,
+        nope: int,
+        rope: int,
+        value: int,
+        kv_lora: int,
+        scale: float,
+        norm: tuple[int, int, float],
+        kv_b: int,
+    ) -> None:
+        """norm is of the latent; kv_b the address of [heads, nope + value, kv_lora].
+
+        Weights must stay where they are. Raises ValueError.
+        """
+
+    def __call__(
+        self,
+        q: int,
+        latent: int,
+        cos: int,
+        sin: int,
+        out: int,
+        requests: Sequence[tuple[int, int, int, int, int, int, int]],
+    ) -> None:
+        """q [R, heads · (nope + rope)], latent [R, kv_lora + rope] -> out [R, heads · value].
+
+        cos and sin are [R, rope / 2] float32. Otherwise like GqaStep.
+        """
+
+def rms_norm(weight: int, width: int, eps: float, x: int, rows: int, out: int) -> None:
+    """x [rows, width] bfloat16 -> out: each row ÷ its root mean square, times weight [width]."""

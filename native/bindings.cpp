@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include "attention_bindings.h"
 #include "copy_queue_files.h"
 #include "crc32c.h"
 #include "kernel_bindings.h"
@@ -277,5 +278,6 @@ PYBIND11_MODULE(_native, m) {
         py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
     m.def("_nothing", [] {});  // what a call costs: tests and benchmarks compare with it
     m.def("syncfs", &sync_file_system, py::arg("fd"));
+    bind_attention(m);
     bind_kernels(m);
 }

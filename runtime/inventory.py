@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import Family
-from moeinf.models.base import FusedPart, Linear, MoeShape
+from moeinf.models.base import FusedPart, Linear, MoeShape, Piece
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import (
     ITEM_BYTES,
@@ -46,6 +46,9 @@ class WantedParts:
         if bias:
             self.tensor(f"{prefix}.bias", out_features)
         return lambda x: x.new_empty(*x.shape[:-1], out_features)
+
+    def tuned(self, piece: Piece) -> Piece:
+        return piece
 
 
 @dataclass(frozen=True)

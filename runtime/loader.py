@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.models.base import Linear, Model, ModelDataError
+from moeinf.models.base import Linear, Model, ModelDataError, Piece
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.layout import stored_bytes
@@ -37,6 +37,7 @@ from moeinf.runtime.linears import plain_linear, tiled_linear
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
+from moeinf.runtime.tuned import tuned
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights
 _SAMPLED_SHARDS = 16
@@ -81,6 +82,9 @@ class DenseWeights:
     def _bytes_of(self, found: SourceTensor) -> Tensor:
         start = found.offset - self._data_offset
         return self._buffer[start : start + found.size_bytes]
+
+    def tuned(self, piece: Piece) -> Piece:
+        return tuned(piece)
 
 
 def _read_dense(

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
+_GROUP = 64  # logits that share a maximum
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,12 @@ class Sampler:
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The next token from logits [vocab]; `history` is every token before it."""
         options = self.options
-        scores = self._penalised(logits.astype(np.float64), history)
+        recent = self._recent(history)
+        some = _candidates(logits, options.top_k if options.temperature else 1, recent)
+        scores = logits[some].astype(np.float64)
+        self._penalise(scores, some, recent)
         if not options.temperature:
-            return int(scores.argmax())
+            return int(some[scores.argmax()])
         order = _best(scores, options.top_k or len(scores))
         best = scores[order]
         with np.errstate(over="ignore"):  # an infinite distance is a probability of 0
@@ -144,23 +148,54 @@ class Sampler:
             probabilities = probabilities[probabilities >= options.min_p * probabilities[0]]
         sums = np.cumsum(probabilities)
         place = int(np.searchsorted(sums, self._random.uniform() * sums[-1], side="right"))
-        return int(order[min(place, len(sums) - 1)])
+        return int(some[order[min(place, len(sums) - 1)]])
 
-    def _penalised(
-        self, scores: NDArray[np.float64], history: Sequence[int]
-    ) -> NDArray[np.float64]:
+    def _recent(self, history: Sequence[int]) -> Sequence[int]:
+        """The tokens that are to be penalised."""
+        options = self.options
+        if options.repeat_penalty in (None, 1.0) and not (
+            options.presence_penalty or options.frequency_penalty
+        ):
+            return ()
+        last = 64 if options.repeat_last_n is None else options.repeat_last_n
+        return history if last < 0 else history[max(0, len(history) - last) :]
+
+    def _penalise(
+        self, scores: NDArray[np.float64], tokens: NDArray[np.intp], recent: Sequence[int]
+    ) -> None:
+        """scores [n] of `tokens` [n], ascending, which include all of `recent`."""
+        if not recent:
+            return
         options = self.options
         repeat = options.repeat_penalty if options.repeat_penalty is not None else 1.0
-        presence, frequency = options.presence_penalty or 0.0, options.frequency_penalty or 0.0
-        last = 64 if options.repeat_last_n is None else options.repeat_last_n
-        recent = history if last < 0 else history[max(0, len(history) - last) :]
-        if (repeat == 1.0 and not presence and not frequency) or not recent:
-            return scores
-        tokens, counts = np.unique(np.asarray(recent), return_counts=True)
-        found = scores[tokens]
-        found = np.where(found > 0, found / repeat, found * repeat)
-        scores[tokens] = found - presence - frequency * counts
-        return scores
+        found, counts = np.unique(np.asarray(recent), return_counts=True)
+        places = np.searchsorted(tokens, found)
+        before = scores[places]
+        after = np.where(before > 0, before / repeat, before * repeat)
+        frequency = (options.frequency_penalty or 0.0) * counts
+        scores[places] = after - (options.presence_penalty or 0.0) - frequency
+
+
+def _candidates(
+    logits: NDArray[np.float32], count: int | None, recent: Sequence[int]
+) -> NDArray[np.intp]:
+    """Tokens, ascending, among which the best `count` are once `recent` ones have been penalised.
+
+    At most so many of those that a penalty has moved stand before another, so the best
+    count + len(recent) and the moved ones are enough. A count of 0 or None means all.
+    """
+    moved = np.unique(np.asarray(recent, dtype=np.intp))
+    enough = (count or len(logits)) + len(moved)
+    if enough >= len(logits):
+        return np.arange(len(logits))
+    # A group's maximum is a logit, so the `enough` highest maxima bound the `enough` highest logits
+    # from below; and partition is slow for a whole vocabulary.
+    groups = len(logits) // _GROUP
+    some = logits
+    if enough < groups:
+        some = logits[: groups * _GROUP].reshape(_GROUP, groups).max(0)
+    edge = np.partition(some, len(some) - enough)[len(some) - enough]
+    return np.union1d(np.flatnonzero(logits >= edge), moved)
 
 
 def _best(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:

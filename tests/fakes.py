@@ -25,6 +25,7 @@ from moeinf.models.base import (
     ModelDataError,
     Pending,
     Phase,
+    Piece,
     Role,
 )
 from moeinf.models.moe import ResidentExperts
@@ -52,6 +53,9 @@ class DictParts:
         weight = self.tensor(f"{prefix}.weight", out_features, in_features)
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
         return lambda x: functional.linear(x, weight, offset)
+
+    def tuned(self, piece: Piece) -> Piece:
+        return piece
 
 
 @dataclass

@@ -149,3 +149,39 @@ def test_model_defaults_and_their_place(tmp_path: Path) -> None:
 def test_values_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vocab", [50, 700, 20_000])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shortlist_chooses_like_the_whole_vocabulary(vocab: int, temperature: float) -> None:
+    """Penalties move tokens out of the best, and into them; many logits are equal."""
+    draw = np.random.default_rng(vocab)
+    for seed in range(40):
+        logits = draw.normal(0, 2, vocab).round(1).astype(np.float32)
+        ends = [int(logits.argmax()), int(logits.argmin())]
+        history = [*draw.integers(0, vocab, 30).tolist(), *ends]
+        options = SamplingOptions(
+            temperature=temperature,
+            top_k=12,
+            top_p=0.95,
+            repeat_penalty=1.3,
+            repeat_last_n=-1,
+            presence_penalty=float(draw.normal()),
+            frequency_penalty=float(draw.normal() * 4),
+            seed=seed,
+        )
+        chosen = Sampler(options, NOTHING).choose(logits, history)
+        scores = logits.astype(np.float64)
+        for token in set(history):
+            before = scores[token]
+            scores[token] = before / 1.3 if before > 0 else before * 1.3
+            scores[token] -= options.presence_penalty or 0.0
+            scores[token] -= (options.frequency_penalty or 0.0) * history.count(token)
+        best = np.argsort(-scores, kind="stable")
+        if temperature == 0:
+            assert chosen == best[0]
+            continue
+        # The other options leave one draw of the whole vocabulary in this order.
+        left = SamplingOptions(temperature=1, top_k=0, top_p=0.95, repeat_penalty=1, seed=seed)
+        same = Sampler(left, NOTHING).choose(scores[best[:12]], [])
+        assert chosen == best[same]

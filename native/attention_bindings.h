@@ -1,0 +1,10 @@
+// Binds decode attention. Does not know how it works.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moeinf {
+
+void bind_attention(pybind11::module_& m);
+
+}  // namespace moeinf

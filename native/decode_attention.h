@@ -1,0 +1,82 @@
+// Attention of one query row per request over its key-value cache, at the speed of memory.
+// Does not know layers, rope, torch or Python.
+//
+// One request, G key heads, P = heads / G query heads that share each of them:
+//
+//   keys     [G][capacity][key_width]     by strides: head, then token
+//   values   [G][capacity][value_width]   the same. MLA's values are the first value_width columns
+//                                         of its keys, and come from memory with them
+//   q, out   [heads][key_width], [heads][value_width]; query head h uses key head h / P
+//
+// The keys that a row sees are cut into blocks of block_keys(seen): how many keys there are
+// decides, and nothing else. A task is one (request, key head, block) for all P heads at once, so
+// that a key is fetched from memory once; inside, tiles of kTileKeys keys stay in the nearest cache
+// while their values are summed. A task leaves one partial per query head, in float32:
+//
+//   | value sum [value_width] | max | sum |
+//
+//   out = sum of 2^(max - MAX) * value sum / sum of 2^(max - MAX) * sum, over the blocks in order
+//
+// Scores are kept times log2(e), so that every exponential is a power of two. A row's bits thus
+// depend on its query and its cache alone: not on the number of threads, not on who took a task,
+// not on the other requests of the call.
+//
+// Paths, chosen once at run time; they agree within rounding, not bit for bit:
+//
+//   avx512bf16   bfloat16 caches whose widths are multiples of 32. Products of bfloat16 pairs are
+//                exact and added in float32; a weight 2^(s - max) is rounded to bfloat16, and the
+//                sum that divides is the sum of the rounded weights
+//   avx512, avx2, portable   one body in vectors of 16, 8 or 4 floats (decode_attention_lanes.h);
+//                keys and values are widened, everything is float32
+//
+// Scratch: at most kMaxBlocks partials per request and head, held by the calling thread and kept.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace moeinf {
+
+inline constexpr std::size_t kTileKeys = 128;
+inline constexpr std::size_t kMinBlockKeys = 256;
+inline constexpr std::size_t kMaxBlocks = 16;
+inline constexpr std::size_t kMaxLanesHeads = 16;  // query heads that a path works on at once
+
+enum class AttentionPath { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+
+// The fastest that this processor has.
+AttentionPath best_attention_path() noexcept;
+const char* name_of(AttentionPath path) noexcept;
+
+struct AttentionShape {
+    std::size_t heads;
+    std::size_t kv_heads;  // divides heads
+    std::size_t key_width;
+    std::size_t value_width;
+    float scale;          // of the products, before the softmax
+    bool bf16;           // q, out and the cache are bfloat16; else float32
+    std::size_t window;  // keys seen, the newest included; 0: all
+    const float* sinks = nullptr;  // [heads]: a logit that only adds to the divisor (gpt-oss)
+};
+
+// One request's planes of one layer. Strides count elements.
+struct CachedRows {
+    const void* keys;
+    const void* values;
+    std::size_t key_head_stride;
+    std::size_t key_row_stride;
+    std::size_t value_head_stride;
+    std::size_t value_row_stride;
+    std::size_t count;  // tokens in the cache, the newest included; at least 1
+};
+
+std::size_t block_keys(std::size_t seen) noexcept;
+
+// q [requests][heads][key_width] and out [requests][heads][value_width], both contiguous, in the
+// cache's type. Runs on compute_pool(). `path` is lowered to what the shape allows.
+// Throws std::bad_alloc.
+void decode_attention(const AttentionShape& shape, std::span<const CachedRows> requests,
+                      const void* q, void* out, AttentionPath path = best_attention_path());
+
+}  // namespace moeinf

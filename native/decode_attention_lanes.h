@@ -1,0 +1,318 @@
+// One task of decode attention, and the small steps around it, in vectors of kFloats floats.
+// Does not know the processor: decode_attention_lanes.cpp includes this once for each kind, with
+//
+//   MOEINF_LANES        the namespace
+//   MOEINF_LANE_FLOATS  how many floats a vector has
+//
+// No include guard, and no includes: what those define must not be compiled for one processor only.
+//
+// Lanes are dimensions, for the scores as for the values. A vector is widened when it is used and
+// serves kHeads heads, so more heads than that widen it again, from the nearest cache.
+
+namespace moeinf::attention::MOEINF_LANES {
+namespace {
+
+constexpr std::size_t kFloats = MOEINF_LANE_FLOATS;
+constexpr std::size_t kHeads = 4;  // with two keys, or two vectors of columns: eight sums in flight
+constexpr std::size_t kAheadBytes = 4096;
+
+typedef float Vector __attribute__((vector_size(kFloats * 4)));
+typedef std::int32_t Whole __attribute__((vector_size(kFloats * 4)));
+typedef std::uint32_t Word __attribute__((vector_size(kFloats * 4)));
+typedef float LooseVector __attribute__((vector_size(kFloats * 4), aligned(4), may_alias));
+typedef std::uint16_t LooseHalf __attribute__((vector_size(kFloats * 2), aligned(2), may_alias));
+
+static_assert(kTileKeys % kFloats == 0);
+
+inline Vector load(const float* at) noexcept {
+    return *reinterpret_cast<const LooseVector*>(at);
+}
+
+inline Vector load(const std::uint16_t* at) noexcept {
+    const LooseHalf half = *reinterpret_cast<const LooseHalf*>(at);
+    return (Vector)(__builtin_convertvector(half, Word) << 16);
+}
+
+inline void store(float* at, Vector x) noexcept {
+    *reinterpret_cast<LooseVector*>(at) = x;
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline void store(std::uint16_t* at, Vector x) noexcept {
+    const Word bits = (Word)x;
+    const Word rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const Word kept = (bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded;
+    *reinterpret_cast<LooseHalf*>(at) = __builtin_convertvector(kept, LooseHalf);
+}
+
+inline Vector round_to_half(Vector x) noexcept {
+    std::uint16_t half[kFloats];
+    store(half, x);
+    return load(half);
+}
+
+inline float load_one(float x) noexcept {
+    return x;
+}
+
+inline float load_one(std::uint16_t x) noexcept {
+    return widen(x);
+}
+
+inline float sum_of(Vector x) noexcept {
+    float sum = 0;
+    for (std::size_t i = 0; i < kFloats; ++i) sum += x[i];
+    return sum;
+}
+
+// 2^x for x <= 0; relative error below 2e-7. Below -126.5 it is 0.
+inline Vector power_of_two(Vector x) noexcept {
+    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    x = x > -127.0f ? x : Vector{} - 127.0f;
+    const Vector whole = (x + kRounder) - kRounder;
+    const Vector t = x - whole;
+    Vector y = Vector{} + 1.535336188319500e-4f;
+    y = y * t + 1.339887440266574e-3f;
+    y = y * t + 9.618437357674640e-3f;
+    y = y * t + 5.550332471162809e-2f;
+    y = y * t + 2.402264791363012e-1f;
+    y = y * t + 6.931472028550421e-1f;
+    y = y * t + 1.0f;
+    return y * (Vector)((__builtin_convertvector(whole, Whole) + 127) << 23);
+}
+
+std::size_t packed_bytes(std::size_t heads, std::size_t key_width) {
+    return heads * key_width * sizeof(float);
+}
+
+void pack(const void* q, std::size_t heads, std::size_t key_width, bool bf16, void* packed) {
+    auto* to = static_cast<float*>(packed);
+    for (std::size_t i = 0; i < heads * key_width; ++i)
+        to[i] = bf16 ? widen(static_cast<const std::uint16_t*>(q)[i])
+                     : static_cast<const float*>(q)[i];
+}
+
+struct Scores {
+    alignas(64) float of[kMaxLanesHeads][kTileKeys];
+};
+
+template <std::size_t Heads, std::size_t Keys, class Item>
+inline void score(const Task& task, const Item* keys, std::size_t head, std::size_t key,
+                  Scores& scores) noexcept {
+    const float* q = static_cast<const float*>(task.packed) + head * task.key_width;
+    const Item* row = keys + key * task.key_stride;
+    Vector sums[Heads][Keys] = {};
+    std::size_t d = 0;
+    for (; d + kFloats <= task.key_width; d += kFloats) {
+        Vector k[Keys];
+        for (std::size_t i = 0; i < Keys; ++i) {
+            k[i] = load(row + i * task.key_stride + d);
+            __builtin_prefetch(reinterpret_cast<const char*>(row + i * task.key_stride + d) +
+                               kAheadBytes);
+        }
+        for (std::size_t h = 0; h < Heads; ++h) {
+            const Vector x = load(q + h * task.key_width + d);
+            for (std::size_t i = 0; i < Keys; ++i) sums[h][i] += x * k[i];
+        }
+    }
+    for (std::size_t h = 0; h < Heads; ++h)
+        for (std::size_t i = 0; i < Keys; ++i) {
+            float sum = sum_of(sums[h][i]);
+            for (std::size_t rest = d; rest < task.key_width; ++rest)
+                sum += q[h * task.key_width + rest] * load_one(row[i * task.key_stride + rest]);
+            scores.of[head + h][key + i] = sum * task.scale;
+        }
+}
+
+template <std::size_t Heads, class Item>
+inline void score_heads(const Task& task, const Item* keys, std::size_t head, std::size_t count,
+                        Scores& scores) noexcept {
+    std::size_t key = 0;
+    for (; key + 2 <= count; key += 2) score<Heads, 2>(task, keys, head, key, scores);
+    if (key < count) score<Heads, 1>(task, keys, head, key, scores);
+}
+
+template <std::size_t Heads, std::size_t Vectors, class Item>
+inline void add_columns(const Task& task, const Item* values, std::size_t head, std::size_t column,
+                        std::size_t count, const Scores& weights) noexcept {
+    Vector sums[Heads][Vectors];
+    float* at = task.partials + head * task.partial_stride + column;
+    for (std::size_t h = 0; h < Heads; ++h)
+        for (std::size_t c = 0; c < Vectors; ++c)
+            sums[h][c] = load(at + h * task.partial_stride + c * kFloats);
+    for (std::size_t key = 0; key < count; ++key) {
+        const Item* row = values + key * task.value_stride + column;
+        __builtin_prefetch(reinterpret_cast<const char*>(row) + kAheadBytes);
+        Vector v[Vectors];
+        for (std::size_t c = 0; c < Vectors; ++c) v[c] = load(row + c * kFloats);
+        for (std::size_t h = 0; h < Heads; ++h)
+            for (std::size_t c = 0; c < Vectors; ++c)
+                sums[h][c] += weights.of[head + h][key] * v[c];
+    }
+    for (std::size_t h = 0; h < Heads; ++h)
+        for (std::size_t c = 0; c < Vectors; ++c)
+            store(at + h * task.partial_stride + c * kFloats, sums[h][c]);
+}
+
+template <std::size_t Heads, class Item>
+inline void add_values(const Task& task, const Item* values, std::size_t head, std::size_t count,
+                       const Scores& weights) noexcept {
+    std::size_t column = 0;
+    for (; column + 2 * kFloats <= task.value_width; column += 2 * kFloats)
+        add_columns<Heads, 2>(task, values, head, column, count, weights);
+    for (; column + kFloats <= task.value_width; column += kFloats)
+        add_columns<Heads, 1>(task, values, head, column, count, weights);
+    for (; column < task.value_width; ++column)
+        for (std::size_t h = head; h < head + Heads; ++h) {
+            float& sum = task.partials[h * task.partial_stride + column];
+            for (std::size_t key = 0; key < count; ++key)
+                sum += weights.of[h][key] * load_one(values[key * task.value_stride + column]);
+        }
+}
+
+// Scores become weights; returns their sum. `top` rises to the highest score, and what has been
+// summed before is scaled by what that makes of it.
+inline void weigh(const Task& task, std::size_t head, std::size_t count, Scores& scores, float& top,
+                  float& sum) noexcept {
+    float* of = scores.of[head];
+    float highest = top;
+    for (std::size_t key = 0; key < count; ++key) highest = of[key] > highest ? of[key] : highest;
+    for (std::size_t key = count; key < kTileKeys; ++key) of[key] = kNoKey;
+    if (highest != top) {
+        const float factor = power_of_two(Vector{} + (top - highest))[0];
+        float* row = task.partials + head * task.partial_stride;
+        for (std::size_t column = 0; column < task.value_width; ++column) row[column] *= factor;
+        sum *= factor;
+        top = highest;
+    }
+    Vector sums = {};
+    for (std::size_t key = 0; key < kTileKeys; key += kFloats) {
+        const Vector weight = power_of_two(load(of + key) - top);
+        store(of + key, weight);
+        sums += weight;
+    }
+    sum += sum_of(sums);
+}
+
+template <class Item>
+inline void run_items(const Task& task) noexcept {
+    Scores scores;
+    float tops[kMaxLanesHeads], sums[kMaxLanesHeads];
+    for (std::size_t h = 0; h < task.heads; ++h) {
+        tops[h] = kNoKey;
+        sums[h] = 0;
+        float* row = task.partials + h * task.partial_stride;
+        for (std::size_t column = 0; column < task.value_width; ++column) row[column] = 0;
+    }
+    for (std::size_t first = 0; first < task.count; first += kTileKeys) {
+        const std::size_t left = task.count - first;
+        const std::size_t count = left < kTileKeys ? left : kTileKeys;
+        const auto* keys = static_cast<const Item*>(task.keys) + first * task.key_stride;
+        const auto* values = static_cast<const Item*>(task.values) + first * task.value_stride;
+        std::size_t head = 0;
+        for (; head + kHeads <= task.heads; head += kHeads)
+            score_heads<kHeads>(task, keys, head, count, scores);
+        for (; head < task.heads; ++head) score_heads<1>(task, keys, head, count, scores);
+        for (head = 0; head < task.heads; ++head)
+            weigh(task, head, count, scores, tops[head], sums[head]);
+        for (head = 0; head + kHeads <= task.heads; head += kHeads)
+            add_values<kHeads>(task, values, head, count, scores);
+        for (; head < task.heads; ++head) add_values<1>(task, values, head, count, scores);
+    }
+    for (std::size_t h = 0; h < task.heads; ++h) {
+        float* row = task.partials + h * task.partial_stride;
+        row[task.value_width] = tops[h];
+        row[task.value_width + 1] = sums[h];
+    }
+}
+
+void run(const Task& task) noexcept {
+    task.bf16 ? run_items<std::uint16_t>(task) : run_items<float>(task);
+}
+
+constexpr std::size_t kRowsAtOnce = 8;
+constexpr std::size_t kColumnsAtOnce = 1024;  // sums that are kept in the nearest cache
+
+template <std::size_t Rows>
+inline void add_rows(const std::uint16_t* weights, std::size_t width, std::size_t columns,
+                     const std::uint16_t* x, float* sums) noexcept {
+    std::size_t column = 0;
+    for (; column + kFloats <= columns; column += kFloats) {
+        Vector sum = load(sums + column);
+        for (std::size_t row = 0; row < Rows; ++row)
+            sum += widen(x[row]) * load(weights + row * width + column);
+        store(sums + column, sum);
+    }
+    for (; column < columns; ++column)
+        for (std::size_t row = 0; row < Rows; ++row)
+            sums[column] += widen(x[row]) * widen(weights[row * width + column]);
+}
+
+void sum_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+              const std::uint16_t* x, std::uint16_t* out) noexcept {
+    for (std::size_t first = 0; first < width; first += kColumnsAtOnce) {
+        const std::size_t left = width - first;
+        const std::size_t columns = left < kColumnsAtOnce ? left : kColumnsAtOnce;
+        float sums[kColumnsAtOnce];
+        for (std::size_t column = 0; column < columns; ++column) sums[column] = 0;
+        const std::uint16_t* from = weights + first;
+        std::size_t row = 0;
+        for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce)
+            add_rows<kRowsAtOnce>(from + row * width, width, columns, x + row, sums);
+        for (; row < rows; ++row) add_rows<1>(from + row * width, width, columns, x + row, sums);
+        for (std::size_t column = 0; column < columns; ++column)
+            out[first + column] = narrow(sums[column]);
+    }
+}
+
+void dot_rows(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+              const std::uint16_t* x, std::uint16_t* out) noexcept {
+    for (std::size_t row = 0; row < rows; ++row) {
+        const std::uint16_t* at = weights + row * width;
+        Vector sums[4] = {};
+        std::size_t column = 0;
+        for (; column + 4 * kFloats <= width; column += 4 * kFloats)
+            for (std::size_t i = 0; i < 4; ++i)
+                sums[i] += load(at + column + i * kFloats) * load(x + column + i * kFloats);
+        float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        for (; column < width; ++column) sum += widen(at[column]) * widen(x[column]);
+        out[row] = narrow(sum);
+    }
+}
+
+void norm(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
+          std::uint16_t* out) noexcept {
+    Vector sums[2] = {};
+    std::size_t i = 0;
+    for (; i + 2 * kFloats <= width; i += 2 * kFloats)
+        for (std::size_t k = 0; k < 2; ++k) {
+            const Vector value = load(x + i + k * kFloats);
+            sums[k] += value * value;
+        }
+    float sum = sum_of(sums[0] + sums[1]);
+    for (; i < width; ++i) sum += widen(x[i]) * widen(x[i]);
+    const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+    for (i = 0; i + kFloats <= width; i += kFloats)
+        store(out + i, round_to_half(load(x + i) * factor) * load(weight + i));
+    for (; i < width; ++i) out[i] = narrow(widen(narrow(widen(x[i]) * factor)) * widen(weight[i]));
+}
+
+void rotate_half(const std::uint16_t* x, const float* cos, const float* sin, std::size_t width,
+                 std::uint16_t* out) noexcept {
+    const std::size_t half = width / 2;
+    std::size_t i = 0;
+    for (; i + kFloats <= half; i += kFloats) {
+        const Vector a = load(x + i), b = load(x + i + half);
+        const Vector c = load(cos + i), s = load(sin + i);
+        store(out + i, a * c - b * s);
+        store(out + i + half, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = widen(x[i]), b = widen(x[i + half]);
+        out[i] = narrow(a * cos[i] - b * sin[i]);
+        out[i + half] = narrow(b * cos[i] + a * sin[i]);
+    }
+}
+
+}  // namespace
+}  // namespace moeinf::attention::MOEINF_LANES

@@ -1,0 +1,191 @@
+"""Native equivalents of the torch pieces between the products of a layer.
+
+Does not know families. Only bfloat16 on the CPU is replaced: float32 is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moeinf.models.attention import GqaCore
+from moeinf.models.base import Piece
+from moeinf.models.kv_cache import PassRows, Span
+from moeinf.models.mla import MlaCore
+from moeinf.models.norms import RmsNorm
+from moeinf.native import GqaStep, MlaStep, rms_norm
+
+_FEW_ROWS = 16  # a row's bits do not depend on how many of these travel with it
+_Request = tuple[int, int, int, int, int, int, int]
+
+
+def tuned(piece: Piece) -> Piece:
+    """See models.base.Parts.tuned."""
+    make = _NATIVE.get(type(piece))
+    return piece if make is None else cast(Piece, make(piece))
+
+
+class NativeNorm:
+    """RmsNorm for few rows."""
+
+    def __init__(self, torch_norm: RmsNorm) -> None:
+        self._torch, self._weight = torch_norm, torch_norm.weight
+        self._address, self._width = self._weight.data_ptr(), len(self._weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self._width
+        if rows > _FEW_ROWS or x.dtype != torch.bfloat16:
+            return self._torch(x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rms_norm(self._address, self._width, self._torch.eps, x.data_ptr(), rows, out.data_ptr())
+        return out
+
+
+class NativeGqa:
+    """GqaCore for the rows of requests that bring one token."""
+
+    def __init__(self, core: GqaCore) -> None:
+        shape = core.shape
+        self._torch, self._layer = core, core.layer
+        self._step = GqaStep(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.head_dim**-0.5,
+            shape.window or 0,
+            _norm(core.q_norm),
+            _norm(core.k_norm),
+            shape.clip or 0.0,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
+        if q.dtype != torch.bfloat16:
+            return self._torch(q, k, v, rows)
+
+        def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+            self._step(
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                rows.cos.data_ptr(),
+                rows.sin.data_ptr(),
+                out.data_ptr(),
+                _requests(rows.spans, self._layer),
+            )
+
+        if all(span.count == 1 for span in rows.spans):
+            out = torch.empty_like(q)
+            step(rows, out, q.contiguous(), k.contiguous(), v.contiguous())
+            return out
+        return _mixed(step, self._torch, rows, q, k, v)
+
+
+class NativeMla:
+    """MlaCore for the rows of requests that bring one token."""
+
+    def __init__(self, core: MlaCore) -> None:
+        shape = core.shape
+        self._torch, self._layer = core, core.layer
+        self._kv_b = core.kv_b.contiguous()
+        norm = _norm(core.kv_norm)
+        assert norm is not None
+        self._step = MlaStep(
+            shape.heads,
+            shape.nope,
+            shape.rope,
+            shape.value,
+            shape.kv_lora,
+            shape.scale,
+            norm,
+            self._kv_b.data_ptr(),
+        )
+
+    def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
+        if q.dtype != torch.bfloat16:
+            return self._torch(q, latent, rows)
+
+        def step(rows: PassRows, out: Tensor, q: Tensor, latent: Tensor) -> None:
+            self._step(
+                q.data_ptr(),
+                latent.data_ptr(),
+                rows.cos.data_ptr(),
+                rows.sin.data_ptr(),
+                out.data_ptr(),
+                _requests(rows.spans, self._layer),
+            )
+
+        if all(span.count == 1 for span in rows.spans):
+            out = q.new_empty(len(q), self._torch.shape.heads * self._torch.shape.value)
+            step(rows, out, q.contiguous(), latent.contiguous())
+            return out
+        return _mixed(step, self._torch, rows, q, latent)
+
+
+def _mixed(
+    step: Callable[..., None], torch_core: Callable[..., Tensor], rows: PassRows, *inputs: Tensor
+) -> Tensor:
+    """Requests of one token by `step`, as if they were alone; the others in torch."""
+    single = tuple(span for span in rows.spans if span.count == 1)
+    others = tuple(span for span in rows.spans if span.count > 1)
+    out = torch_core(*inputs, replace(rows, spans=others))
+    if single:
+        at = [span.rows.start for span in single]
+        some = PassRows(single, rows.cos[at], rows.sin[at])
+        done = out[at]  # a copy
+        step(some, done, *(x[at] for x in inputs))
+        out[at] = done
+    return out
+
+
+def _norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:
+    """(address of the weight, width, eps); a norm per head holds the norm that it applies."""
+    found = getattr(norm, "norm", norm)
+    if found is None:
+        return None
+    assert isinstance(found, RmsNorm), type(found)
+    assert found.weight.is_contiguous()
+    return found.weight.data_ptr(), len(found.weight), found.eps
+
+
+def _requests(spans: Sequence[Span], layer: int) -> list[_Request]:
+    found: list[_Request] = []
+    for span in spans:
+        assert span.past < span.cache.capacity
+        planes = span.cache.planes(layer)
+        k, v = planes[0], planes[-1]  # MLA has one plane: its values are its first columns
+        strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        found.append((k.data_ptr(), v.data_ptr(), *strides, span.past + 1))
+    return found
+
+
+def _gqa(core: GqaCore) -> object:
+    return NativeGqa(core) if _fits(_weight(core.q_norm)) else core
+
+
+def _mla(core: MlaCore) -> object:
+    return NativeMla(core) if _fits(core.kv_b) else core
+
+
+def _rms_norm(norm: RmsNorm) -> object:
+    return NativeNorm(norm) if _fits(norm.weight) else norm
+
+
+def _weight(norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
+    return getattr(getattr(norm, "norm", norm), "weight", None)
+
+
+def _fits(weight: Tensor | None) -> bool:
+    """Whether a piece with this weight, or with none, is one that the native ones replace."""
+    return weight is None or (weight.dtype == torch.bfloat16 and weight.device.type == "cpu")
+
+
+_NATIVE: dict[type, Callable[[Any], object]] = {
+    GqaCore: _gqa,
+    MlaCore: _mla,
+    RmsNorm: _rms_norm,
+}

@@ -1,0 +1,118 @@
+"""Says where the time of a decoded token goes, by the pieces that a model is made of.
+
+Run: python scripts/make_checkpoint.py FOLDER --gigabytes 1.7 && moeinf pull FOLDER --name big
+     python scripts/profile_decode.py big [--torch] [--context 512] [--tokens 60]
+--torch leaves out the native pieces, as if runtime/tuned.py were not there. What no piece accounts
+for is Python, additions, the embedding and the store's book-keeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moeinf.models.base import Linear, Piece
+from moeinf.native import compute_threads
+from moeinf.runtime import loader
+from moeinf.runtime.config import EngineConfig, read_environment
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import Library
+from moeinf.runtime.sampler import Sampler, SamplingOptions
+
+_spent: dict[str, float] = defaultdict(float)  # seconds, by piece
+_NAMES = {"RmsNorm": "norms", "GqaCore": "attention", "MlaCore": "attention"}
+
+
+def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        _spent[name] += time.perf_counter() - start
+        return result
+
+    return call
+
+
+class TimedWeights(loader.DenseWeights):
+    """Every piece in a stopwatch."""
+
+    native = True
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        return timed("linears", super().linear(prefix, out_features, in_features, bias))
+
+    def tuned(self, piece: Piece) -> Piece:
+        name = _NAMES.get(type(piece).__name__, "router")
+        found = super().tuned(piece) if self.native else piece
+        return timed(name, found)  # type: ignore[return-value]
+
+
+def sampler_micros(vocab: int) -> float:
+    """Of one choice with the default options."""
+    draw = np.random.default_rng(0)
+    rows = [draw.normal(0, 3, vocab).astype(np.float32) for _ in range(20)]
+    sampler = Sampler(SamplingOptions(seed=1), SamplingOptions())
+    history = draw.integers(0, vocab, 200).tolist()
+    taken = []
+    for logits in rows:
+        start = time.perf_counter()
+        sampler.choose(logits, history)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--torch", action="store_true", help="without the native pieces")
+    parser.add_argument("--context", type=int, default=512, help="tokens before the first measured")
+    parser.add_argument("--tokens", type=int, default=60)
+    o = parser.parse_args()
+    TimedWeights.native = not o.torch
+    loader.DenseWeights = TimedWeights  # type: ignore[misc]
+    settings = read_environment()
+    manifest, folder = Library(settings).read(o.model)
+    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+        submit = engine.store.submit
+
+        def timed_submit(*args: Any) -> Any:
+            pending = timed("experts", submit)(*args)
+            pending.result = timed("experts", pending.result)
+            return pending
+
+        engine.store.submit = timed_submit  # type: ignore[method-assign]
+        state = engine.new_state()
+        ids = np.random.default_rng(0).integers(0, 256, o.context).tolist()
+        engine.extend(state, ids)
+        per_token: list[dict[str, float]] = []
+        for number in range(o.tokens):
+            _spent.clear()
+            start = time.perf_counter()
+            engine.extend(state, [number % 256])
+            total = time.perf_counter() - start
+            per_token.append({**_spent, "all": total, "rest": total - sum(_spent.values())})
+    half = per_token[len(per_token) // 2 :]  # caches are warm by then
+    layers = manifest.layers
+    kind = "torch" if o.torch else "native"
+    threads = compute_threads()
+    print(f"{o.model}: {layers} layers, {o.context} tokens before, {threads} threads, {kind}")
+    print("| piece | µs a layer | share |")
+    print("|---|---|---|")
+    whole = statistics.median(one["all"] for one in half)
+    for name in ("experts", "linears", "attention", "norms", "router", "rest", "all"):
+        seconds = statistics.median(one.get(name, 0.0) for one in half)
+        print(f"| {name} | {seconds / layers * 1e6:.0f} | {seconds / whole:.0%} |")
+    for vocab in (50_000, 100_000, 150_000):
+        print(f"sampler, vocabulary {vocab}: {sampler_micros(vocab):.0f} µs a token")
+
+
+if __name__ == "__main__":
+    main()

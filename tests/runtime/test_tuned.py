@@ -1,0 +1,155 @@
+"""The native pieces against their torch versions, on random weights of every shape that matters.
+
+Does not know checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeinf.models.attention import GqaCore, GqaShape
+from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.mla import MlaCore, MlaShape
+from moeinf.models.norms import RmsNorm
+from moeinf.native import compute_threads, set_compute_threads
+from moeinf.runtime.tuned import NativeGqa, NativeMla, NativeNorm, tuned
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    before, torchs = compute_threads(), torch.get_num_threads()
+    set_compute_threads(2)
+    torch.set_num_threads(1)
+    yield
+    set_compute_threads(before)
+    torch.set_num_threads(torchs)
+
+
+class Draw:
+    """Random bfloat16 tensors, the same for a seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, about: float = 0.0) -> Tensor:
+        return (about + torch.randn(*shape, generator=self._generator)).to(BF16)
+
+
+def gqa(**changes: object) -> tuple[GqaCore, CacheLayout, list[int]]:
+    """A core, what it caches, and the widths of its inputs."""
+    settings: dict[str, object] = {"heads": 6, "kv_heads": 2, "head_dim": 32, **changes}
+    shape, draw = GqaShape(**settings), Draw(3)  # type: ignore[arg-type]
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = [RmsNorm(draw(width, about=1.0), 1e-5) for width in (wide, narrow)]
+    core = GqaCore(1, shape, *norms)
+    return core, CacheLayout(2, shape.planes, BF16, torch.device("cpu")), [wide, narrow, narrow]
+
+
+def mla() -> tuple[MlaCore, CacheLayout, list[int]]:
+    shape, draw = MlaShape(5, 24, 8, 20, 40, None, scale=0.17), Draw(3)
+    core = MlaCore(1, shape, RmsNorm(draw(40, about=1.0), 1e-6), draw(5, 44, 40) / 6)
+    return core, CacheLayout(2, ((1, 48),), BF16, torch.device("cpu")), [5 * 32, 48]
+
+
+def rows_of(counts: list[int], caches: list[KvCache], rope: int) -> PassRows:
+    spans, start, at = [], 0, []
+    for count, cache in zip(counts, caches, strict=True):
+        spans.append(Span(cache, slice(start, start + count), cache.length))
+        at += range(cache.length, cache.length + count)
+        start += count
+    angles = torch.tensor(at)[:, None] / 10 ** torch.linspace(0, 3, rope // 2)
+    return PassRows(tuple(spans), angles.cos(), angles.sin())
+
+
+def play(core: Callable[..., Tensor], made: tuple[object, CacheLayout, list[int]]) -> list[Tensor]:
+    """Three requests: prompts, tokens for all, for two, and a prompt beside a token."""
+    _, layout, widths = made
+    rope = layout.planes[0][1] if len(layout.planes) == 2 else 8
+    caches = [KvCache(layout, 200) for _ in range(3)]
+    draw, outs = Draw(9), []
+    for step in ([70, 1, 5], [1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 9, 1], [1, 1, 1]):
+        counts = [count for count in step if count]
+        used = [cache for count, cache in zip(step, caches, strict=True) if count]
+        inputs = [draw(sum(counts), width) for width in widths]
+        outs.append(core(*inputs, rows_of(counts, used, rope)))
+        for count, cache in zip(counts, used, strict=True):
+            cache.advance(count)
+    return outs
+
+
+CASES = {
+    "gqa": gqa,
+    "one query head a key head": lambda: gqa(heads=4, kv_heads=4),
+    "clipped": lambda: gqa(clip=0.9),
+    "window": lambda: gqa(window=40),
+    "odd sizes": lambda: gqa(heads=3, kv_heads=1, head_dim=10),
+    "mla": mla,
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_attention_like_torch(name: str) -> None:
+    made = CASES[name]()
+    core = tuned(made[0])
+    assert isinstance(core, NativeGqa | NativeMla)
+    for native, plain in zip(play(core, made), play(made[0], made), strict=True):
+        wrong = (native.float() - plain.float()).abs()
+        assert float(wrong.max()) <= 0.02 * max(1.0, float(plain.float().abs().max()))
+        assert float(wrong.mean()) < 3e-3
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_a_token_is_the_same_in_any_company(name: str) -> None:
+    """Alone, beside other tokens, and beside another request's prompt: bit for bit."""
+    made = CASES[name]()
+    core, (_, layout, widths) = tuned(made[0]), made
+    rope = layout.planes[0][1] if len(layout.planes) == 2 else 8
+    prompt, token = ([Draw(seed)(count, w) for w in widths] for seed, count in ((1, 30), (2, 1)))
+    other = [Draw(4)(7, w) for w in widths]
+
+    def last(company: int) -> Tensor:
+        mine, theirs = KvCache(layout, 50), KvCache(layout, 50)
+        core(*prompt, rows_of([30], [mine], rope))
+        mine.advance(30)
+        if not company:
+            return core(*token, rows_of([1], [mine], rope))[-1]
+        joined = [torch.cat((o[:company], t)) for o, t in zip(other, token, strict=True)]
+        return core(*joined, rows_of([company, 1], [theirs, mine], rope))[-1]
+
+    alone = last(0)
+    assert torch.equal(last(1), alone)
+    assert torch.equal(last(7), alone)
+    set_compute_threads(1)
+    assert torch.equal(last(0), alone)
+
+
+@pytest.mark.parametrize("width", [5, 64, 2048])
+def test_norm(width: int) -> None:
+    plain = RmsNorm(Draw(1)(width, about=1.0), 1e-5)
+    native = tuned(plain)
+    assert isinstance(native, NativeNorm)
+    x = Draw(2)(16, width) * 3
+    torch.testing.assert_close(native(x), plain(x), rtol=2**-7, atol=1e-6)
+    assert float((native(x) != plain(x)).float().mean()) < 0.01
+    for row in range(16):
+        assert torch.equal(native(x[row : row + 1])[0], native(x)[row])
+    many = torch.cat((x, x))
+    assert torch.equal(native(many), plain(many))
+
+
+def test_float32_stays_torch() -> None:
+    norm = RmsNorm(torch.ones(4), 1e-5)
+    assert tuned(norm) is norm
+    core = GqaCore(0, GqaShape(2, 2, 8), norm, None)
+    assert tuned(core) is core
+    bare = tuned(GqaCore(0, GqaShape(2, 2, 8)))  # its weights do not say: its inputs do
+    cache = KvCache(CacheLayout(1, ((2, 8),) * 2, torch.float32, torch.device("cpu")), 4)
+    q, k, v = torch.randn(3, 1, 16)
+    rows = rows_of([1], [cache], 8)
+    torch.testing.assert_close(bare(q, k, v, rows), v)
