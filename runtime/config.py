@@ -69,7 +69,7 @@ class EngineConfig:
 
     memory: MemorySize | None = None
     context: int | None = None
-    policy: str = "lru"
+    policy: str = "adaptive"
     readers: int = 4
     direct_io: bool = False
     threads: int | None = None

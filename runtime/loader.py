@@ -16,9 +16,10 @@ from moeinf.models import family_of
 from moeinf.models.base import Linear, Model, ModelDataError
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy import POLICIES, Setup
 from moeinf.offload.residency import Residency
 from moeinf.offload.store import ExpertStore
+from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
 from moeinf.runtime.checkpoint import (
     CONFIG,
@@ -109,5 +110,6 @@ def open_store(
         folder, manifest.shards(), pool, readers=config.readers, direct_io=config.direct_io
     )
     residency = Residency(placement.slots, manifest.layers * manifest.experts)
-    policy = POLICIES[config.policy]()
+    shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
+    policy = POLICIES[config.policy](Setup(shape, placement.slots))
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())

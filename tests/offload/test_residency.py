@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moeinf.offload.policy import Lru
+from moeinf.offload.policy import Lru, Setup
 from moeinf.offload.residency import Residency
+from moeinf.offload.trace import RoutingShape
 
 SLOTS, CELLS = 4, 9
 
@@ -18,7 +20,7 @@ class SlotTable(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = Residency(SLOTS, CELLS)
-        self.policy = Lru()
+        self.policy = Lru(Setup(RoutingShape(1, CELLS, 3), SLOTS))
         self.loading: set[int] = set()
         self.uses: list[int] = []  # resident cells, least recently used first
         self.pins: dict[int, int] = {}
@@ -69,7 +71,7 @@ class SlotTable(RuleBasedStateMachine):
 
     @rule(cells=st.lists(st.integers(0, CELLS - 1), unique=True, max_size=3))
     def use(self, cells: list[int]) -> None:
-        self.policy.used(cells)
+        self.policy.routed(0, np.array([cells], np.int64))
         for cell in cells:
             if cell in self.uses:
                 self.uses.remove(cell)
