@@ -24,6 +24,7 @@ from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
 from moeinf.cli.show import show
+from moeinf.cli.simulate import simulate
 from moeinf.cli.verify import verify
 from moeinf.runtime.config import read_environment
 
@@ -44,6 +45,7 @@ app.command("ls", hidden=True)(list_models)
 app.command("show")(show)
 app.command("plan")(plan)
 app.command("rm")(rm)
+app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.command("prune")(prune)
 

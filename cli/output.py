@@ -77,6 +77,22 @@ class Output:
             self.err.print(escape(hint))
 
     @contextmanager
+    def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """One bar of things done; call what it gives with (done, in all)."""
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeRemainingColumn(compact=True),
+            console=self.err,
+            transient=True,
+            disable=self.quiet or self.json,
+        )
+        task = bar.add_task(escape(what), total=1)
+        with bar:
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
         """Bars with bytes, rate and time left; call what it gives with (phase, done, total).
 

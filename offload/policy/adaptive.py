@@ -31,12 +31,13 @@ from moeinf.offload.trace import Phase, eam_row
 _MEMORY = 0.99  # how long the success of hints is remembered: about a hundred hints
 _SURPRISE = (0.01, 0.03, 0.1, 0.3)  # hints are judged by how probable their expert was anyway
 _NONE = np.float32(np.inf)
+_SURE = 0.5  # lookahead reads only what is likelier used than not: its misses cost as much
 
 
 @dataclass(frozen=True)
 class AdaptiveKnobs:
     """hysteresis: ε. matches: EAMC entries that are averaged. worth: the probability from which a
-    read ahead is worth its while. usage: of the estimates."""
+    hinted read is worth its while. usage: of the estimates."""
 
     hysteresis: float = 0.25
     matches: int = 5
@@ -163,7 +164,7 @@ class Adaptive(Passive):
         last = self._layer == self.setup.shape.layers - 1
         first = 0 if last else (self._layer + 1) * self._experts
         score = self.usage.score
-        probable = first + np.flatnonzero(score[first:] >= self._knobs.worth)
+        probable = first + np.flatnonzero(score[first:] >= _SURE)
         absent = [cell for cell in probable.tolist() if not self._has(cell)]
         absent.sort(key=score.__getitem__, reverse=True)
         return [Wish(cell, False) for cell in absent[: max(most, 0)] if cell not in self._hinted]

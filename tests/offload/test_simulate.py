@@ -170,7 +170,7 @@ def test_calibration_at_a_tenth(name: str, lru: float, belady: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.35])
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.35])
 def test_adaptive_hits_and_stalls_like_the_best(name: str, share: float) -> None:
     lru, adaptive = (replayed(name, POLICIES[p], share) for p in ("lru", "adaptive"))
     for other in (lru, replayed(name, POLICIES["lfu"], share)):
