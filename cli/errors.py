@@ -91,6 +91,8 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
     "MemoryError": lambda error: Described("out_of_memory", f"not enough memory: {error}"),
+    "BadContainer": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes one."),
+    "BadRouteTrace": _plain("bad_trace"),
     "OSError": _os_error,
     "ValueError": _plain("invalid", exit_code=2),
 }

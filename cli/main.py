@@ -27,6 +27,7 @@ from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
 from moeinf.cli.show import show
+from moeinf.cli.simulate import simulate
 from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
 from moeinf.runtime.config import read_environment
@@ -51,6 +52,7 @@ app.command("bench")(bench)
 app.command("rm")(rm)
 app.command("trace")(trace)
 app.add_typer(eamc, name="eamc")
+app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.command("prune")(prune)
 app.command("devices")(devices)

@@ -179,7 +179,7 @@ class Matcher:
     """
 
     def __init__(self, eamc: Eamc, phase: Phase) -> None:
-        self._eamc, self._phase = eamc, phase
+        self._eamc, self.phase = eamc, phase
         self.query = np.zeros((eamc.layers, eamc.experts), np.float32)
         self._layer_squares = [0.0] * eamc.layers  # of the query
         self._rebuild()
@@ -234,8 +234,8 @@ class Matcher:
     def _rebuild(self) -> None:
         """All dot products anew, after entries came or went."""
         self._changes = self._eamc.changes
-        self._counts = self._eamc.counts(self._phase)
-        self._squares = self._eamc.squares(self._phase)
+        self._counts = self._eamc.counts(self.phase)
+        self._squares = self._eamc.squares(self.phase)
         self._dots: Floats = np.einsum("len,le->ln", self._counts, self.query)
 
     def _restart(self) -> None:

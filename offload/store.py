@@ -93,12 +93,14 @@ class ExpertStore:
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self._abandon()
         self._decoding = phase == "decode"
+        self._policy.begin_pass(rows.numpy(), phase)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """Least recently used has no use for hints."""
+        """Nothing is read ahead yet."""
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self._abandon()
+        self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
@@ -112,7 +114,7 @@ class ExpertStore:
         hits = [cell for cell in groups if self._residency.is_resident(cell)]
         misses = deque(cell for cell in groups if not self._residency.is_resident(cell))
         self._count(groups, hits)
-        self._policy.used(groups)
+        self._policy.routed(layer, ids.numpy())
         for cell in hits:
             self._residency.pin(cell)
         self._open = _LayerRun(self, x, weights, groups, hits, misses)

@@ -80,7 +80,7 @@ class EngineConfig:
 
     memory: MemorySize | None = None
     context: int | None = None
-    policy: str = "lru"
+    policy: str = "adaptive"
     readers: int | None = None
     direct_io: bool | None = None
     threads: int | None = None

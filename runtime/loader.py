@@ -17,10 +17,11 @@ from moeinf.models.base import Linear, Model, ModelDataError, Piece
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.layout import stored_bytes
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy import POLICIES, Setup
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord
 from moeinf.offload.store import ExpertStore
+from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
 from moeinf.runtime.checkpoint import (
     CONFIG,
@@ -162,5 +163,6 @@ def open_store(
     )
     staging = min(manifest.top_k, placement.slots // 2)
     residency = Residency(placement.slots, manifest.layers * manifest.experts, staging)
-    policy = POLICIES[config.policy]()
+    shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
+    policy = POLICIES[config.policy](Setup(shape, placement.slots))
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())

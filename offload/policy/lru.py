@@ -1,29 +1,37 @@
 """Least recently used: the baseline that every other policy has to beat.
 
-Does not know layers, requests or what comes next.
+Does not know layers, requests or what comes next. With fewer slots than one token uses it hits
+exactly nothing (the cliff): every expert leaves just before its turn comes again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells
 
 
-class Lru:
+class Lru(Passive):
     """Evicts the cell whose last use lies furthest back."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._resident: OrderedDict[int, None] = OrderedDict()  # oldest use first
 
-    def used(self, cells: Iterable[int]) -> None:
-        for cell in cells:
+    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+        for cell in chosen_cells(layer, ids, self.setup.shape.experts):
             if cell in self._resident:
                 self._resident.move_to_end(cell)
 
     def admitted(self, cell: int) -> None:
+        self.insertions += 1
         self._resident[cell] = None
 
-    def victim(self, evictable: Callable[[int], bool]) -> int | None:
+    def victim(self, evictable: Evictable) -> int | None:
         for cell in self._resident:
             if evictable(cell):
                 del self._resident[cell]

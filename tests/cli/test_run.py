@@ -111,7 +111,11 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         (["run", "demo", "x", "--ctx", "9999"], 1, "a context of 512 tokens, not 9999"),
         (["run", "demo", "x" * 600], 1, "the prompt has 603 tokens, the context 512"),
         (["run", "demo", "x", "--temperature", "-1"], 2, "temperature is -1"),
-        (["run", "demo", "x", "--policy", "best"], 2, "'best' is not one of lru"),
+        (
+            ["run", "demo", "x", "--policy", "best"],
+            2,
+            "'best' is not one of adaptive, eamc, lfu, lru",
+        ),
         (["run", "demo", "x", "--bogus"], 2, "--bogus"),
         (["bogus"], 2, "bogus"),
         (["run"], 2, "MODEL"),

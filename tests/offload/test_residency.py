@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moeinf.offload.policy import Lru
+from moeinf.offload.policy import Lru, Setup
 from moeinf.offload.residency import Residency
+from moeinf.offload.trace import RoutingShape
 
 SLOTS, CELLS, STAGING = 5, 9, 2
 
@@ -22,7 +24,7 @@ class SlotTable(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = Residency(SLOTS, CELLS, STAGING)
-        self.policy = Lru()
+        self.policy = Lru(Setup(RoutingShape(1, CELLS, 3), SLOTS))
         self.loading: set[int] = set()
         self.staged: set[int] = set()
         self.cached: list[int] = []  # least recently used first
@@ -113,7 +115,7 @@ class SlotTable(RuleBasedStateMachine):
 
     @rule(cells=st.lists(st.integers(0, CELLS - 1), unique=True, max_size=3))
     def use(self, cells: list[int]) -> None:
-        self.policy.used(cells)
+        self.policy.routed(0, np.array([cells], np.int64))
         for cell in cells:
             if cell in self.cached:
                 self.cached.remove(cell)

@@ -16,10 +16,11 @@ from torch import Tensor
 from moeinf.models.moe import ResidentExperts, TorchMath
 from moeinf.native import SlotPool
 from moeinf.offload.layout import ExpertKey, ExpertLayout
-from moeinf.offload.policy import Lru
+from moeinf.offload.policy import POLICIES, Setup
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.offload.store import ExpertStore, Stopped
+from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import ExpertReadError, Transfer
 
 L, E, K, D, F = 3, 6, 2, 16, 24
@@ -34,11 +35,14 @@ class Shards:
     records: list[FileRecord]
     reference: ResidentExperts
 
-    def store(self, slots: int, readers: int = 2, staging: int = 0) -> ExpertStore:
+    def store(
+        self, slots: int, readers: int = 2, staging: int = 0, name: str = "lru"
+    ) -> ExpertStore:
         pool = SlotPool(slots, LAYOUT.slot_bytes)
         transfer = Transfer(self.folder, self.records, pool, readers=readers, direct_io=False)
         residency = Residency(slots, L * E, staging)
-        return ExpertStore(LAYOUT, E, pool, residency, transfer, Lru(), TorchMath())
+        policy = POLICIES[name](Setup(RoutingShape(L, E, K), slots))
+        return ExpertStore(LAYOUT, E, pool, residency, transfer, policy, TorchMath())
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +104,18 @@ def test_bit_identical_to_resident_experts(store: ExpertStore, shards: Shards) -
     slots=st.integers(1, L * E),
     readers=st.integers(1, 4),
     staging=st.integers(0, L * E - 1),
+    policy=st.sampled_from(sorted(POLICIES)),
     passes=st.lists(st.tuples(st.integers(0, L - 1), st.integers(1, 9), st.integers(0, 99))),
 )
 def test_any_budget_any_order(
-    shards: Shards, slots: int, readers: int, staging: int, passes: list[tuple[int, int, int]]
+    shards: Shards,
+    slots: int,
+    readers: int,
+    staging: int,
+    policy: str,
+    passes: list[tuple[int, int, int]],
 ) -> None:
-    store = shards.store(slots, readers, min(staging, slots - 1))
+    store = shards.store(slots, readers, min(staging, slots - 1), policy)
     try:
         for layer, tokens, seed in passes:
             expected = shards.reference.submit(layer, *routing(tokens, seed)).result()

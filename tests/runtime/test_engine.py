@@ -58,7 +58,7 @@ def test_memory_never_changes_the_tokens(model: str, open_engine: Open) -> None:
             expected = tokens(full, prompt, options)
             assert tokens(third, prompt, options) == expected
             assert tokens(smallest, prompt, options) == expected
-    assert smallest.store.stats.hit_rate == 0  # 8 slots, 24 experts per token: the LRU cliff
+    assert 0 < (smallest.store.stats.hit_rate or 0) < 0.3  # 8 slots, 24 experts per token
     assert 0.3 < (third.store.stats.hit_rate or 0) < 1
     assert full.store.stats.loads <= 192
 

@@ -1,0 +1,44 @@
+"""Least frequently used: what the public code of the paper really runs.
+
+Does not know layers, requests or what comes next. Counts are kept for cells that are not resident
+too, and never age.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, lowest
+
+_ABSENT = np.iinfo(np.int64).max
+_USE = 1 << 40  # a key is uses · 2^40 + time of the last use, so that ties go to the oldest
+
+
+class Lfu(Passive):
+    """Evicts the resident cell with the fewest uses; among equals, the one used longest ago."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._keys = np.zeros(setup.cells, np.int64)
+        self._resident = np.full(setup.cells, _ABSENT, np.int64)  # keys of resident cells
+        self._time = 0
+
+    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+        for cell in chosen_cells(layer, ids, self.setup.shape.experts):
+            self._time += 1
+            self._keys[cell] = (self._keys[cell] // _USE + 1) * _USE + self._time
+            if self._resident[cell] != _ABSENT:
+                self._resident[cell] = self._keys[cell]
+
+    def admitted(self, cell: int) -> None:
+        self.insertions += 1
+        self._resident[cell] = self._keys[cell]
+
+    def victim(self, evictable: Evictable) -> int | None:
+        cell = lowest(self._resident, evictable)
+        if cell is not None:
+            self._resident[cell] = _ABSENT
+        return cell

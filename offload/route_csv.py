@@ -1,0 +1,81 @@
+"""Reads route traces as the BigMoeOnEdge project writes them, into recordings.
+
+Does not know what is done with them. One prompt per file; its tokens become one prefill pass, every
+later step a decode pass. Format: `#` lines with name=value pairs (n_layer, n_expert,
+n_expert_used, per layer expert_bytes and dense_bytes), then CSV with at least phase, step, layer,
+slot and expert; phase 0 is the prompt, 1 decode. Layers that stay silent for a token have no rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.trace import Pass, PassBuilder, Recording, RoutingShape
+
+
+class BadRouteTrace(ValueError):
+    """A file that is not a route trace."""
+
+
+def read_route_csv(path: Path) -> Recording:
+    """A `.csv` or `.csv.gz` file as a recording of one request. Raises BadRouteTrace, OSError."""
+    raw = path.read_bytes()
+    try:
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        return _parse(path.name.removesuffix(".gz").removesuffix(".csv"), text)
+    except (KeyError, IndexError, ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise BadRouteTrace(f"{path.name} is not a route trace: {error}") from error
+
+
+def _parse(name: str, text: str) -> Recording:
+    lines = text.splitlines()
+    comments = [line[1:] for line in lines if line.startswith("#")]
+    shape = _shape(comments)
+    rows = csv.DictReader(io.StringIO("\n".join(x for x in lines if not x.startswith("#"))))
+    tokens: dict[tuple[int, int], NDArray[np.int16]] = {}
+    for row in rows:
+        key = int(row["phase"]), int(row["step"])
+        if key not in tokens:
+            tokens[key] = np.full((shape.layers, shape.top_k), -1, np.int16)
+        expert = int(row["expert"])
+        if not 0 <= expert < shape.experts:
+            raise ValueError(f"expert {expert} of {shape.experts}")
+        tokens[key][int(row["layer"]), int(row["slot"])] = expert
+    prompt = [ids for (phase, _), ids in tokens.items() if phase == 0]
+    recording = Recording(name.removesuffix(".route"), shape)
+    if prompt:
+        recording.add(_pass(shape, prompt, decode=False))
+    for (phase, _), ids in tokens.items():
+        if phase == 1:
+            recording.add(_pass(shape, [ids], decode=True))
+    if not recording.passes:
+        raise ValueError("no tokens")
+    return recording
+
+
+def _pass(shape: RoutingShape, tokens: list[NDArray[np.int16]], decode: bool) -> Pass:
+    builder = PassBuilder(shape, np.zeros(len(tokens), np.int64), "decode" if decode else "prefill")
+    builder.ids[:] = np.stack(tokens, 1)  # [L, T, K]
+    return builder.end()
+
+
+def _shape(comments: Iterable[str]) -> RoutingShape:
+    """Sizes are means over layers: a slot is as large as the model's largest expert anyway."""
+    sizes: dict[str, list[int]] = {}
+    for comment in comments:
+        for pair in comment.split():
+            name, _, value = pair.partition("=")
+            if value.isdigit():
+                sizes.setdefault(name, []).append(int(value))
+    layers, experts = sizes["n_layer"][0], sizes["n_expert"][0]
+    expert_bytes = sum(sizes.get("expert_bytes", [0])) // layers
+    dense_bytes = sum(sizes.get("dense_bytes", [0]))
+    top_k = sizes["n_expert_used"][0]
+    return RoutingShape(layers, experts, top_k, 0, expert_bytes, dense_bytes)

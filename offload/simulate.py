@@ -1,0 +1,257 @@
+"""Replays a recording against a cache policy, event by event, under the time model of timing.py.
+
+Does not know where recordings come from, and computes nothing: it moves names between a set and a
+link. The policies are the very objects that the engine runs.
+
+One layer, as time runs (see also store.py, which does this with real bytes):
+
+    dense share ─ route ─ hits compute ─ misses compute as they arrive ─▶ next layer
+                    └ demand reads, then what the policy wishes ahead ───▶
+
+*Stall* is the end of a layer less what its compute alone takes. A *hit* was resident when its
+layer asked; a read still on its way is a miss, but is not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.eamc import Eamc
+from moeinf.offload.hints import HintSource
+from moeinf.offload.policy.base import Policy, Setup, chosen_cells
+from moeinf.offload.timing import Link, TimeModel
+from moeinf.offload.trace import Pass, Recording, Tracer
+
+MakePolicy = Callable[[Setup], Policy]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a replay is run under. late: routing reaches the policy after its pass, as from a
+    captured graph. collect: finished requests join the EAMC."""
+
+    slots: int
+    time: TimeModel = field(default_factory=TimeModel)
+    hints: HintSource | None = None
+    late: bool = False
+    collect: bool = True
+
+
+@dataclass
+class Token:
+    """One decode pass of a replay."""
+
+    request: int
+    age: int  # decode passes of this request before it
+    events: int = 0
+    hits: int = 0
+    reads: int = 0
+    insertions: int = 0
+    stall_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """Sums over decode passes; `tokens` has them one by one. Prefetch counts too are of decode."""
+
+    expert_bytes: int
+    tokens: list[Token] = field(default_factory=list)
+    rows: int = 0  # decode tokens; more than passes when requests are batched
+    fetched_ahead: int = 0
+    used_ahead: int = 0
+    demand_reads: int = 0
+
+    def _sum(self, name: str) -> float:
+        return float(sum(getattr(token, name) for token in self.tokens))
+
+    @property
+    def hit_rate(self) -> float:
+        return self._sum("hits") / max(1.0, self._sum("events"))
+
+    @property
+    def reads_per_token(self) -> float:
+        return self._sum("reads") / max(1, self.rows)
+
+    @property
+    def bytes_read_per_token(self) -> float:
+        return self.reads_per_token * self.expert_bytes
+
+    @property
+    def insertions_per_token(self) -> float:
+        return self._sum("insertions") / max(1, self.rows)
+
+    @property
+    def stall_ms_per_token(self) -> float:
+        return 1000 * self._sum("stall_seconds") / max(1, self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Decode time that the model gives the whole replay."""
+        return self._sum("seconds")
+
+    @property
+    def prefetch_precision(self) -> float | None:
+        """Share of reads ahead that were used before they left; None without reads ahead."""
+        return self.used_ahead / self.fetched_ahead if self.fetched_ahead else None
+
+    @property
+    def prefetch_recall(self) -> float | None:
+        """Share of what was not resident in time that had been read ahead."""
+        needed = self.used_ahead + self.demand_reads
+        return self.used_ahead / needed if self.fetched_ahead and needed else None
+
+
+class Replay:
+    """One policy, one recording, one set of conditions; `run` once."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        make: MakePolicy,
+        conditions: Conditions,
+        eamc: Eamc | None = None,
+    ) -> None:
+        shape = conditions.time.sized(recording.shape)
+        self._recording = replace(recording, shape=shape)
+        self._shape, self._conditions, self._eamc = shape, conditions, eamc
+        self.policy = make(Setup(shape, conditions.slots, eamc))
+        time = conditions.time
+        self._dense, self._expert = time.dense_seconds(shape), time.expert_seconds(shape)
+        self._link = Link(time.read_seconds(shape), self._begin_ahead)
+        self._now = 0.0
+        self._resident: set[int] = set()
+        self._pinned: set[int] = set()
+        self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
+        self._decoding = False
+        self._token = Token(-1, 0)
+        self._most_wishes = 2 * shape.top_k
+        self.outcome = Outcome(shape.expert_bytes)
+
+    def run(self, progress: Callable[[int, int], None] = lambda _done, _all: None) -> Outcome:
+        """Replays every pass. progress(passes done, passes in all) is called now and then."""
+        recording, tracer = self._recording, Tracer(self._shape)
+        last, ages = recording.last_pass(), dict[int, int]()
+        hints = self._conditions.hints
+        for index, running in enumerate(recording.passes):
+            if index % 64 == 0:
+                progress(index, len(recording.passes))
+            if running.phase == "decode":
+                request = int(running.rows[0])
+                age = ages[request] = ages.get(request, -1) + 1
+                self._token = Token(request, age)
+            hinted = hints.of_pass(running) if hints is not None else None
+            self._pass(running, hinted)
+            if running.phase == "decode":
+                self.outcome.tokens.append(self._token)
+                self.outcome.rows += len(running.rows)
+            if self._eamc is not None and self._conditions.collect:
+                tracer.add(running)
+            for request in running.requests:
+                if last[request] == index:
+                    self._end_request(request, tracer)
+        progress(len(recording.passes), len(recording.passes))
+        return self.outcome
+
+    def _end_request(self, request: int, tracer: Tracer) -> None:
+        self.policy.end_request(request)
+        eam = tracer.finish(request)
+        if eam is not None and self._eamc is not None:
+            self._eamc.add(eam.prefill, eam.decode)
+
+    def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
+        policy, late = self.policy, self._conditions.late
+        self._decoding = running.phase == "decode"
+        begin, insertions = self._now, policy.insertions
+        policy.begin_pass(running.rows, running.phase)
+        for layer, ids in enumerate(running.ids):
+            cells = chosen_cells(layer, ids, self._shape.experts)
+            if not cells:
+                continue
+            self._now += self._dense
+            self._link.run_until(self._now)
+            self._settle()
+            if not late:
+                policy.routed(layer, ids)
+                if hinted is not None and layer + 1 < len(hinted):
+                    policy.hinted(layer + 1, hinted[layer + 1])
+            self._layer(cells, len(ids))
+        if late:
+            for layer, ids in enumerate(running.ids):
+                if (ids >= 0).any():
+                    policy.routed(layer, ids)
+        policy.end_pass(running.accepted)
+        self._token.seconds += self._now - begin
+        self._token.insertions += policy.insertions - insertions
+
+    def _layer(self, cells: list[int], rows: int) -> None:
+        """Routed: the hits compute, the misses come; afterwards what the policy wishes waits."""
+        resident, start = self._resident, self._now
+        hits = [cell for cell in cells if cell in resident]
+        misses = [cell for cell in cells if cell not in resident]
+        if self._decoding:
+            self._token.events += len(cells)
+            self._token.hits += len(hits)
+            self.outcome.used_ahead += len(self._ahead.intersection(cells))
+        self._ahead.difference_update(cells)
+        self._pinned = set(hits)
+        done = start + len(hits) * self._expert
+        for cell in misses:
+            there = self._link.arriving.pop(cell, None)
+            if there is None:
+                self._make_room(cell)
+                there = self._link.demand(start)
+                self._read()
+                self.outcome.demand_reads += self._decoding
+            resident.add(cell)
+            self._pinned.add(cell)
+            self.policy.admitted(cell)
+            done = max(done, there) + self._expert
+        if not self._conditions.late:
+            wishes = self.policy.prefetch(self._most_wishes)
+            self._link.wish((wish.cell for wish in wishes), start)
+        self._token.stall_seconds += done - start - len(cells) * self._expert
+        self._now = done
+
+    def _make_room(self, cell: int) -> None:
+        if len(self._resident) + len(self._link.arriving) < self._conditions.slots:
+            return
+        victim = self.policy.victim(lambda other: other not in self._pinned)
+        if victim is None:  # more misses than slots: those computed by now give theirs
+            self._pinned.clear()
+            victim = self.policy.victim(lambda _: True)
+        if victim is None:  # every slot is being read into: the first to arrive goes unused
+            there = next(iter(self._link.arriving))
+            del self._link.arriving[there]
+            return
+        self._evict(victim)
+
+    def _evict(self, victim: int) -> None:
+        self._resident.remove(victim)
+        self._ahead.discard(victim)
+
+    def _begin_ahead(self, cell: int) -> bool:
+        """A wished read could begin now."""
+        if cell in self._resident or cell in self._link.arriving:
+            return False
+        if len(self._resident) + len(self._link.arriving) >= self._conditions.slots:
+            victim = self.policy.victim(lambda other: other not in self._pinned)
+            if victim is None:
+                return False
+            self._evict(victim)
+        self._read()
+        self._ahead.add(cell)
+        self.outcome.fetched_ahead += self._decoding
+        return True
+
+    def _settle(self) -> None:
+        for cell in self._link.arrived(self._now):
+            self._resident.add(cell)
+            self.policy.admitted(cell)
+
+    def _read(self) -> None:
+        self._token.reads += self._decoding

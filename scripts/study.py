@@ -1,0 +1,202 @@
+"""Computes the figures of docs/study.md that one recording of many requests can give.
+
+Run: python scripts/study.py demo.eam --pictures docs
+     (`python scripts/record_demo.py demo.eam --per-kind 45` makes that recording)
+The first half of the requests is the past (the EAMC), the second half is what is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.eamc import Eamc
+from moeinf.offload.policy.requests import RunningRequest
+from moeinf.offload.recording_file import recording_from_bytes
+from moeinf.offload.simulate import Outcome
+from moeinf.offload.study import Case, run_case, shifted
+from moeinf.offload.timing import TimeModel
+from moeinf.offload.trace import Recording
+
+CLOCK = TimeModel()
+WIDTH = 2  # experts predicted, in units of K
+MATCHES = 5
+_PARTS = (
+    "digits+spell+weekday+capital+dialogue+json+sort",
+    "add+subtract+count+convert+upper+reverse",
+)
+
+
+def collection(recording: Recording, requests: Sequence[int], capacity: int) -> Eamc:
+    """An EAMC that has seen these requests."""
+    eamc = Eamc(capacity, recording.shape.layers, recording.shape.experts)
+    eams = recording.request_eams()
+    for request in requests:
+        eamc.add(eams[request].prefill, eams[request].decode)
+    return eamc
+
+
+def predictions(
+    recording: Recording, requests: Sequence[int], eamc: Eamc
+) -> dict[str, NDArray[np.float64]]:
+    """Per predictor: recall of WIDTH·K predicted experts by layer distance 1 … L-1."""
+    shape = recording.shape
+    most = WIDTH * shape.top_k
+    found = {
+        name: np.zeros((shape.layers, 2))
+        for name in ("EAMC", "previous token", "prefill counts", "next-layer gate")
+    }
+
+    def count(name: str, distance: int, guess: NDArray[np.integer], chosen: set[int]) -> None:
+        found[name][distance] += len(chosen.intersection(guess[:most].tolist())), len(chosen)
+
+    for request in requests:
+        running, last_use = RunningRequest(eamc), np.full((shape.layers, shape.experts), -1.0)
+        prompt = np.zeros((shape.layers, shape.experts))
+        for time, done in enumerate(recording.select([request]).passes):
+            running.begin_pass(done.phase)
+            if done.phase != "decode":
+                prompt += done.eam(shape.experts, done.accepted)
+            for layer, ids in enumerate(done.ids):
+                running.routed(layer, ids)
+                if done.phase != "decode":
+                    continue
+                predicted = running.predict(running.pair_similarity(), MATCHES, "decode")
+                assert predicted is not None
+                for later in range(layer + 1, shape.layers):
+                    chosen, far = set(done.ids[later, 0].tolist()), later - layer
+                    count("EAMC", far, (-predicted[later]).argsort(), chosen)
+                    count("previous token", far, (-last_use[later]).argsort(), chosen)
+                    count("prefill counts", far, (-prompt[later]).argsort(), chosen)
+                if layer + 1 < shape.layers and done.hints is not None:
+                    chosen = set(done.ids[layer + 1, 0].tolist())
+                    count("next-layer gate", 1, done.hints[layer + 1, 0], chosen)
+            for layer, ids in enumerate(done.ids):
+                last_use[layer, ids[-1]] = time
+    return {k: v[1:, 0] / np.maximum(v[1:, 1], 1) for k, v in found.items()}
+
+
+def by_age(outcome: Outcome, name: str, ages: int = 16) -> NDArray[np.float64]:
+    """Mean of a token's figure by its place in the answer."""
+    sums = np.zeros((ages, 2))
+    for token in outcome.tokens:
+        if token.age < ages:
+            sums[token.age] += getattr(token, name), 1
+    return sums[:, 0] / np.maximum(sums[:, 1], 1)
+
+
+def by_request(outcome: Outcome, name: str) -> NDArray[np.float64]:
+    """Mean of a token's figure per request, in order."""
+    sums: dict[int, list[float]] = {}
+    for token in outcome.tokens:
+        sums.setdefault(token.request, []).append(getattr(token, name))
+    return np.array([np.mean(values) for values in sums.values()])
+
+
+def sparsity(recording: Recording) -> tuple[float, float, float]:
+    """Shares: experts that a request's decoding uses at all; uses twice or more; entropy of use
+    over all requests, of the greatest possible."""
+    eams = [eam.decode for eam in recording.request_eams().values()]
+    total = np.sum(eams, 0).astype(float)
+    p = total / total.sum(1, keepdims=True)
+    entropy = -(p * np.log(np.maximum(p, 1e-12))).sum(1).mean() / np.log(p.shape[1])
+    used, reused = (np.mean([(eam >= n).mean() for eam in eams]) for n in (1, 2))
+    return float(used), float(reused), float(entropy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recording", type=Path)
+    parser.add_argument("--pictures", type=Path)
+    parser.add_argument("--share", type=float, default=0.2)
+    options = parser.parse_args()
+    recording = recording_from_bytes(options.recording.read_bytes())
+    requests = recording.requests
+    past, now = requests[: len(requests) // 2], requests[len(requests) // 2 :]
+    second = recording.select(now)
+    print(f"{len(requests)} requests, {recording.decode_tokens} decode tokens")
+    used, reused, entropy = sparsity(recording)
+    print(
+        f"sparsity: a request decodes with {used:.1%} of the experts, {reused:.1%} twice or more;"
+    )
+    print(f"          over all requests the entropy of use is {entropy:.1%} of uniform")
+
+    eamc = collection(recording, past, len(past))
+    print(f"\nrecall of {WIDTH}K predicted experts by layer distance (precision: ÷ {WIDTH})")
+    guesses = predictions(recording, now, eamc)
+    for name, recalls in guesses.items():
+        print(f"  {name:16}", *(f"{r:6.1%}" if r else "     -" for r in recalls))
+
+    print(f"\nwarm against cold, adaptive at {options.share:.0%}, stall of the first 16 tokens, ms")
+    curves = {}
+    for name, memory in (("cold", None), ("warm", collection(recording, past, len(past)))):
+        outcome = run_case(second, Case("adaptive", options.share), CLOCK, eamc=memory)
+        curves[name] = by_age(outcome, "stall_seconds") * 1000
+        print(f"  {name}: mean {curves[name].mean():.4f}", *(f"{x:.3f}" for x in curves[name]))
+
+    print(f"\ncapacity of the EAMC at {options.share:.0%}: stall ms, hit rate, mean best cosine")
+    for capacity in (1, 3, 10, 30, 100, 300):
+        case = Case("adaptive", options.share, capacity)
+        memory = collection(recording, past, capacity)
+        eams = second.request_eams().values()
+        near = np.mean([memory.similarity(eam.prefill, eam.decode).max() for eam in eams])
+        warm = run_case(second, case, CLOCK, eamc=memory)
+        paper = run_case(
+            second, Case("eamc", options.share), CLOCK, eamc=collection(recording, past, capacity)
+        )
+        print(
+            f"  {capacity:4}: adaptive {warm.stall_ms_per_token:.4f} {warm.hit_rate:.1%}   "
+            f"eamc {paper.stall_ms_per_token:.4f} {paper.hit_rate:.1%}   cosine {near:.3f}"
+        )
+
+    shift = shifted(recording, ",".join(_PARTS))
+    before = len(shifted(recording, _PARTS[0]).requests)
+    moved = by_request(run_case(shift, Case("adaptive", options.share), CLOCK), "stall_seconds")
+    window = 16
+    smooth = np.convolve(moved * 1000, np.ones(window) / window, "valid")
+    settled = smooth[before + (len(moved) - before) // 2 :].mean()
+    after = smooth[before:]
+    back = int(np.argmax(after <= settled * 1.05))
+    print(f"\nshift after request {before}: stall {smooth[:before].mean():.4f} ms before, peak")
+    print(f"  {after.max():.4f}, within 5 % of its later mean {settled:.4f} after {back} requests")
+    if options.pictures:
+        draw(options.pictures, smooth, before, curves, guesses)
+
+
+def draw(
+    folder: Path,
+    shift: NDArray[np.float64],
+    border: int,
+    curves: dict[str, NDArray[np.float64]],
+    guesses: dict[str, NDArray[np.float64]],
+) -> None:
+    """study.png: recall by distance, warm against cold, recovery from a shift."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.6))
+    for name, recalls in guesses.items():
+        known = np.flatnonzero(recalls)
+        left.plot(known + 1, 100 * recalls[known], "o-", ms=3, label=name)
+    left.set(xlabel="layers ahead", ylabel="recall of 2K predicted, %", title="Prediction")
+    for name, curve in curves.items():
+        middle.plot(curve, "o-", ms=3, label=name)
+    middle.set(xlabel="token of the answer", ylabel="stall, ms", title="EAMC warm or cold")
+    right.plot(shift)
+    right.axvline(border, color="k", ls=":", label="other tasks begin")
+    right.set(xlabel="request (mean of 16)", ylabel="stall, ms per token", title="Workload shift")
+    for axis in (left, middle, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "study.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`moeinf simulate` as people type it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeinf.offload.recording_file import recording_to_bytes
+from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
+from tests.cli.conftest import Command
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Eight requests of two kinds, which use different halves of the experts."""
+    shape = RoutingShape(layers=3, experts=8, top_k=2, expert_bytes=1000)
+    recording, random = Recording("two", shape), np.random.default_rng(0)
+    for request in range(8):
+        kind = request % 2
+        recording.labels[request] = "ab"[kind]
+        for step in range(6):
+            rows = np.full(1 if step else 5, request)
+            builder = PassBuilder(shape, rows, "decode" if step else "prefill")
+            for layer in range(3):
+                ids = [4 * kind + random.permutation(4)[:2] for _ in rows]
+                builder.routed(layer, np.array(ids))
+            recording.add(builder.end())
+    path = tmp_path / "two.eam"
+    path.write_bytes(recording_to_bytes(recording))
+    return path
+
+
+def test_json(moeinf: Command, recorded: Path) -> None:
+    run = moeinf("simulate", str(recorded), "--capacity", "25%,100%", "--json")
+    assert run.code == 0, run.err
+    document = json.loads(run.out)
+    (trace,) = document["traces"]
+    assert (trace["name"], trace["layers"], trace["experts"], trace["top_k"]) == ("two", 3, 8, 2)
+    assert trace["tokens"] == 40
+    assert {r["policy"] for r in trace["results"]} == {"lru", "lfu", "eamc", "adaptive", "belady"}
+    assert document["time_model"]["ram_over_link"] == 8
+    for result in trace["results"]:
+        if result["capacity"] == 1:  # all fit: read once, and nothing ever leaves
+            assert result["hit_rate"] > 0.9
+        assert result["bytes_read_per_token"] == pytest.approx(
+            1000 * result["reads_per_token"], abs=1
+        )
+
+
+def test_table_sweep_shift_and_interleave(moeinf: Command, recorded: Path) -> None:
+    options = ["--policies", "adaptive", "--capacity", "25%", "--sweep", "eamc_capacity=1,4"]
+    run = moeinf("simulate", str(recorded), *options, "--shift", "a,b", "--interleave", "2")
+    assert run.code == 0, run.err
+    assert run.out.splitlines()[0].startswith("two a,b x2: 3 layers x 8 experts, 2 per token; 40")
+    assert "adaptive eamc_capacity=4    25%" in run.out
+
+
+def test_hints_and_late_events(moeinf: Command, recorded: Path) -> None:
+    options = ["--policies", "adaptive", "--capacity", "50%", "--json"]
+    stalls = []
+    for more in ([], ["--hints", "1,1"], ["--late"]):
+        run = moeinf("simulate", str(recorded), *options, *more)
+        stalls.append(json.loads(run.out)["traces"][0]["results"][0]["stall_ms_per_token"])
+    plain, hinted, _late = stalls
+    assert hinted < plain
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--policies", "best"], "'best' is not one of"),
+        (["--capacity", "0%"], "'0%' is not a share"),
+        (["--sweep", "bogus=1"], "no knob bogus"),
+        (["--hints", "recorded"], "was recorded without hints"),
+        (["--shift", "a,c"], "no request is labelled 'c'; two has a, b"),
+    ],
+)
+def test_wrong_usage(moeinf: Command, recorded: Path, options: list[str], words: str) -> None:
+    run = moeinf("simulate", str(recorded), *options)
+    assert (run.code, run.out) == (2, "")
+    assert words in run.err
+
+
+def test_not_a_trace(moeinf: Command, tmp_path: Path) -> None:
+    path = tmp_path / "x.eam"
+    path.write_bytes(b"nonsense")
+    run = moeinf("simulate", str(path))
+    assert run.code == 1
+    assert "recording" in run.err
+
+
+def test_a_picture(moeinf: Command, recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out.png"
+    options = ["--policies", "lru", "--plot", str(picture)]
+    assert moeinf("simulate", str(recorded), *options).code == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_matplotlib_one_line_says_what_to_install(recorded: Path, tmp_path: Path) -> None:
+    import subprocess
+
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from moeinf.cli.main import answer; sys.exit(answer(sys.argv[1:]))"
+    )
+    options = ["simulate", str(recorded), "--policies", "lru", "--plot", str(tmp_path / "o.png")]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *options], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "moeinf[bench]" in run.stderr
