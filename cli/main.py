@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from moeinf.cli.errors import describe
+from moeinf.cli.eval import evaluate_text
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
 from moeinf.cli.plan import plan
@@ -43,6 +44,7 @@ app.command("list")(list_models)
 app.command("ls", hidden=True)(list_models)
 app.command("show")(show)
 app.command("plan")(plan)
+app.command("eval")(evaluate_text)
 app.command("rm")(rm)
 app.command("verify")(verify)
 app.command("prune")(prune)
