@@ -1,0 +1,1 @@
+"""Measurements of moeinf against floors, ceilings and peers. Does not know how results are used."""
