@@ -71,6 +71,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "DoesNotFit": _does_not_fit,
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
+    "CannotCompare": _plain("cannot_compare", exit_code=2),
     "ModelInUse": _plain("model_in_use", "End that process first."),
     "CannotRepair": _plain("cannot_repair"),
     "NoModelUsed": _plain("no_model_used", "Name one: `moeinf trace MODEL --dataset demo`."),

@@ -19,6 +19,7 @@ from moeinf.cli.bench import bench
 from moeinf.cli.devices import devices
 from moeinf.cli.eamc import eamc
 from moeinf.cli.errors import describe
+from moeinf.cli.eval import evaluate_text
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
 from moeinf.cli.plan import plan
@@ -49,6 +50,7 @@ app.command("ls", hidden=True)(list_models)
 app.command("show")(show)
 app.command("plan")(plan)
 app.command("bench")(bench)
+app.command("eval")(evaluate_text)
 app.command("rm")(rm)
 app.command("trace")(trace)
 app.add_typer(eamc, name="eamc")

@@ -25,8 +25,8 @@
 // worker sleeps, that worker may miss one call: the others do its work.
 //
 // Waiting. A worker spins for kSpinSeconds and then sleeps. Long enough to catch the second of two
-// calls that follow each other directly (gate·up, then down), short enough not to take a core from
-// torch's own threads between them (docs/log.md, "Threads beside torch's").
+// calls that follow each other directly (gate·up, then down), short enough not to hold a core while
+// torch computes between them.
 //
 // One call at a time has the workers; a call that finds them taken (another thread, or a body that
 // calls again) runs all of its indices itself. Nothing waits for anything but running bodies.

@@ -1,0 +1,62 @@
+"""`moeinf eval`: how well a model predicts a text, and how near it is to another."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, engine_config
+from moeinf.cli.output import Output
+from moeinf.cli.pull import ensure
+from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.runtime.config import read_environment
+
+
+def evaluate_text(
+    model: Model,
+    file: Annotated[
+        Path, typer.Option(metavar="TEXT", help="A file of UTF-8 text.", show_default=False)
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL[:TAG]", help="Compare with this one.", show_default=False),
+    ] = None,
+    memory: Memory = None,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prints a model's perplexity on a text; with --against, how often both agree.
+
+    The text is read in windows of 512 tokens, or less: a begin-of-text token begins anew. KL
+    divergence is that of the model from the one that --against names, usually itself as bf16.
+    """
+    from moeinf.runtime.engine import Engine  # these import torch
+    from moeinf.runtime.evaluate import WINDOW, evaluate
+
+    out, settings = Output(json=json, quiet=quiet), read_environment()
+    text = file.read_text(encoding="utf-8")
+    config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(Engine(*ensure(name, settings, out), config, settings))
+            for name in (model, against)
+            if name is not None
+        ]
+        reference = engines[1] if against is not None else None
+        score = evaluate(engines[0], reference, text)
+    if json:
+        out.document({"model": model, "against": against, **asdict(score)})
+        return
+    rows = [("tokens", str(score.tokens)), ("perplexity", f"{score.perplexity:.4f}")]
+    if score.reference_perplexity is not None:
+        rows += [
+            ("perplexity of the other", f"{score.reference_perplexity:.4f}"),
+            ("KL divergence", f"{score.kl_divergence:.5f} nats per token"),
+            ("top-1 agreement", f"{score.top1_agreement:.2%}"),
+        ]
+    out.fields(rows)

@@ -1,0 +1,100 @@
+"""How well a model predicts a text, and how near its predictions are to another's.
+
+Does not know commands. Logits are compared a few rows at a time: nothing of a text is kept.
+
+    perplexity        exp of the mean of −ln p(token | tokens before it)
+    KL divergence     mean over tokens of Σ p ln(p / q): p the reference, q the model, in nats
+    top-1 agreement   share of the tokens for which both would have chosen the same next one
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moeinf.runtime.engine import Engine
+
+WINDOW = 512  # tokens at most that see each other; a begin-of-text token begins anew, too
+_ROWS = 64  # logits rows at once
+
+
+class CannotCompare(ValueError):
+    """A text of fewer than two tokens, or two models with different tokens."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an evaluation found; the last three are None without a reference."""
+
+    tokens: int  # predicted
+    perplexity: float
+    reference_perplexity: float | None = None
+    kl_divergence: float | None = None
+    top1_agreement: float | None = None
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.tokens = self.agreed = 0
+        self.loss = self.reference_loss = self.kl = 0.0
+
+    def add(self, logits: Tensor, reference: Tensor | None, targets: Tensor) -> None:
+        """logits and reference [n, V] float32, targets [n]."""
+        count = torch.arange(len(targets))
+        q = logits.double().log_softmax(-1)
+        self.tokens += len(targets)
+        self.loss -= float(q[count, targets].sum())
+        if reference is not None:
+            p = reference.double().log_softmax(-1)
+            self.reference_loss -= float(p[count, targets].sum())
+            self.kl += float((p.exp() * (p - q)).sum())
+            self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
+    """Scores `engine` on a text, against `reference` if there is one. Raises CannotCompare.
+
+    Special tokens in the text count as such.
+    """
+    ids = engine.tokenizer.encode_text(text)
+    if reference is not None and ids != reference.tokenizer.encode_text(text):
+        raise CannotCompare(f"{reference.manifest.model} cuts the text into other tokens")
+    if len(ids) < 2:
+        raise CannotCompare("the text has fewer than two tokens")
+    engines = [engine] if reference is None else [engine, reference]
+    window = min(WINDOW, *(one.placement.context for one in engines))
+    sums = _Sums()
+    begin = engine.tokenizer.token_id(engine.tokenizer.bos) if engine.tokenizer.bos else None
+    for piece in _pieces(ids, begin, window):
+        _score_window(engines, piece, sums)
+    count = sums.tokens
+    perplexity = math.exp(sums.loss / count)
+    if reference is None:
+        return Score(count, perplexity)
+    near = (math.exp(sums.reference_loss / count), sums.kl / count, sums.agreed / count)
+    return Score(count, perplexity, *near)
+
+
+def _pieces(ids: Sequence[int], begin: int | None, most: int) -> Iterator[Sequence[int]]:
+    """Cuts before every token that begins a text, and after `most` tokens."""
+    starts = [place for place, token in enumerate(ids) if token == begin and place > 0]
+    for start, stop in pairwise([0, *starts, len(ids)]):
+        for first in range(start, stop, most):
+            yield ids[first : min(first + most, stop)]
+
+
+def _score_window(engines: Sequence[Engine], ids: Sequence[int], sums: _Sums) -> None:
+    states = [engine.new_state() for engine in engines]
+    for first in range(0, len(ids) - 1, _ROWS):
+        rows = ids[first : min(first + _ROWS, len(ids) - 1)]
+        targets = torch.tensor(ids[first + 1 : first + 1 + len(rows)])
+        found = [
+            engine.model.extend([(rows, state)], engine.store, "all")
+            for engine, state in zip(engines, states, strict=True)
+        ]
+        sums.add(found[0], found[1] if len(found) > 1 else None, targets)

@@ -1,0 +1,132 @@
+"""Models of the tags q4 and q8: how near to bf16 they are, how small, and mended exactly.
+
+Does not know kernels. Agreement is counted where the demo was trained to speak: on the answers.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.runtime.checkpoint import open_checkpoint, read_header
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.evaluate import CannotCompare, evaluate
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.manifest import DENSE, MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.names import ModelName
+from moeinf.runtime.repack import LocalSource, repack
+from moeinf.runtime.sizes import parse_memory
+from moeinf.runtime.verify import LocalRepair, repair, verify
+
+ALL = EngineConfig(memory=parse_memory("100%"), threads=1)
+PER_KIND = 12
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return Settings(home=tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def demos(settings: Settings) -> dict[str, tuple[Manifest, Path]]:
+    library = Library(settings)
+    found = {}
+    for tag in ("q4", "q8", "bf16"):
+        name = ModelName("demo", tag)
+        source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), "demo")
+        manifest = repack(source, library, name, lambda *_: None, lambda _: None)
+        found[tag] = manifest, library.folder(name)
+    return found
+
+
+def exercises() -> list[tuple[str, str]]:
+    counts: Counter[str] = Counter()
+    found = []
+    for line in (DEMO_CHECKPOINT / "heldout.jsonl").read_text().splitlines():
+        item = json.loads(line)
+        counts[item["kind"]] += 1
+        if counts[item["kind"]] <= PER_KIND:
+            found.append((f"<|user|>{item['prompt']}<|assistant|>", item["answer"] + "<|end|>"))
+    return found
+
+
+def answers(engine: Engine) -> torch.Tensor:
+    """The most likely token at every place of every answer, the words before it being right."""
+    found = []
+    for prompt, answer in exercises():
+        before = engine.tokenizer.encode_text(prompt)
+        whole = engine.tokenizer.encode_text(prompt + answer)
+        logits = engine.model.extend([(whole[:-1], engine.new_state())], engine.store, "all")
+        found.append(logits[len(before) - 1 :].argmax(-1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("tag", "least"), [("q8", 0.99), ("q4", 0.95)])
+def test_top1_agreement_with_bf16(demos, settings, tag, least):
+    with Engine(*demos["bf16"], ALL, settings) as engine:
+        wanted = answers(engine)
+    with Engine(*demos[tag], ALL, settings) as engine:
+        found = answers(engine)
+    assert len(wanted) > 300
+    assert (found == wanted).double().mean() >= least
+
+
+def test_residency_never_chooses_the_result(demos, settings):
+    texts = []
+    for memory in ("100%", "30%"):
+        config = EngineConfig(memory=parse_memory(memory), threads=1)
+        with Engine(*demos["q4"], config, settings) as engine:
+            texts.append(answers(engine))
+    assert torch.equal(*texts)
+
+
+def test_what_is_stored(demos):
+    sizes = {tag: manifest.expert_layout.data_bytes for tag, (manifest, _) in demos.items()}
+    assert sizes["q4"] / sizes["bf16"] == 4.5 / 16
+    assert sizes["q8"] / sizes["bf16"] == 8.5 / 16
+    assert {tag: manifest.layout for tag, (manifest, _) in demos.items()} == {
+        "q4": 2, "q8": 2, "bf16": 1,
+    }  # fmt: skip
+    kinds = {name: t.dtype for name, t in read_header(demos["q4"][1] / DENSE).items()}
+    assert kinds["model.layers.0.self_attn.o_proj.weight"] == "U8"
+    assert kinds["model.norm.weight"] == kinds["model.embed_tokens.weight"] == "BF16"
+
+
+@pytest.mark.parametrize("name", ["experts/L001/E003.safetensors", DENSE])
+def test_a_mended_file_is_the_very_same(demos, name):
+    manifest, folder = demos["q4"]
+    good = (folder / name).read_bytes()
+    (folder / name).write_bytes(good[:5000] + b"x" + good[5001:])
+    damages = verify(folder, manifest, lambda *_: None)
+    assert [damage.path for damage in damages] == [name]
+    source = LocalRepair(open_checkpoint(DEMO_CHECKPOINT))
+    repair(folder, manifest, damages, source, lambda *_: None)
+    assert (folder / name).read_bytes() == good
+
+
+def test_a_layout_of_another_version_is_named(demos, tmp_path):
+    text = json.loads((demos["q4"][1] / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps({**text, "layout": 1}))
+    with pytest.raises(DamagedModel, match="Q4 layout 1, not 2"):
+        read_manifest(tmp_path)
+
+
+def test_evaluation_against_itself_and_of_nothing(demos, settings):
+    text = "".join(prompt + answer for prompt, answer in exercises()[:8])
+    with (
+        Engine(*demos["q8"], ALL, settings) as engine,
+        Engine(*demos["bf16"], ALL, settings) as other,
+    ):
+        itself = evaluate(engine, engine, text)
+        assert (itself.kl_divergence, itself.top1_agreement) == (0.0, 1.0)
+        assert itself.perplexity == itself.reference_perplexity
+        near = evaluate(engine, other, text)
+        assert near.tokens == itself.tokens
+        assert 0 < near.kl_divergence < 0.05
+        assert near.perplexity == pytest.approx(near.reference_perplexity, rel=0.05)
+        assert evaluate(engine, None, text).top1_agreement is None
+        with pytest.raises(CannotCompare, match="fewer than two"):
+            evaluate(engine, None, "")
