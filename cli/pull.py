@@ -47,8 +47,8 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. Families: olmoe, mixtral, deepseek_v2, qwen3_moe. TAG is bf16 (the default) or
-    f32. An interrupted pull goes on where it was.
+    folder, or demo; the README lists the families. TAG is bf16 (the default) or f32. An interrupted
+    pull goes on where it was.
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     wanted, source = find_source(model, name, settings, out, revision, token, workers)

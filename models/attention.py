@@ -92,6 +92,8 @@ class GqaShape:
     kv_heads: int
     head_dim: int
     bias: bool = False  # on all four projections
+    qkv_bias: bool = False  # on q, k and v only
+    scale: float | None = None  # of the scores; head_dim^-0.5 where a family does not say
     clip: float | None = None  # of q, k and v (olmoe's clip_qkv)
     window: int | None = None  # tokens seen, itself included
 
@@ -101,6 +103,10 @@ class GqaShape:
             f"{self.heads} heads cannot share {self.kv_heads} key-value heads",
         )
         require(self.head_dim % 2 == 0, f"a head_dim of {self.head_dim} cannot be rotated")
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def planes(self) -> tuple[tuple[int, int], ...]:
@@ -150,7 +156,7 @@ class GqaAttention:
         for span in rows.spans:
             r = span.rows
             keys, values = span.cache.write(self._layer, span.past, k[r], v[r])
-            out[r] = attend(q[r], keys, values, shape.head_dim**-0.5, shape.window)
+            out[r] = attend(q[r], keys, values, shape.softmax_scale, shape.window)
         return self._o(out)
 
 
@@ -159,9 +165,10 @@ def gqa_projections(
 ) -> tuple[Linear, Linear, Linear, Linear]:
     """From `prefix`.{q,k,v,o}_proj."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    bias = shape.bias or shape.qkv_bias
     return (
-        parts.linear(f"{prefix}.q_proj", wide, hidden, shape.bias),
-        parts.linear(f"{prefix}.k_proj", narrow, hidden, shape.bias),
-        parts.linear(f"{prefix}.v_proj", narrow, hidden, shape.bias),
+        parts.linear(f"{prefix}.q_proj", wide, hidden, bias),
+        parts.linear(f"{prefix}.k_proj", narrow, hidden, bias),
+        parts.linear(f"{prefix}.v_proj", narrow, hidden, bias),
         parts.linear(f"{prefix}.o_proj", hidden, wide, shape.bias),
     )

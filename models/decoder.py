@@ -43,10 +43,22 @@ class BodyConfig:
     rope: RopeConfig
 
 
-def parse_body(fields: Fields, *, default_theta: float, default_eps: float) -> BodyConfig:
-    """Raises ModelDataError; also for an activation other than silu and for quantised weights."""
+def parse_body(
+    fields: Fields,
+    *,
+    default_theta: float,
+    default_eps: float,
+    default_partial: float | None = None,
+) -> BodyConfig:
+    """Raises ModelDataError; also for an activation other than silu and for quantised weights.
+
+    Blocks of 8-bit floats are none: what reads the checkpoint widens them. default_partial: see
+    rope.parse_rope.
+    """
     fields.choice("hidden_act", default="silu", known=("silu", "swish"))
-    fields.refuse("quantization_config")
+    quantised = fields.section("quantization_config")
+    if quantised is None or not quantised.is_word("quant_method", "fp8"):
+        fields.refuse("quantization_config")
     max_context = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     return BodyConfig(
         vocab=fields.integer("vocab_size", high=MAX_VOCAB),
@@ -56,7 +68,7 @@ def parse_body(fields: Fields, *, default_theta: float, default_eps: float) -> B
         norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0, default=default_eps),
         max_context=max_context,
         tied_embeddings=fields.flag("tie_word_embeddings"),
-        rope=parse_rope(fields, max_context, default_theta),
+        rope=parse_rope(fields, max_context, default_theta, default_partial),
     )
 
 

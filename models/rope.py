@@ -33,6 +33,7 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
+    partial: float = 1.0  # share of a head's dimensions that turn
 
     def __post_init__(self) -> None:
         require(self.kind in _KINDS, f"rope type {self.kind!r} is not supported")
@@ -46,6 +47,12 @@ class RopeConfig:
             f"low_freq_factor {self.low_freq_factor:g}",
         )
 
+    def turning(self, head_dim: int) -> int:
+        """How many dimensions of a head turn. Raises ModelDataError unless they form pairs."""
+        count = int(head_dim * self.partial)
+        require(count > 0 and count % 2 == 0, f"{count} of {head_dim} dimensions cannot be rotated")
+        return count
+
     @property
     def softmax_factor(self) -> float:
         """What DeepSeek multiplies its softmax scale with: mscale_all_dim's mscale, squared."""
@@ -54,19 +61,27 @@ class RopeConfig:
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
 
-def parse_rope(fields: Fields, max_context: int, default_theta: float) -> RopeConfig:
+def parse_rope(
+    fields: Fields, max_context: int, default_theta: float, default_partial: float | None = None
+) -> RopeConfig:
     """Reads both spellings; `rope_scaling` wins over `rope_parameters`, as in transformers.
 
-    Raises ModelDataError for an unknown type, a partial rotation or an absurd value.
+    default_partial: None for a family whose heads always turn as a whole. Raises ModelDataError
+    for an unknown type, a partial rotation where there is none, or an absurd value.
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({})
     kind = rope.choice("rope_type", "type", default="default", known=_KINDS)
-    for place in (fields, rope):
-        place.refuse("partial_rotary_factor", 1.0, 1)
+    partial = 1.0
+    if default_partial is None:
+        for place in (fields, rope):
+            place.refuse("partial_rotary_factor", 1.0, 1)
+    else:
+        partial = fields.number("partial_rotary_factor", low=0.0, high=1.0, default=default_partial)
+        partial = rope.number("partial_rotary_factor", low=0.0, high=1.0, default=partial)
     theta = fields.number("rope_theta", low=2.0, high=1e12, default=default_theta)
     theta = rope.number("rope_theta", low=2.0, high=1e12, default=theta)
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta, partial=partial)
     original = rope.integer(
         "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
     )
@@ -90,6 +105,7 @@ def parse_rope(fields: Fields, max_context: int, default_theta: float) -> RopeCo
         mscale=rope.optional_number("mscale", low=0.0, high=1e3),
         mscale_all_dim=rope.optional_number("mscale_all_dim", low=0.0, high=1e3),
         truncate=rope.flag("truncate", default=True),
+        partial=partial,
         **low_high,
     )
 
@@ -120,7 +136,14 @@ def inverse_frequencies(config: RopeConfig, dim: int) -> Tensor:
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2]."""
+    """Rotates x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2].
+
+    With fewer angles only the first 2·angles dimensions turn (partial rotary); the rest stays.
+    """
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:
+        turned = rotate_half(x[..., :turning], cos, sin)
+        return torch.cat((turned, x[..., turning:]), -1)
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

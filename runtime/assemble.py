@@ -19,7 +19,8 @@ from pathlib import Path
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.layout import ITEM_BYTES, ExpertLayout
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
-from moeinf.runtime.checkpoint import BLOCK_BYTES, SourceTensor, blocks
+from moeinf.runtime.checkpoint import BLOCK_BYTES, SourceTensor
+from moeinf.runtime.fp8 import weight_blocks
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.workplace import Workplace, unfinished_path
@@ -157,7 +158,7 @@ class Assembler:
 
     def _metered(self, target: Target, numbers: Iterable[int]) -> Iterator[memoryview]:
         for number in numbers:
-            for block in blocks(target.parts[number], target.dtype):
+            for block in weight_blocks(target.parts[number], target.dtype):
                 with self._lock:
                     self.bytes += block.nbytes
                 yield block

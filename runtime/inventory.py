@@ -16,6 +16,7 @@ from moeinf.models.base import FusedPart, Linear, MoeShape
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import ITEM_BYTES, ExpertKey, ExpertLayout
 from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, SourceTensor
+from moeinf.runtime.fp8 import join_scales
 
 
 class WantedParts:
@@ -79,7 +80,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in join_scales(checkpoint).items():
         fused = family.fused(name, config)
         if fused is not None:
             for key, role, piece in _unfuse(fused, tensor, model.moe):
@@ -130,5 +131,5 @@ def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
         raise BadCheckpoint(
             f"{tensor.path}: {tensor.name!r} is {list(tensor.shape)}, the config says {list(shape)}"
         )
-    if tensor.dtype not in TORCH_DTYPE:
+    if tensor.dtype not in TORCH_DTYPE and tensor.scales is None:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not a float format")

@@ -15,8 +15,9 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
-from moeinf.runtime.checkpoint import Checkpoint, SourceTensor, blocks
+from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.durable import sync_filesystem
+from moeinf.runtime.fp8 import sources, weight_blocks
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
 
@@ -112,8 +113,8 @@ def repair(
                 raise CannotRepair(f"the source has no {damage.path} any more") from error
             _replace(folder, manifest, damage.path, b"", data)
         else:
-            source.bring_tensors(list(target.parts))
-            parts = (block for part in target.parts for block in blocks(part, target.dtype))
+            source.bring_tensors(sources(target.parts))
+            parts = (block for part in target.parts for block in weight_blocks(part, target.dtype))
             _replace(folder, manifest, damage.path, target.header, parts)
         progress("repairing", number + 1, len(damages))
     sync_filesystem(folder)

@@ -87,6 +87,45 @@ def _qwen3(**settings: Any) -> Tiny:
     return Tiny("qwen3_moe", "Qwen3MoeConfig", {**sizes, **settings})
 
 
+def _qwen2(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "shared_expert_intermediate_size": 26,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+    }
+    return Tiny("qwen2_moe", "Qwen2MoeConfig", {**sizes, **settings})
+
+
+def _deepseek_v3(**settings: Any) -> Tiny:
+    return Tiny("deepseek_v3", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 14, **settings})
+
+
+def _glm4(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 22,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+    }
+    return Tiny("glm4_moe", "Glm4MoeConfig", {**sizes, **settings})
+
+
+def _glm4_lite(**settings: Any) -> Tiny:
+    sizes = {**_DEEPSEEK, "num_key_value_heads": 3, "q_lora_rank": 14}
+    return Tiny("glm4_moe_lite", "Glm4MoeLiteConfig", {**sizes, **settings})
+
+
 TINY: dict[str, Tiny] = {
     "mixtral": _mixtral(),
     "mixtral-wide-heads": _mixtral(
@@ -164,6 +203,90 @@ TINY: dict[str, Tiny] = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "deepseek-v3": _deepseek_v3(
+        first_k_dense_replace=1,
+        num_key_value_heads=3,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek-v3-bare": _deepseek_v3(
+        first_k_dense_replace=0,
+        num_hidden_layers=2,
+        num_key_value_heads=3,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+        routed_scaling_factor=0.7,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "deepseek-v3-one-expert": _deepseek_v3(
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=1,
+        v_head_dim=22,
+        rope_parameters={**_YARN, "factor": 4.0},
+    ),
+    "glm4": _glm4(attention_bias=True),
+    "glm4-head-norms": _glm4(
+        head_dim=16,
+        partial_rotary_factor=0.75,
+        use_qk_norm=True,
+        first_k_dense_replace=2,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "glm4-yarn": _glm4(
+        head_dim=8,
+        num_key_value_heads=4,
+        first_k_dense_replace=0,
+        num_hidden_layers=2,
+        num_experts_per_tok=7,
+        norm_topk_prob=False,
+        rope_parameters={**_YARN, "factor": 4.0, "partial_rotary_factor": 1.0},
+    ),
+    "glm4-lite": _glm4_lite(),
+    "glm4-lite-layers": _glm4_lite(
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen2": _qwen2(),
+    "qwen2-sparse-step": _qwen2(
+        num_hidden_layers=5,
+        decoder_sparse_step=2,
+        num_key_value_heads=1,
+        num_experts_per_tok=1,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "qwen2-window": _qwen2(
+        mlp_only_layers=[1],
+        num_hidden_layers=4,
+        num_experts_per_tok=6,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=3,  # layers 0 and 2 see 6 tokens
+        rope_parameters={**_YARN, "factor": 4.0},
+    ),
     "qwen3": _qwen3(),
     "qwen3-sparse-step": _qwen3(
         num_hidden_layers=6,
@@ -219,6 +342,9 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
     return model.eval()
 
 
