@@ -13,8 +13,10 @@ from moeinf.models import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
+    granitemoe,
     mixtral,
     olmoe,
+    phimoe,
     qwen2_moe,
     qwen3_moe,
 )
@@ -27,8 +29,10 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,
+    "phimoe": phimoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }

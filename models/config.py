@@ -75,6 +75,19 @@ class Fields:
             raise self._error(name, value, f"holds a word that is none of {', '.join(known)}")
         return tuple(value)
 
+    def numbers(self, name: str, *, low: float, high: float, most: int) -> tuple[float, ...]:
+        """A list of 1 … `most` numbers in low … high; required."""
+        value = self._values.get(name)
+        if value is None:
+            raise ModelDataError(f"{self._where} lacks {name}")
+        if (
+            not isinstance(value, list | tuple)
+            or not 1 <= len(value) <= most
+            or any(type(item) not in (int, float) or not low <= item <= high for item in value)
+        ):
+            raise self._error(name, value, f"must be a list of numbers from {low:g} to {high:g}")
+        return tuple(map(float, value))
+
     def number(self, name: str, *, low: float, high: float, default: float | None = None) -> float:
         """A finite number in low … high; required when there is no default."""
         value = self.optional_number(name, low=low, high=high)

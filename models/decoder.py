@@ -23,7 +23,7 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
-from moeinf.models.norms import RmsNorm
+from moeinf.models.norms import RmsNorm, layer_norm
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
 _HEAD_ROWS = 64  # rows of logits computed at once
@@ -41,6 +41,10 @@ class BodyConfig:
     max_context: int
     tied_embeddings: bool
     rope: RopeConfig
+    layer_norm: bool = False  # the final norm is one, with a bias
+    head_bias: bool = False  # on lm_head
+    embedding_scale: float = 1.0  # embeddings are multiplied with it
+    logits_scale: float = 1.0  # logits are divided by it
 
 
 def parse_body(
@@ -74,17 +78,24 @@ def parse_body(
 
 @dataclass(frozen=True)
 class Block:
-    """x += attention(norm(x)); x += ffn(norm(x))."""
+    """x += residual · attention(norm(x)); x += residual · ffn(norm(x))."""
 
     attention_norm: Callable[[Tensor], Tensor]
     attention: Callable[[Tensor, PassRows], Tensor]
     ffn_norm: Callable[[Tensor], Tensor]
     ffn: Callable[[Tensor, Experts], Tensor]
+    residual: float = 1.0
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """[T, D] -> [T, D]."""
-        x = x + self.attention(self.attention_norm(x), rows)
-        return x + self.ffn(self.ffn_norm(x), experts)
+        if self.residual == 1.0:
+            x = x + self.attention(self.attention_norm(x), rows)
+            return x + self.ffn(self.ffn_norm(x), experts)
+        x = x + self.attention(self.attention_norm(x), rows) * self.residual
+        return x + self.ffn(self.ffn_norm(x), experts) * self.residual
+
+
+Layer = Callable[[Tensor, PassRows, Experts], Tensor]  # a Block, or a family's own
 
 
 class Decoder:
@@ -96,7 +107,7 @@ class Decoder:
         moe: MoeShape,
         planes: tuple[tuple[int, int], ...],
         rope_dim: int,
-        blocks: Sequence[Block],
+        blocks: Sequence[Layer],
         parts: Parts,
     ) -> None:
         """planes: what the blocks' attention caches per layer; see kv_cache.py."""
@@ -106,9 +117,10 @@ class Decoder:
         embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self._embedding = embedding  # [V, D]
         self._blocks = tuple(blocks)
-        self._norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+        self._norm = _final_norm(config, parts)
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._head: Linear = parts.linear(head, config.vocab, config.hidden)
+        self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
+        self._embedding_scale, self._logits_scale = config.embedding_scale, config.logits_scale
         self._rope = Rope(config.rope, rope_dim, embedding.device)
         self._cache = CacheLayout(config.layers, planes, embedding.dtype, embedding.device)
         self.kv_bytes_per_token = self._cache.bytes_per_token
@@ -177,8 +189,11 @@ class Decoder:
         positions = torch.cat(
             [torch.arange(s.past, s.past + s.count, device=ids.device) for s in spans]
         )
-        rows = PassRows(spans, *self._rope(positions))
+        contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
+        rows = PassRows(spans, *self._rope(positions, contexts))
         x = functional.embedding(ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         for block in self._blocks:
             x = block(x, rows, experts)
         return x
@@ -188,6 +203,14 @@ class Decoder:
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
             out[rows] = self._head(self._norm(x[rows]))
+        if self._logits_scale != 1.0:
+            out /= self._logits_scale
+
+
+def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
+    if config.layer_norm:
+        return layer_norm(parts, "model.norm", config.hidden, config.norm_eps)
+    return RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 
 def _phase(decoding: bool) -> Literal["prefill", "decode"]:

@@ -101,3 +101,30 @@ def require_groups(groups: int, kept: int, experts: int, top_k: int) -> None:
     require(experts % groups == 0, f"{experts} experts do not form {groups} groups")
     require(kept <= groups, f"topk_group {kept} of {groups} groups")
     require(top_k <= experts // groups * kept, f"{kept} groups hold fewer than {top_k} experts")
+
+
+@dataclass(frozen=True)
+class SparseMixer:
+    """Phi-3.5-MoE's choice of two experts (arXiv 2409.12136), as it is at inference, in float32.
+
+    The best expert's weight is its softmax among those that come close to it; the second one's is
+    the same without the first. Close means less than 2 · jitter below the best, relative to the
+    larger of the best logit and the magnitude of one's own. The two do not sum to 1.
+    """
+
+    weight: Tensor  # [E, D] in any dtype
+    jitter: float  # router_jitter_noise
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> ids [T, 2] int64 and weights [T, 2] float32, the best first."""
+        logits = functional.linear(x.float(), self.weight.float())  # [T, E]
+        first, first_weight = self._best(logits, logits)
+        second, second_weight = self._best(logits.scatter(1, first, -torch.inf), logits)
+        return torch.cat((first, second), 1), torch.cat((first_weight, second_weight), 1)
+
+    def _best(self, candidates: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best candidate's id and weight, [T, 1] each."""
+        best, ids = candidates.max(-1, keepdim=True)
+        distance = (best - logits) / torch.maximum(logits.abs(), best)
+        close = candidates.masked_fill(distance > 2 * self.jitter, -torch.inf)
+        return ids, close.softmax(-1).gather(1, ids)

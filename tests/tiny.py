@@ -126,6 +126,33 @@ def _glm4_lite(**settings: Any) -> Tiny:
     return Tiny("glm4_moe_lite", "Glm4MoeLiteConfig", {**sizes, **settings})
 
 
+def _phimoe(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 28,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "router_jitter_noise": 0.2,  # so that few experts come close, but more than one
+    }
+    return Tiny("phimoe", "PhimoeConfig", {**sizes, **settings})
+
+
+def _granite(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "attention_multiplier": 0.25,
+    }
+    return Tiny("granitemoe", "GraniteMoeConfig", {**sizes, **settings})
+
+
 TINY: dict[str, Tiny] = {
     "mixtral": _mixtral(),
     "mixtral-wide-heads": _mixtral(
@@ -267,6 +294,38 @@ TINY: dict[str, Tiny] = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "granite": _granite(embedding_multiplier=1.5, logits_scaling=0.7, residual_multiplier=0.6),
+    "granite-bare": _granite(
+        num_experts_per_tok=1,
+        num_key_value_heads=4,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+        rope_parameters={**_YARN, "factor": 4.0},
+    ),
+    "phimoe": _phimoe(),
+    "phimoe-biased": _phimoe(
+        hidden_size=36,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        router_jitter_noise=0.01,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=9,
+        rms_norm_eps=0.03,
+    ),
+    "phimoe-longrope": _phimoe(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.7],
+            "long_factor": [1.1, 1.9, 2.5, 4.0, 7.5, 9.0],
+            "short_mscale": 1.2,
+            "long_mscale": 1.4,
+        },
+    ),
     "qwen2": _qwen2(),
     "qwen2-sparse-step": _qwen2(
         num_hidden_layers=5,
@@ -366,6 +425,6 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if "embed_tokens" in name:
         return noise
     gain = _ATTENTION_GAIN if "self_attn" in name else 1.0
-    if name.endswith("mlp.gate.weight"):
+    if name.endswith(("mlp.gate.weight", "router.weight")):
         gain = _ROUTER_GAIN
     return gain * noise / max(noise.shape[-1], 1) ** 0.5

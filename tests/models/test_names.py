@@ -84,7 +84,9 @@ def test_expert_names_that_do_not_fit(name: str) -> None:
         family.expert(name, config)
 
 
-@pytest.mark.parametrize("tiny", ["mixtral", "olmoe", "deepseek-v3", "glm4", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "tiny", ["mixtral", "olmoe", "deepseek-v3", "glm4", "granite", "phimoe", "qwen2"]
+)
 @given(name=st.text(alphabet="model.layersxptgaw0123456789_", max_size=60))
 def test_any_name_has_an_answer(tiny: str, name: str) -> None:
     family, config = config_of(tiny)
