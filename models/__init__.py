@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeinf.models import (
+    arctic,
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
@@ -25,6 +26,7 @@ from moeinf.models.base import Family, ModelDataError
 __all__ = ["FAMILIES", "Family", "ModelDataError", "family_of"]
 
 FAMILIES: Mapping[str, Family] = {
+    "arctic": arctic.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,

@@ -1,4 +1,4 @@
-"""Tiny random-weight models of every family, made and saved by transformers.
+"""Tiny random-weight models of every family, made and saved by transformers or tests/arctic.py.
 
 Does not know moeinf: what is written here looks like a checkpoint from the hub.
 """
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+
+from tests.arctic import ArcticConfig, ArcticReference
 
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
 _ROUTER_GAIN = 2.5  # so that experts are not chosen by chance nor by one logit alone
@@ -153,7 +155,30 @@ def _granite(**settings: Any) -> Tiny:
     return Tiny("granitemoe", "GraniteMoeConfig", {**sizes, **settings})
 
 
+def _arctic(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    }
+    return Tiny("arctic", "ArcticConfig", {**sizes, **settings})
+
+
 TINY: dict[str, Tiny] = {
+    "arctic": _arctic(),
+    "arctic-three": _arctic(
+        hidden_size=36,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_hidden_layers=3,
+        num_experts_per_tok=3,
+        rms_norm_eps=0.03,
+        rope_theta=500.0,
+    ),
     "mixtral": _mixtral(),
     "mixtral-wide-heads": _mixtral(
         hidden_size=40,
@@ -383,6 +408,8 @@ def tiny_config(name: str) -> Any:
     tiny = TINY[name]
     common = {"vocab_size": 97, "max_position_embeddings": 128, "pad_token_id": None}
     settings = {key: _copied(value) for key, value in {**common, **tiny.settings}.items()}
+    if tiny.family == "arctic":  # no class in transformers 5
+        return ArcticConfig(**settings)
     return getattr(transformers, tiny.config_class)(**settings)
 
 
@@ -392,11 +419,7 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
     Weights are drawn so that hidden states stay near 1 and routing and attention have a say.
     """
     torch.manual_seed(seed)
-    with warnings.catch_warnings():  # of n_shared_experts = 0
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
-        model = transformers.AutoModelForCausalLM.from_config(
-            tiny_config(name), experts_implementation="eager", attn_implementation="eager"
-        )
+    model = _empty(name)
     draw = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
@@ -405,6 +428,17 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
     return model.eval()
+
+
+def _empty(name: str) -> Any:
+    config = tiny_config(name)
+    if isinstance(config, ArcticConfig):
+        return ArcticReference(config)
+    with warnings.catch_warnings():  # of n_shared_experts = 0
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
+        return transformers.AutoModelForCausalLM.from_config(
+            config, experts_implementation="eager", attn_implementation="eager"
+        )
 
 
 def save_tiny(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -425,6 +459,6 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if "embed_tokens" in name:
         return noise
     gain = _ATTENTION_GAIN if "self_attn" in name else 1.0
-    if name.endswith(("mlp.gate.weight", "router.weight")):
+    if name.endswith(("mlp.gate.weight", "moe.gate.weight", "router.weight")):
         gain = _ROUTER_GAIN
     return gain * noise / max(noise.shape[-1], 1) ** 0.5

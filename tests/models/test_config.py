@@ -141,6 +141,8 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
             "long_factor = 'x'",
         ),
         ("granite", {"logits_scaling": 0}, "logits_scaling = 0"),
+        ("arctic", {"moe_layer_frequency": 2}, "moe_layer_frequency = 2 is not supported"),
+        ("arctic", {"parallel_attn_mlp_res": False}, "parallel_attn_mlp_res = false"),
         ("qwen2", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate"),
         ("qwen2-window", {"layer_types": ["full_attention"]}, "must be a list of 4 words"),
         ("qwen2-window", {"layer_types": ["slow"] * 4}, "holds a word that is none of"),
