@@ -15,6 +15,9 @@ from typing import Annotated
 
 import typer
 
+from moeinf.cli.bench import bench
+from moeinf.cli.devices import devices
+from moeinf.cli.eamc import eamc
 from moeinf.cli.errors import describe
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
@@ -24,6 +27,7 @@ from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
 from moeinf.cli.show import show
+from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
 from moeinf.runtime.config import read_environment
 
@@ -43,9 +47,13 @@ app.command("list")(list_models)
 app.command("ls", hidden=True)(list_models)
 app.command("show")(show)
 app.command("plan")(plan)
+app.command("bench")(bench)
 app.command("rm")(rm)
+app.command("trace")(trace)
+app.add_typer(eamc, name="eamc")
 app.command("verify")(verify)
 app.command("prune")(prune)
+app.command("devices")(devices)
 
 
 def _version(wanted: bool) -> None:

@@ -25,7 +25,8 @@ def _memory(text: str) -> MemorySize:
         raise typer.BadParameter(str(error)) from error
 
 
-def _policy(text: str) -> str:
+def policy_name(text: str) -> str:
+    """The name of a policy that there is. Raises BadParameter."""
     if text not in POLICIES:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(POLICIES)}")
     return text
@@ -47,10 +48,15 @@ Context = Annotated[
     int | None, typer.Option("--ctx", min=16, help="Tokens of context.", show_default=False)
 ]
 PolicyName = Annotated[
-    str, typer.Option("--policy", parser=_policy, metavar="NAME", help="Which expert is evicted.")
+    str,
+    typer.Option("--policy", parser=policy_name, metavar="NAME", help="Which expert is evicted."),
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)
+]
+NoTrace = Annotated[
+    bool,
+    typer.Option("--no-trace", help="Note nothing of this use: no experts, no speed, no date."),
 ]
 
 
@@ -60,8 +66,13 @@ def engine_config(
     context: int | None,
     policy: str,
     threads: int | None,
+    trace: bool = True,
 ) -> EngineConfig:
     """An option counts more than the environment, the environment more than the default."""
     return EngineConfig(
-        memory=memory or settings.memory, context=context, policy=policy, threads=threads
+        memory=memory or settings.memory,
+        context=context,
+        policy=policy,
+        threads=threads,
+        trace=trace,
     )

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
@@ -75,6 +76,21 @@ class Output:
         self.err.print(f"[red]Error:[/red] {escape(message)}")
         if hint:
             self.err.print(escape(hint))
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar that goes one step per call, with the time that is left."""
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            console=self.err,
+            disable=self.quiet or self.json,
+        )
+        with bar:
+            task = bar.add_task(escape(what), total=total)
+            yield lambda: bar.advance(task)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:

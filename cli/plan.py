@@ -39,7 +39,7 @@ def print_plan(
     claimed = sum(engine.unfilled_bytes() for engine in Registry(settings.run).engines())
     free = available_bytes() - claimed
     placement = place(manifest, config, free, core_count())
-    speeds = measure(folder, manifest)
+    speeds = measure(settings, folder, manifest)
     bound = 1 / seconds_per_token(placement, manifest, speeds)
     seen = remembered_speed(settings, manifest.model, placement.slots)
     expected, how = bound, "memory traffic alone, uniformly random routing: an upper bound"

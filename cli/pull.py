@@ -47,15 +47,19 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo; the README lists the families. TAG is bf16 (the default) or f32. An interrupted
-    pull goes on where it was.
+    folder, or demo; README names the families. TAG is bf16 (the default) or f32. An interrupted
+    pull goes on where it was; a model that is up to date is left alone.
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     wanted, source = find_source(model, name, settings, out, revision, token, workers)
     if dry_run:
         _print_sizes(wanted, source, out)
         return
-    manifest = _pull(wanted, source, settings, out)
+    manifest = Library(settings).made_of(wanted, source.origin, source.revision)
+    if manifest is not None:
+        out.note(f"{wanted} is up to date")
+    else:
+        manifest = _pull(wanted, source, settings, out)
     if json:
         sizes = {"size_bytes": manifest.size_bytes, "files": len(manifest.files)}
         about = {"source": manifest.source, "revision": manifest.revision}

@@ -124,6 +124,8 @@ class Repl:
             self._out.fields(
                 verbose_lines(self._engine, answer, self._load_seconds), to_stderr=True
             )
+        for note in self._engine.take_notes():
+            self._out.note(note)
         self._load_seconds = 0.0
 
     def _command(self, text: str) -> None:

@@ -15,6 +15,7 @@ from moeinf.cli.options import (
     Json,
     Memory,
     Model,
+    NoTrace,
     PolicyName,
     Quiet,
     Threads,
@@ -55,6 +56,7 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     now: Annotated[str | None, typer.Option(hidden=True, help="The date templates see.")] = None,
     threads: Threads = None,
+    no_trace: NoTrace = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Timings, hit rate, bytes read.")
     ] = False,
@@ -67,7 +69,7 @@ def run(
     """Runs a model: with PROMPT (or piped text) one answer, else a conversation."""
     out, settings = Output(json=json, quiet=quiet), read_environment()
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
-    config = engine_config(settings, memory, ctx, policy, threads)
+    config = engine_config(settings, memory, ctx, policy, threads, trace=not no_trace)
     if dry_run:
         manifest, folder = ensure(model, settings, out)
         print_plan(manifest, folder, config, settings, out)
@@ -94,7 +96,7 @@ def run(
     with Engine(manifest, folder, config, settings) as engine:
         conversation = Conversation(engine, system, now)
         if interactive or verbose:
-            for note in engine.placement.notes:
+            for note in engine.choices:
                 out.note(note)
         if interactive:
             Repl(engine, conversation, options, limits, settings, out, verbose).loop()
@@ -120,13 +122,16 @@ def run(
             out.text("\n")
         if verbose:
             out.fields(verbose_lines(engine, answer, engine.load_seconds), to_stderr=True)
-        remember_speed(
-            settings,
-            manifest.model,
-            engine.placement.slots,
-            answer.decode_steps,
-            answer.decode_seconds,
-        )
+        for note in engine.take_notes():
+            out.note(note)
+        if config.trace:
+            remember_speed(
+                settings,
+                manifest.model,
+                engine.placement.slots,
+                answer.decode_steps,
+                answer.decode_seconds,
+            )
         return _INTERRUPTED if answer.finish_reason == "interrupted" else 0
 
 

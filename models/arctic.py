@@ -10,20 +10,17 @@ The experts do not wait for attention: they are asked first, and are read while 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Experts, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
 from moeinf.models.config import MAX_CONTEXT, Fields
-from moeinf.models.decoder import BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.decoder import BodyConfig, Decoder, ParallelBlock, ignores_buffers, parse_body
 from moeinf.models.expert_names import expert_part, expert_pattern
 from moeinf.models.ffn import GatedMlp
-from moeinf.models.kv_cache import PassRows
-from moeinf.models.moe import Router, parse_moe
+from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 
@@ -59,27 +56,6 @@ def parse(values: Mapping[str, Any]) -> ArcticConfig:
     )
 
 
-@dataclass(frozen=True)
-class ParallelBlock:
-    """One layer; see above."""
-
-    layer: int
-    attention_norm: Callable[[Tensor], Tensor]
-    attention: Callable[[Tensor, PassRows], Tensor]
-    residual_norm: Callable[[Tensor], Tensor]
-    residual: Callable[[Tensor], Tensor]
-    experts_norm: Callable[[Tensor], Tensor]
-    router: Router
-
-    def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
-        """[T, D] -> [T, D]."""
-        read = self.experts_norm(x)
-        pending = experts.submit(self.layer, read, *self.router(read))
-        x = x + self.attention(self.attention_norm(x), rows)
-        x = x + self.residual(self.residual_norm(x))
-        return x + pending.result()
-
-
 def build(config: ArcticConfig, parts: Parts) -> Model:
     """See base.Family."""
     shape = config.attention
@@ -100,13 +76,12 @@ def _block(config: ArcticConfig, parts: Parts, layer: int) -> ParallelBlock:
     )
     projections = gqa_projections(parts, f"{prefix}.self_attn", body.hidden, config.attention)
     return ParallelBlock(
-        layer=layer,
         attention_norm=norm("input_layernorm"),
         attention=GqaAttention(layer, config.attention, projections),
         residual_norm=norm("residual_layernorm"),
         residual=GatedMlp(gate=w1, up=w3, down=w2),
-        experts_norm=norm("post_attention_layernorm"),
-        router=SoftmaxRouter(gate, moe.top_k, renormalise=True),
+        ffn_norm=norm("post_attention_layernorm"),
+        ffn=SparseFfn(layer, SoftmaxRouter(gate, moe.top_k, renormalise=True)),
     )
 
 

@@ -32,6 +32,11 @@ class Pending(Protocol):
 class Experts(Protocol):
     """Runs the routed experts of every layer. The only thing a model knows about offloading."""
 
+    @property
+    def wants_hints(self) -> bool:
+        """Whether `hint` is of any use now: a hint costs the model one more gate per layer."""
+        ...
+
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
         """Opens a pass of T rows; rows [T] int64 names the request that each row belongs to."""
         ...
@@ -45,7 +50,10 @@ class Experts(Protocol):
         ...
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """What `layer` will probably route to, [T, K] each; it never changes a result."""
+        """What `layer` will probably route to, [T, K] each; it never changes a result.
+
+        Told between `submit` and `result` of the layer before, only while `wants_hints`.
+        """
         ...
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
@@ -106,7 +114,12 @@ class FusedPart:
 
 
 class State(Protocol):
-    """What one request has left behind in the layers (the KV cache), as a value."""
+    """What one request has left behind in the layers (the KV cache), as a value.
+
+    request names whose rows these are to `Experts.begin_pass`; whoever owns the state sets it.
+    """
+
+    request: int
 
     @property
     def length(self) -> int:

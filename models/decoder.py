@@ -6,7 +6,7 @@ Does not know families: a family's file hands it blocks. Knows experts only as t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.moe import Router, SparseFfn
 from moeinf.models.norms import RmsNorm, layer_norm
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
@@ -95,7 +96,29 @@ class Block:
         return x + self.ffn(self.ffn_norm(x), experts) * self.residual
 
 
-Layer = Callable[[Tensor, PassRows, Experts], Tensor]  # a Block, or a family's own
+@dataclass(frozen=True)
+class ParallelBlock:
+    """h = x + attention(norm(x)); out = h + residual(norm(h)) + ffn(norm(x)), as in arctic.
+
+    The experts read x, not h: they are asked first, and loaded while the rest runs.
+    """
+
+    attention_norm: Callable[[Tensor], Tensor]
+    attention: Callable[[Tensor, PassRows], Tensor]
+    residual_norm: Callable[[Tensor], Tensor]
+    residual: Callable[[Tensor], Tensor]
+    ffn_norm: Callable[[Tensor], Tensor]
+    ffn: SparseFfn
+
+    def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
+        """[T, D] -> [T, D]."""
+        pending = self.ffn.start(self.ffn_norm(x), experts)
+        x = x + self.attention(self.attention_norm(x), rows)
+        x = x + self.residual(self.residual_norm(x))
+        return x + pending.result()
+
+
+Layer = Block | ParallelBlock
 
 
 class Decoder:
@@ -116,7 +139,7 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self._embedding = embedding  # [V, D]
-        self._blocks = tuple(blocks)
+        self._blocks = _looking_ahead(blocks)
         self._norm = _final_norm(config, parts)
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
@@ -142,7 +165,7 @@ class Decoder:
         count = spans[-1].rows.stop
         device = self._embedding.device
         ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
-        owner = [request for request, span in enumerate(spans) for _ in range(span.count)]
+        owner = [span.cache.request for span in spans for _ in range(span.count)]
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         # Made outside of inference mode, so that the caller may write into them.
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
@@ -211,6 +234,18 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
     if config.layer_norm:
         return layer_norm(parts, "model.norm", config.hidden, config.norm_eps)
     return RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+
+
+def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Tells every MoE layer the router of the next one, so that it can hint."""
+    linked: list[Layer] = []
+    router: Router | None = None
+    for block in reversed(blocks):
+        if isinstance(block.ffn, SparseFfn):
+            following, router = router, block.ffn.router
+            block = replace(block, ffn=replace(block.ffn, ahead=following))
+        linked.append(block)
+    return tuple(reversed(linked))
 
 
 def _phase(decoding: bool) -> Literal["prefill", "decode"]:

@@ -42,6 +42,7 @@ class KvCache:
         if capacity < 1:
             raise ValueError(f"a context of {capacity} tokens")
         self.layout = layout
+        self.request = 0
         self._capacity = capacity
         self._length = 0
         self._layers = [
@@ -71,7 +72,7 @@ class KvCache:
     def snapshot(self) -> KvCache:
         """An independent copy of the same capacity; only the tokens held are copied."""
         copy = KvCache(self.layout, self._capacity)
-        copy._length = self._length
+        copy.request, copy._length = self.request, self._length
         for mine, its in zip(self._layers, copy._layers, strict=True):
             for source, target in zip(mine, its, strict=True):
                 target[:, : self._length] = source[:, : self._length]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Experts, MoeShape, Phase
+from moeinf.models.base import Experts, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
 from moeinf.models.ffn import swiglu
 
@@ -89,6 +89,8 @@ class Done:
 class ResidentExperts:
     """All experts in memory: the reference that every other `Experts` must agree with."""
 
+    wants_hints = False
+
     def __init__(self, weights: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
         """(layer, expert) -> (gate_up [2F, D], down [D, F])."""
         self._weights = weights
@@ -114,16 +116,29 @@ class ResidentExperts:
 
 @dataclass(frozen=True)
 class SparseFfn:
-    """One MoE layer: routed experts, and shared ones that run while the routed are on their way."""
+    """One MoE layer: routed experts, and shared ones that run while the routed are on their way.
+
+    ahead is the router of the next MoE layer. What it makes of this layer's input is a guess of
+    what it will make of its own, as the residual stream changes little from layer to layer
+    (Eliseev and Mazur, arXiv 2312.17238, section 3.2).
+    """
 
     layer: int  # the flat MoE-layer index
     router: Router
     shared: Callable[[Tensor], Tensor] | None = None
+    ahead: Router | None = None
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
         """[T, D] -> [T, D]."""
-        ids, weights = self.router(x)
-        pending = experts.submit(self.layer, x, ids, weights)
+        pending = self.start(x, experts)
         shared = self.shared(x) if self.shared is not None else None
         routed = pending.result()
         return routed if shared is None else routed + shared
+
+    def start(self, x: Tensor, experts: Experts) -> Pending:
+        """Only the routed experts of x [T, D], for a layer that does more meanwhile."""
+        ids, weights = self.router(x)
+        pending = experts.submit(self.layer, x, ids, weights)
+        if self.ahead is not None and experts.wants_hints:
+            experts.hint(self.layer + 1, *self.ahead(x))
+        return pending

@@ -1,30 +1,60 @@
-"""The compiled floor: an arena of equal slots, a copy queue that fills them, and checksums.
+"""The compiled floor: slots, a copy queue that fills them, checksums, and kernels.
 
 Does not know models, experts, policies or torch; imports nothing of ours.
 """
 
 from moeinf.native._native import (
+    BLOCK_ROWS,
     DEMAND,
+    MAX_COMPUTE_THREADS,
+    MAX_READERS,
     PAGE_BYTES,
+    RESIDENT,
     SHARD_DATA_OFFSET,
     Cancelled,
     CopyQueue,
     CorruptShard,
     Counters,
+    ExpertKernel,
+    LinearKernel,
     SlotPool,
+    combine_rows,
+    compute_threads,
     crc32c,
+    dequantise_rows,
+    kernel_path,
+    kernels_are_fast,
+    matrix_bytes,
+    quantise_rows,
+    read_bandwidth,
+    set_compute_threads,
     syncfs,
 )
 
 __all__ = [
+    "BLOCK_ROWS",
     "DEMAND",
+    "MAX_COMPUTE_THREADS",
+    "MAX_READERS",
     "PAGE_BYTES",
+    "RESIDENT",
     "SHARD_DATA_OFFSET",
     "Cancelled",
     "CopyQueue",
     "CorruptShard",
     "Counters",
+    "ExpertKernel",
+    "LinearKernel",
     "SlotPool",
+    "combine_rows",
+    "compute_threads",
     "crc32c",
+    "dequantise_rows",
+    "kernel_path",
+    "kernels_are_fast",
+    "matrix_bytes",
+    "quantise_rows",
+    "read_bandwidth",
+    "set_compute_threads",
     "syncfs",
 ]

@@ -14,6 +14,10 @@ from typing_extensions import Buffer
 PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
 SHARD_DATA_OFFSET: Final[int]  # 4096: where the tensor data of a shard begins
 DEMAND: Final[float]  # the largest priority: somebody needs the expert now
+RESIDENT: Final[int]  # 0: in place of a ticket, the bytes are in the slot already
+MAX_READERS: Final[int]  # threads that one queue may have
+
+MAX_COMPUTE_THREADS: Final[int]  # 64
 
 class CorruptShard(OSError):
     """A file ended early (errno ENODATA) or its checksum differs, twice (errno EBADMSG).
@@ -56,9 +60,17 @@ class Counters:
     @property
     def submitted(self) -> int: ...
     @property
+    def resident(self) -> int:
+        """Submissions that found their bytes in the slot; not in `submitted`."""
+
+    @property
     def queued(self) -> int: ...
     @property
     def running(self) -> int: ...
+    @property
+    def hung(self) -> int:
+        """Readers in a read that was given up after hang_seconds and has still not ended."""
+
     @property
     def done(self) -> int: ...
     @property
@@ -95,11 +107,21 @@ class CopyQueue:
     """
 
     def __init__(
-        self, pool: SlotPool, *, readers: int = 2, direct: bool = False, max_open_files: int = 256
+        self,
+        pool: SlotPool,
+        *,
+        readers: int = 2,
+        direct: bool = False,
+        max_open_files: int = 256,
+        block_bytes: int = ...,
+        hang_seconds: float = 30.0,
     ) -> None:
-        """`readers` threads, 1 to 64; `direct` asks for O_DIRECT, falling back to buffered reads.
+        """`readers` threads, 1 to MAX_READERS; of two or more a quarter serves demand alone.
 
-        At most max_open_files + readers descriptors are open. Raises ValueError.
+        `direct` asks for O_DIRECT; a file whose file system refuses is read through the page cache.
+        One system call reads `block_bytes` at most, a multiple of PAGE_BYTES up to the default,
+        1 GiB. At most max_open_files + readers descriptors are open. A read without an end for
+        hang_seconds fails its ticket with TimeoutError naming the file. Raises ValueError.
         """
 
     def add_source(
@@ -118,10 +140,10 @@ class CopyQueue:
     def submit(self, source: int, slot: int, priority: float) -> int:
         """Queues a read of `source` into `slot` and returns its ticket; larger is more urgent.
 
-        Until the ticket ends the slot's bytes are unspecified, and so are those beyond the source's
-        length afterwards, and all of them after a failure. Raises IndexError (no such source or
-        slot), ValueError (priority is NaN), RuntimeError (the slot has a ticket that is queued or
-        running; the queue is closed).
+        Returns RESIDENT when the slot's bytes are those of `source`, read earlier. Until the ticket
+        ends the slot's bytes are unspecified, and so are those beyond the source's length
+        afterwards, and all of them after a failure. Raises IndexError (no such source or slot),
+        ValueError (priority is NaN), RuntimeError (can_submit(slot) is false; the queue is closed).
         """
 
     def submit_many(
@@ -141,12 +163,19 @@ class CopyQueue:
         False when it is running (it will complete) or has ended. Raises ValueError if never issued.
         """
 
+    def invalidate(self, slot: int) -> None:
+        """Says that `slot` was written to through a view: the next submit reads it anew."""
+
+    def can_submit(self, slot: int) -> bool:
+        """Whether nothing may write to `slot`: no live ticket has it, no hung reader either."""
+
     def wait(self, ticket: int) -> None:
         """Blocks, without the GIL, until the ticket ends, and delivers it: returns when done.
 
-        Raises OSError with errno and filename, CorruptShard, Cancelled, RuntimeError (a reader
-        failed inside), or ValueError when it was never issued or is already delivered. A signal
-        handler's exception (Ctrl-C) also ends the wait; the ticket is then not delivered.
+        RESIDENT has ended, and is never used up. Raises OSError with errno and filename,
+        CorruptShard, Cancelled, RuntimeError (a reader failed inside), or ValueError when it was
+        never issued or is already delivered. A signal handler's exception (Ctrl-C) also ends the
+        wait; the ticket is then not delivered.
         """
 
     def wait_many(self, tickets: Sequence[int]) -> None:
@@ -170,12 +199,19 @@ class CopyQueue:
 
     def resume(self) -> None: ...
     def close(self) -> None:
-        """Cancels what is queued, lets running reads end, and joins the threads; idempotent."""
+        """Cancels what is queued, lets running reads end, and joins the threads; idempotent.
+
+        A read that hangs is left alone after hang_seconds, with the memory that it writes to.
+        """
 
     def counters(self) -> Counters: ...
     @property
     def direct(self) -> bool:
-        """True while reads use O_DIRECT; False from the first file system that refuses it."""
+        """Whether O_DIRECT was asked for."""
+
+    @property
+    def direct_refusals(self) -> int:
+        """How often a file was opened without O_DIRECT because its file system refused it."""
 
     @property
     def open_files(self) -> int:
@@ -187,8 +223,92 @@ def crc32c(buffer: Buffer, crc: int = 0) -> int:
     Raises BufferError for a buffer that is not contiguous. Large ones are read without the GIL.
     """
 
+def read_bandwidth(
+    bytes: int, threads: int, prefetch: bool, huge_pages: bool, rounds: int
+) -> float:
+    """Bytes per second at which `threads` threads read a buffer of their own, the best of `rounds`.
+
+    Without the GIL. Raises ValueError (less than a page per thread), MemoryError.
+    """
+
 def syncfs(fd: int) -> None:
     """Makes everything written to the file system of `fd` durable (elsewhere: the one file).
 
     Raises OSError.
     """
+
+def _nothing() -> None: ...
+def _crc32c_paths() -> list[str]: ...
+def _crc32c_on(path: str, buffer: Buffer, crc: int = 0) -> int: ...
+def compute_threads() -> int:
+    """Threads that kernels compute with, the caller counted; at first one per usable core."""
+
+def set_compute_threads(threads: int) -> None:
+    """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
+
+BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that lie together
+
+def kernel_path() -> str:
+    """What kernels run on: avx512, avx2 or portable."""
+
+def kernels_are_fast() -> bool:
+    """False on the portable path."""
+
+def matrix_bytes(format: str, rows: int, columns: int) -> int:
+    """Bytes of a matrix in the format bf16 (row-major), q8 or q4 (tiles.h). Raises ValueError."""
+
+# Addresses below are of memory that the caller keeps alive: contiguous tensors of the shapes that
+# are named, bf16, or float32 where f32 says so. Tiles lie at multiples of 64 bytes: ValueError.
+
+def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, out: int) -> None:
+    """rows [count, columns] -> ceil(count / 16) row blocks of q8 or q4. Raises ValueError."""
+
+def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
+    """Row blocks of q8 or q4 -> out [count, columns], always float32. Raises ValueError."""
+
+def combine_rows(
+    rows: int, weights: int, tokens: int, top_k: int, width: int, out: int, f32: bool
+) -> None:
+    """rows [T, K, D] and weights [T, K] float32 -> out [T, D], summed k by k in float32."""
+
+@final
+class LinearKernel:
+    """x @ W.T with the weights at an address, on all compute threads. Any thread may run it.
+
+    A row's result does not depend on the other rows, the threads or the path.
+    """
+
+    def __init__(self, format: str, out_features: int, in_features: int, weights: int) -> None:
+        """Raises ValueError."""
+
+    def run(self, x: int, rows: int, out: int, f32: bool) -> None:
+        """x [rows, in_features] -> out [rows, out_features]. Without the GIL."""
+
+@final
+class ExpertKernel:
+    """The experts of one layer: down @ (silu(gate @ x) * (up @ x)), each on its own rows.
+
+    An expert is gate, up and down one behind the other, each of matrix_bytes.
+    """
+
+    def __init__(self, format: str, hidden: int, intermediate: int) -> None:
+        """Raises ValueError."""
+
+    @property
+    def expert_bytes(self) -> int: ...
+    def run(
+        self,
+        experts: Sequence[int],
+        counts: Sequence[int],
+        places: int,
+        x: int,
+        tokens: int,
+        top_k: int,
+        out: int,
+        f32: bool,
+    ) -> None:
+        """Runs experts[e] on the next counts[e] places: int64, row p // top_k of x [tokens, D].
+
+        Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
+        none. Without the GIL.
+        """

@@ -20,6 +20,8 @@
 
 #include "copy_queue_files.h"
 #include "crc32c.h"
+#include "kernel_bindings.h"
+#include "read_loop.h"
 
 namespace py = pybind11;
 using namespace moeinf;
@@ -71,6 +73,12 @@ void block(Blocking&& blocking) {
     if (!finished) throw py::error_already_set();
 }
 
+// A resident expert costs no handing over of the GIL.
+void wait(CopyQueue& queue, Ticket ticket) {
+    if (ticket == kResident) return;
+    block([&](auto keep_waiting) { return queue->wait({&ticket, 1}, keep_waiting); });
+}
+
 void wait_many(CopyQueue& queue, const std::vector<Ticket>& tickets) {
     block([&](auto keep_waiting) { return queue->wait(tickets, keep_waiting); });
 }
@@ -118,7 +126,10 @@ void bind_slot_pool(py::module_& m) {
     py::class_<SlotPool, std::shared_ptr<SlotPool>>(m, "SlotPool", py::buffer_protocol(),
                                                     py::is_final(),
                                                     py::release_gil_before_calling_cpp_dtor())
-        .def(py::init<std::size_t, std::size_t>(), py::arg("slots"), py::arg("slot_bytes"))
+        .def(py::init([](std::size_t slots, std::size_t slot_bytes) {
+                 return std::make_shared<SlotPool>(slots, slot_bytes);
+             }),
+             py::arg("slots"), py::arg("slot_bytes"))
         .def_property_readonly("slots", &SlotPool::slots)
         .def_property_readonly("slot_bytes", &SlotPool::slot_bytes)
         .def_property_readonly("bytes", &SlotPool::bytes)
@@ -133,8 +144,10 @@ void bind_slot_pool(py::module_& m) {
 void bind_counters(py::module_& m) {
     py::class_<Counters>(m, "Counters", py::is_final())
         .def_readonly("submitted", &Counters::submitted)
+        .def_readonly("resident", &Counters::resident)
         .def_readonly("queued", &Counters::queued)
         .def_readonly("running", &Counters::running)
+        .def_readonly("hung", &Counters::hung)
         .def_readonly("done", &Counters::done)
         .def_readonly("errors", &Counters::errors)
         .def_readonly("cancelled", &Counters::cancelled)
@@ -146,13 +159,19 @@ void bind_counters(py::module_& m) {
 }
 
 void bind_copy_queue(py::module_& m) {
+    const FileOptions defaults;
+    const auto make = [](std::shared_ptr<SlotPool> pool, int readers, bool direct,
+                         std::size_t max_open_files, std::size_t block_bytes, double hang_seconds) {
+        const FileOptions files{direct, max_open_files, block_bytes, {}};
+        return std::make_unique<CopyQueue>(std::move(pool), readers, hang_seconds, files);
+    };
     const auto add_source = [](CopyQueue& queue, const std::filesystem::path& path,
                                std::uint64_t offset, std::size_t bytes,
                                std::optional<std::uint32_t> crc32c) {
         return queue->add_source({path.native(), offset, bytes, crc32c});
     };
     const auto submit = [](CopyQueue& queue, SourceId source, std::size_t slot, double priority) {
-        return queue->submit({&source, 1}, {&slot, 1}, priority).front();
+        return queue->submit(source, slot, priority);
     };
     const auto submit_many = [](CopyQueue& queue, const std::vector<SourceId>& sources,
                                 const std::vector<std::size_t>& slots, double priority) {
@@ -164,9 +183,10 @@ void bind_copy_queue(py::module_& m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
 
     py::class_<CopyQueue>(m, "CopyQueue", py::is_final(), py::release_gil_before_calling_cpp_dtor())
-        .def(py::init<std::shared_ptr<SlotPool>, int, bool, std::size_t>(), py::arg("pool"),
-             py::kw_only(), py::arg("readers") = 2, py::arg("direct") = false,
-             py::arg("max_open_files") = 256)
+        .def(py::init(make), py::arg("pool"), py::kw_only(), py::arg("readers") = 2,
+             py::arg("direct") = defaults.direct,
+             py::arg("max_open_files") = defaults.max_open_files,
+             py::arg("block_bytes") = defaults.block_bytes, py::arg("hang_seconds") = kHangSeconds)
         .def("add_source", add_source, py::arg("path"), py::arg("offset"), py::arg("bytes"),
              py::arg("crc32c") = py::none())
         .def("submit", submit, py::arg("source"), py::arg("slot"), py::arg("priority"))
@@ -181,8 +201,13 @@ void bind_copy_queue(py::module_& m) {
             "cancel", [](CopyQueue& queue, Ticket ticket) { return queue->cancel(ticket); },
             py::arg("ticket"))
         .def(
-            "wait", [](CopyQueue& queue, Ticket ticket) { wait_many(queue, {ticket}); },
-            py::arg("ticket"))
+            "invalidate", [](CopyQueue& queue, std::size_t slot) { queue->invalidate(slot); },
+            py::arg("slot"))
+        .def(
+            "can_submit",
+            [](CopyQueue& queue, std::size_t slot) { return queue->can_submit(slot); },
+            py::arg("slot"))
+        .def("wait", &wait, py::arg("ticket"))
         .def("wait_many", &wait_many, py::arg("tickets"))
         .def("collect", &collect)
         .def("drain", drain)
@@ -192,6 +217,9 @@ void bind_copy_queue(py::module_& m) {
         .def("counters", [](CopyQueue& queue) { return queue->counters(); })
         .def_property_readonly("direct",
                                [](const CopyQueue& queue) { return queue.files().direct(); })
+        .def_property_readonly(
+            "direct_refusals",
+            [](const CopyQueue& queue) { return queue.files().direct_refusals(); })
         .def_property_readonly("open_files",
                                [](const CopyQueue& queue) { return queue.files().open_files(); });
 }
@@ -204,6 +232,8 @@ PYBIND11_MODULE(_native, m) {
     m.attr("PAGE_BYTES") = kPageBytes;
     m.attr("SHARD_DATA_OFFSET") = kShardDataOffset;
     m.attr("DEMAND") = kDemand;
+    m.attr("RESIDENT") = kResident;
+    m.attr("MAX_READERS") = kMaxReaders;
 
     corrupt_shard = py::exception<Failed>(m, "CorruptShard", PyExc_OSError);
     cancelled = py::exception<Failed>(m, "Cancelled", PyExc_RuntimeError);
@@ -225,12 +255,27 @@ PYBIND11_MODULE(_native, m) {
             return crc_of_buffer(crc32c, buffer, crc);
         },
         py::arg("buffer"), py::arg("crc") = 0);
+    m.def("_crc32c_paths", [] {
+        std::vector<std::string> names;
+        for (const auto& path : crc32c_paths()) names.emplace_back(path.name);
+        return names;
+    });
     m.def(
-        "_crc32c_portable",
-        [](const py::buffer& buffer, std::uint32_t crc) {
-            return crc_of_buffer(crc32c_portable, buffer, crc);
+        "_crc32c_on",
+        [](const std::string& name, const py::buffer& buffer, std::uint32_t crc) {
+            for (const auto& path : crc32c_paths())
+                if (name == path.name) return crc_of_buffer(path.function, buffer, crc);
+            throw py::value_error("no path " + name);
         },
-        py::arg("buffer"), py::arg("crc") = 0);
-    m.def("_crc32c_is_hardware", &crc32c_is_hardware);
+        py::arg("path"), py::arg("buffer"), py::arg("crc") = 0);
+    m.def(
+        "read_bandwidth",
+        [](std::size_t bytes, int threads, bool prefetch, bool huge_pages, int rounds) {
+            return read_bandwidth({bytes, threads, prefetch, huge_pages, rounds});
+        },
+        py::arg("bytes"), py::arg("threads"), py::arg("prefetch"), py::arg("huge_pages"),
+        py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
+    m.def("_nothing", [] {});  // what a call costs: tests and benchmarks compare with it
     m.def("syncfs", &sync_file_system, py::arg("fd"));
+    bind_kernels(m);
 }

@@ -12,7 +12,7 @@
 
 namespace moeinf {
 
-template class CopyQueueCore<StdSync, SteadyClock, FileSlots>;
+template class CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
 // Signals are Python's: one delivered to a reader thread would not interrupt the main thread.
 std::thread StdSync::start(std::function<void()> body) {
@@ -43,20 +43,44 @@ void FileSlots::forget(const Source& source) {
     files.forget(source.path);
 }
 
-CopyQueue::CopyQueue(std::shared_ptr<SlotPool> pool, int readers, bool direct,
-                     std::size_t max_open_files)
-    : pool_(std::move(pool)),
-      slots_(direct, max_open_files),
-      core_(std::make_unique<Core>(Arena{pool_->base(), pool_->slots(), pool_->slot_bytes()},
-                                   readers, slots_, clock_)),
-      process_(getpid()) {}
+CopyQueue::Parts::Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds,
+                        FileOptions files)
+    : pool(std::move(arena)),
+      copier{pool->base(), pool->slot_bytes()},
+      reader(files),
+      core({pool->slots(), pool->slot_bytes(), readers, hang_seconds}, reader, copier, clock) {}
+
+// Never destroyed: a reader may come back while the process exits.
+CopyQueue::Abandoned& CopyQueue::abandoned() {
+    static auto* const all = new Abandoned;
+    return *all;
+}
+
+void CopyQueue::bury_the_returned() {
+    Abandoned& all = abandoned();
+    const std::lock_guard lock(all.mutex);
+    std::erase_if(all.parts, [](const auto& parts) { return parts->core.close(); });
+}
+
+CopyQueue::CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds,
+                     FileOptions files)
+    : process_(getpid()) {
+    bury_the_returned();
+    parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files);
+}
 
 CopyQueue::~CopyQueue() {
-    if (getpid() != process_) core_.release();  // forked: the threads are not here to be joined
+    if (getpid() != process_) {
+        static_cast<void>(parts_.release());
+    } else if (!parts_->core.close()) {
+        Abandoned& all = abandoned();
+        const std::lock_guard lock(all.mutex);
+        all.parts.push_back(std::move(parts_));
+    }
 }
 
 void CopyQueue::close() {
-    if (getpid() == process_) core_->close();
+    if (getpid() == process_) parts_->core.close();
 }
 
 }  // namespace moeinf

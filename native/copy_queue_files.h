@@ -1,14 +1,21 @@
 // CopyQueue: the ticket queue that Python holds, reading real files into a SlotPool.
 // Does not know of Python.
 //
-// Members are destroyed from the last to the first, which is the shutdown order:
+//   CopyQueue ── parts_ ──▶ { pool, copier, reader, clock, core }
 //
-//   core_   closes: queued tickets end, reader threads are joined
-//   slots_  closes the files: nobody reads any more
-//   pool_   lets go of the arena: nobody writes any more
+// The parts are destroyed from the last to the first, which is the shutdown order:
 //
-// After a fork the child has the memory but not the threads: there, destruction leaks the core
-// rather than join threads that do not exist, and close() does nothing.
+//   core    closes: queued tickets end, reader threads are joined
+//   reader  closes the files: nobody reads any more
+//   pool    lets go of the arena: nobody writes any more
+//
+// Twice the parts are left alone instead, arena included:
+//
+// - A reader hangs in the kernel (a dead disk, a network file system without its server) for
+//   hang_seconds. The thread cannot be ended and the kernel may yet write into its slot, so nothing
+//   that it uses may go: the parts move to abandoned(). A reader that comes back finds the queue
+//   closed and ends; the next queue to be made frees what such readers have left behind.
+// - After a fork the child has the memory but not the threads: joining them would hang.
 #pragma once
 
 #include <sys/types.h>
@@ -19,12 +26,16 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "copy_queue.h"
 #include "file_reader.h"
 #include "slot_pool.h"
 
 namespace moeinf {
+
+// What a drive that retries a bad sector may take; a read beyond that does not end.
+inline constexpr double kHangSeconds = 30;
 
 struct StdSync {
     using Mutex = std::mutex;
@@ -45,34 +56,58 @@ struct SteadyClock {
     }
 };
 
+// The Copier of the queue: a slot in host memory is where its reads land.
+struct HostSlots {
+    std::byte* base;
+    std::size_t slot_bytes;
+
+    std::byte* landing(std::size_t slot) const { return base + slot * slot_bytes; }
+    void copy(std::size_t, std::size_t) const {}
+};
+
 // The Reader of the queue: a range of a file, checked by CRC-32C.
 struct FileSlots {
     FileReader files;
 
-    FileSlots(bool direct, std::size_t max_open_files) : files(direct, max_open_files) {}
+    explicit FileSlots(FileOptions options) : files(options) {}
     void read(const Source& source, std::byte* slot);
     std::uint32_t checksum(const Source& source, const std::byte* slot);
     void forget(const Source& source);
 };
 
-extern template class CopyQueueCore<StdSync, SteadyClock, FileSlots>;
+extern template class CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
 class CopyQueue {
   public:
-    using Core = CopyQueueCore<StdSync, SteadyClock, FileSlots>;
+    using Core = CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
-    CopyQueue(std::shared_ptr<SlotPool> pool, int readers, bool direct, std::size_t max_open_files);
+    CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds, FileOptions files);
     ~CopyQueue();
+    CopyQueue(const CopyQueue&) = delete;
+    CopyQueue& operator=(const CopyQueue&) = delete;
 
-    Core* operator->() { return core_.get(); }
-    const FileReader& files() const { return slots_.files; }
+    Core* operator->() { return &parts_->core; }
+    const FileReader& files() const { return parts_->reader.files; }
     void close();
 
   private:
-    std::shared_ptr<SlotPool> pool_;
-    FileSlots slots_;
-    SteadyClock clock_;
-    std::unique_ptr<Core> core_;
+    struct Parts {
+        std::shared_ptr<SlotPool> pool;
+        HostSlots copier;
+        FileSlots reader;
+        SteadyClock clock;
+        Core core;
+
+        Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds, FileOptions files);
+    };
+    struct Abandoned {
+        std::mutex mutex;
+        std::vector<std::unique_ptr<Parts>> parts;
+    };
+    static Abandoned& abandoned();
+    static void bury_the_returned();
+
+    std::unique_ptr<Parts> parts_;
     pid_t process_;
 };
 

@@ -1,4 +1,4 @@
-// CRC-32C: three interleaved hardware streams, or slicing by 8.
+// CRC-32C: three interleaved streams of the crc32 instruction, or slicing by 8; chooses the path.
 // Does not know what the bytes are.
 //
 // Why three streams: the instruction takes 8 bytes with a latency of 3 cycles and a throughput of
@@ -17,6 +17,8 @@
 #include <array>
 #include <bit>
 #include <cstring>
+
+#include "crc32c_fold.h"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -155,22 +157,6 @@ MOEINF_CRC_TARGET std::uint32_t crc32c_hardware(const void* data, std::size_t by
 
 #endif  // MOEINF_CRC_HARDWARE
 
-using Function = std::uint32_t (*)(const void*, std::size_t, std::uint32_t) noexcept;
-
-Function choose() {
-#ifdef MOEINF_CRC_HARDWARE
-    if (has_instruction()) return crc32c_hardware;
-#endif
-    return crc32c_portable;
-}
-
-Function chosen() noexcept {
-    static const Function function = choose();
-    return function;
-}
-
-}  // namespace
-
 std::uint32_t crc32c_portable(const void* data, std::size_t bytes, std::uint32_t crc) noexcept {
     const auto* at = static_cast<const unsigned char*>(data);
     const auto* const end = at + bytes;
@@ -184,12 +170,28 @@ std::uint32_t crc32c_portable(const void* data, std::size_t bytes, std::uint32_t
     return ~state;
 }
 
-std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc) noexcept {
-    return chosen()(data, bytes, crc);
+struct Paths {
+    std::array<CrcPath, 3> list{};
+    std::size_t count = 0;
+
+    Paths() noexcept {
+        if (crc32c_can_fold()) list[count++] = {"fold", crc32c_fold};
+#ifdef MOEINF_CRC_HARDWARE
+        if (has_instruction()) list[count++] = {"instruction", crc32c_hardware};
+#endif
+        list[count++] = {"portable", crc32c_portable};
+    }
+};
+
+}  // namespace
+
+std::span<const CrcPath> crc32c_paths() noexcept {
+    static const Paths paths;
+    return {paths.list.data(), paths.count};
 }
 
-bool crc32c_is_hardware() noexcept {
-    return chosen() != crc32c_portable;
+std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc) noexcept {
+    return crc32c_paths().front().function(data, bytes, crc);
 }
 
 }  // namespace moeinf

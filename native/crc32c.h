@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli) of a buffer, at memory speed where the processor has the instruction.
+// CRC-32C (Castagnoli) of a buffer, at memory speed where the processor has instructions for it.
 // Does not know what the bytes are.
 //
 // The check is the reflected polynomial 0x82F63B78 with the register inverted before and after
@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace moeinf {
 
@@ -14,10 +15,12 @@ namespace moeinf {
 // of a then b, and 0 begins. Chooses the hardware path at run time, once per process.
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc = 0) noexcept;
 
-// The table path (slicing by 8), which every processor can run. Public only so that tests compare.
-std::uint32_t crc32c_portable(const void* data, std::size_t bytes, std::uint32_t crc = 0) noexcept;
-
-// True when crc32c() runs the processor's instruction.
-bool crc32c_is_hardware() noexcept;
+// The ways to compute it that this processor has, fastest first; crc32c() takes the first. The table
+// ("portable") always ends the list. Public so that tests and benchmarks compare them.
+struct CrcPath {
+    const char* name;  // "fold", "instruction" or "portable"
+    std::uint32_t (*function)(const void* data, std::size_t bytes, std::uint32_t crc) noexcept;
+};
+std::span<const CrcPath> crc32c_paths() noexcept;
 
 }  // namespace moeinf

@@ -21,8 +21,6 @@ namespace {
 // O_NONBLOCK: opening a FIFO someone put in the model's folder must fail, not hang a reader thread;
 // regular files do not notice it.
 constexpr int kOpenFlags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-constexpr std::size_t kMaxCallBytes = std::size_t{1} << 30;  // some systems refuse 2 GiB and more
-static_assert(kMaxCallBytes % kPageBytes == 0, "a split read stays aligned");
 
 [[noreturn]] void fail_io(int code, const std::string& path, const std::string& what) {
     throw Failed(Failure::Kind::kIo, code, path,
@@ -47,9 +45,14 @@ struct FileReader::Descriptor {
     Descriptor& operator=(const Descriptor&) = delete;
 };
 
-FileReader::FileReader(bool direct, std::size_t max_open_files, FileCalls calls)
-    : calls_(calls), max_open_files_(max_open_files), direct_(direct && O_DIRECT != 0) {
-    if (max_open_files == 0) throw std::invalid_argument("max_open_files must be at least 1");
+FileReader::FileReader(FileOptions options) : options_(options) {
+    if (options.max_open_files == 0)
+        throw std::invalid_argument("max_open_files must be at least 1");
+    if (options.block_bytes == 0 || options.block_bytes > kMaxBlockBytes ||
+        options.block_bytes % kPageBytes != 0)
+        throw std::invalid_argument("block_bytes must be a multiple of " +
+                                    std::to_string(kPageBytes) + " up to " +
+                                    std::to_string(kMaxBlockBytes));
 }
 
 FileReader::~FileReader() = default;
@@ -58,7 +61,7 @@ FileReader::~FileReader() = default;
 int FileReader::try_open(const std::string& path, int extra_flags) {
     bool gave_back = false;
     for (;;) {
-        const int number = calls_.open(path.c_str(), kOpenFlags | extra_flags);
+        const int number = options_.calls.open(path.c_str(), kOpenFlags | extra_flags);
         if (number >= 0) return number;
         const int code = errno;
         if (code == EINTR) continue;
@@ -84,7 +87,7 @@ FileReader::DescriptorPtr FileReader::open(const std::string& path, bool direct)
     if (fstat(file->number, &status) != 0) fail_io(errno, path, "cannot stat");
     if (S_ISDIR(status.st_mode)) fail_io(EISDIR, path, "cannot read");
     if (!S_ISREG(status.st_mode)) fail_io(EINVAL, path, "not a regular file");
-    if (refused) direct_.store(false, std::memory_order_relaxed);
+    if (refused) ++refusals_;
     return file;
 }
 
@@ -96,14 +99,18 @@ FileReader::DescriptorPtr FileReader::acquire(const std::string& path) {
             return found->second->file;
         }
     }
-    DescriptorPtr file = open(path, direct());  // may wait on the drive: not under the mutex
+    return keep(path, open(path, options_.direct));  // may wait on the drive: not under the mutex
+}
+
+// Caches a descriptor, closing the least recently used. Returns another thread's if it came first.
+FileReader::DescriptorPtr FileReader::keep(const std::string& path, DescriptorPtr file) {
     const std::lock_guard lock(mutex_);
     if (const auto found = by_path_.find(path); found != by_path_.end()) {
         return found->second->file;  // another thread opened it meanwhile; ours closes
     }
     recent_.push_front({path, file});
     by_path_.emplace(recent_.front().path, recent_.begin());
-    if (recent_.size() > max_open_files_) {
+    if (recent_.size() > options_.max_open_files) {
         by_path_.erase(recent_.back().path);
         recent_.pop_back();
     }
@@ -138,7 +145,7 @@ int FileReader::pread_until(const Descriptor& file, std::byte* to, std::size_t b
     int retries = 0;
     while (got < bytes) {
         const ssize_t count =
-            calls_.pread(file.number, to + got, std::min(bytes - got, kMaxCallBytes),
+            options_.calls.pread(file.number, to + got, std::min(bytes - got, options_.block_bytes),
                          static_cast<off_t>(offset + got));
         if (count == 0) return 0;
         if (count < 0) {
@@ -163,11 +170,12 @@ void FileReader::read(const std::string& path, std::uint64_t offset, std::size_t
         code = pread_until(*file, to, round_up_to_page(bytes), offset, got);
         if (code != 0 && code != EINVAL) fail_io(code, path, "cannot read " + range(bytes, offset));
         if (got >= bytes) return;
-        if (code == EINVAL) {
-            direct_.store(false, std::memory_order_relaxed);
-            forget(path);
-        }
         file = open(path, false);
+        if (code == EINVAL) {
+            ++refusals_;
+            forget(path);
+            keep(path, file);
+        }
     }
     code = pread_until(*file, to, bytes, offset, got);
     if (code != 0) fail_io(code, path, "cannot read " + range(bytes, offset));

@@ -11,9 +11,9 @@
 // close of what was evicted. A reader holds its own reference for the length of a read, so eviction
 // never closes a descriptor in use: at most max_open_files + (threads reading) are ever open.
 //
-// direct_ only ever goes from true to false: the first file system that answers EINVAL (to the open
-// or to a read) turns O_DIRECT off for this reader. Relaxed order is enough: a thread that has not
-// seen it yet gets its own EINVAL and does the same.
+// A file whose file system answers EINVAL to O_DIRECT (at the open, or at a read) is opened
+// without, and stays so while it is in the cache. Other files are not concerned: they may lie elsewhere.
+// refusals_ counts, for who wants to tell; its order against anything does not matter.
 //
 // Under O_DIRECT offset, address and length must be multiples of kPageBytes: the queue refuses
 // other offsets and the arena has no other addresses, hence an assert. Only the last page of a file
@@ -48,11 +48,23 @@ struct FileCalls {
     ssize_t (*pread)(int file, void* to, std::size_t bytes, off_t offset) = ::pread;
 };
 
+// Some systems refuse to read 2 GiB and more at once.
+inline constexpr std::size_t kMaxBlockBytes = std::size_t{1} << 30;
+static_assert(kMaxBlockBytes % kPageBytes == 0, "a split read stays aligned");
+
+struct FileOptions {
+    bool direct = false;  // O_DIRECT where the file system takes it
+    std::size_t max_open_files = 256;
+    std::size_t block_bytes = kMaxBlockBytes;  // of one system call: a multiple of kPageBytes
+    FileCalls calls = {};
+};
+
 class FileReader {
   public:
     static constexpr int kEioRetries = 2;  // per read; a drive that fails thrice means it
 
-    FileReader(bool direct, std::size_t max_open_files, FileCalls calls = {});
+    // Throws std::invalid_argument for no open files, or blocks that are none or too large.
+    explicit FileReader(FileOptions options);
     ~FileReader();
     FileReader(const FileReader&) = delete;
     FileReader& operator=(const FileReader&) = delete;
@@ -66,7 +78,8 @@ class FileReader {
     // the drive, or finds the file that has replaced it.
     void forget(const std::string& path);
 
-    bool direct() const noexcept { return direct_.load(std::memory_order_relaxed); }
+    bool direct() const noexcept { return options_.direct; }  // as asked for
+    std::uint64_t direct_refusals() const noexcept { return refusals_; }
     std::size_t open_files() const;  // in the cache; a read in progress may hold one more
 
   private:
@@ -80,12 +93,12 @@ class FileReader {
     int try_open(const std::string& path, int extra_flags);
     DescriptorPtr open(const std::string& path, bool direct);
     DescriptorPtr acquire(const std::string& path);
+    DescriptorPtr keep(const std::string& path, DescriptorPtr file);
     int pread_until(const Descriptor& file, std::byte* to, std::size_t bytes, std::uint64_t offset,
                     std::size_t& got) const;
 
-    const FileCalls calls_;
-    const std::size_t max_open_files_;
-    std::atomic<bool> direct_;
+    const FileOptions options_;
+    std::atomic<std::uint64_t> refusals_{0};
     mutable std::mutex mutex_;
     std::list<Entry> recent_;
     std::unordered_map<std::string_view, std::list<Entry>::iterator> by_path_;

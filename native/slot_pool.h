@@ -18,6 +18,10 @@
 // Memory: pages arrive on first touch, zeroed. The mapping is exactly bytes() long, and a huge page
 // never reaches beyond a mapping, so resident memory never exceeds bytes(). Huge pages are advised
 // from kHugeAdviceBytes on: a smaller arena gains nothing, and one touched byte would cost 2 MiB.
+//
+// Where the memory comes from is ArenaCalls. This is where page-locking will enter, with the GPU
+// tier that needs it: a map() that locks in chunks while enough memory stays free for the machine,
+// falls back to pageable memory where that ends or the system refuses, and says which of the two.
 #pragma once
 
 #include <cstddef>
@@ -44,11 +48,17 @@ class ArenaError : public std::bad_alloc {
     std::shared_ptr<const std::string> message_;  // shared: copying an exception must not throw
 };
 
+// The system calls that give and take an arena's memory, as mmap and munmap do.
+struct ArenaCalls {
+    void* (*map)(std::size_t bytes) = nullptr;  // null: anonymous memory; MAP_FAILED and errno
+    int (*unmap)(void* base, std::size_t bytes) = nullptr;  // of any page-aligned part
+};
+
 class SlotPool {
   public:
     // slot_bytes is rounded up to kPageBytes. Throws std::invalid_argument when either is 0,
     // ArenaError when the product overflows or the system has no such range.
-    SlotPool(std::size_t slots, std::size_t slot_bytes);
+    SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls = {});
     ~SlotPool();
     SlotPool(const SlotPool&) = delete;
     SlotPool& operator=(const SlotPool&) = delete;
@@ -59,6 +69,7 @@ class SlotPool {
     std::size_t bytes() const noexcept { return slots_ * slot_bytes_; }
 
   private:
+    ArenaCalls calls_;
     std::byte* base_ = nullptr;
     std::size_t slots_;
     std::size_t slot_bytes_;

@@ -4,22 +4,24 @@ Does not know any file, any family, or where an expert is resident.
 
 One expert is one run of bytes, the same on disk and in every tier:
 
-    offset 0                 gate_up   [2F, D]   rows 0 … F-1 are gate, rows F … 2F-1 are up
-    offset 2·F·D·itemsize    down      [D, F]
-    data_bytes               end; a slot is rounded up to whole pages
+    F32, BF16   gate_up [2F, D], rows 0 … F-1 gate, then up; down [D, F]; row-major
+    Q8, Q4      gate [F, D], up [F, D], down [D, F], each in the tiles of native/tiles.h
+    end         data_bytes; a slot is rounded up to whole pages
 
-A new order, tiling or quantisation is a new LAYOUT_VERSION: local shards are then re-tiled.
+What the bytes of a format mean has a version of its own: a new tiling makes local shards of that
+format old, and leaves the others as they are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeinf.native import PAGE_BYTES
+from moeinf.native import PAGE_BYTES, matrix_bytes
 
-LAYOUT_VERSION = 1
-ITEM_BYTES = {"F32": 4, "BF16": 2}  # safetensors names of the formats a shard can hold
+LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2}  # by format
+ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
 
 
 class ExpertKey(NamedTuple):
@@ -29,12 +31,31 @@ class ExpertKey(NamedTuple):
     expert: int
 
 
+def is_tiled(form: str) -> bool:
+    """Whether weights of the format lie in tiles, quantised."""
+    return form not in ITEM_BYTES
+
+
+def stored_bytes(form: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; only matrices can be tiled."""
+    if is_tiled(form):
+        rows, columns = shape
+        return matrix_bytes(form.lower(), rows, columns)
+    return math.prod(shape) * ITEM_BYTES[form]
+
+
+def plain_form(form: str) -> str:
+    """What a model of the format computes with, and keeps vectors and the KV cache in."""
+    return "BF16" if is_tiled(form) else form
+
+
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor inside an expert's run of bytes."""
+    """One tensor inside an expert's run of bytes; tiles are U8 of one dimension."""
 
     name: str
-    shape: tuple[int, int]
+    dtype: str
+    shape: tuple[int, ...]
     offset_bytes: int
     size_bytes: int
 
@@ -48,16 +69,29 @@ class ExpertLayout:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
+        if self.dtype not in LAYOUT_VERSIONS:
             raise ValueError(f"no expert layout for dtype {self.dtype!r}")
 
     @property
-    def spans(self) -> tuple[TensorSpan, TensorSpan]:
-        """gate_up and down, in the order in which they lie."""
-        half = 2 * self.intermediate * self.hidden * ITEM_BYTES[self.dtype]
+    def version(self) -> int:
+        return LAYOUT_VERSIONS[self.dtype]
+
+    @property
+    def spans(self) -> tuple[TensorSpan, ...]:
+        """The tensors in the order in which they lie."""
+        f, d = self.intermediate, self.hidden
+        if is_tiled(self.dtype):
+            size = stored_bytes(self.dtype, (f, d))
+            last = stored_bytes(self.dtype, (d, f))
+            return (
+                TensorSpan("gate", "U8", (size,), 0, size),
+                TensorSpan("up", "U8", (size,), size, size),
+                TensorSpan("down", "U8", (last,), 2 * size, last),
+            )
+        half = stored_bytes(self.dtype, (2 * f, d))
         return (
-            TensorSpan("gate_up", (2 * self.intermediate, self.hidden), 0, half),
-            TensorSpan("down", (self.hidden, self.intermediate), half, half // 2),
+            TensorSpan("gate_up", self.dtype, (2 * f, d), 0, half),
+            TensorSpan("down", self.dtype, (d, f), half, half // 2),
         )
 
     @property

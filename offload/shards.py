@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
-from moeinf.offload.layout import LAYOUT_VERSION, ExpertKey, ExpertLayout
+from moeinf.offload.direct_file import DirectWriter
+from moeinf.offload.layout import ExpertKey, ExpertLayout
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
     """The first SHARD_DATA_OFFSET bytes of a shard."""
     tensors = {
         span.name: {
-            "dtype": layout.dtype,
+            "dtype": span.dtype,
             "shape": list(span.shape),
             "data_offsets": [span.offset_bytes, span.offset_bytes + span.size_bytes],
         }
@@ -54,7 +53,7 @@ def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
     }
     about = {
         "format": "moeinf",
-        "layout": str(LAYOUT_VERSION),
+        "layout": str(layout.version),
         "layer": str(key.layer),
         "expert": str(key.expert),
     }
@@ -78,23 +77,17 @@ def write_file(folder: Path, name: str, header: bytes, data: Iterable[memoryview
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb", buffering=0) as out:
+        with DirectWriter(partial) as out:
             sha, crc, size = hashlib.sha256(header), 0, len(header)
-            _write_all(out, memoryview(header))
+            out.write(memoryview(header))
             for block in data:
                 sha.update(block)
                 crc = crc32c(block, crc)
                 size += block.nbytes
-                _write_all(out, block)
+                out.write(block)
+            out.finish()
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     return FileRecord(name, size, sha.hexdigest(), crc, len(header))
-
-
-def _write_all(out: BinaryIO, block: memoryview) -> None:
-    """An unbuffered write may be short; the rest follows."""
-    block = block.cast("B")
-    while block:
-        block = block[os.write(out.fileno(), block) :]

@@ -11,6 +11,9 @@ One layer, as time runs:
     result    compute the hits, then each miss as it arrives; every finished expert is unpinned, so
               that its slot can serve a miss that had none: a layer with more distinct experts than
               there are slots runs through them, and cannot deadlock as long as there is one slot
+
+A miss is read into a staging slot and used there; finished with, it takes over the cache place of
+whom the policy names (residency.py draws it).
 """
 
 from __future__ import annotations
@@ -20,17 +23,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.policy import Policy
 from moeinf.offload.residency import Residency
+from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.transfer import ExpertReadError, Transfer
-
-_TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class Stopped(Exception):
@@ -56,6 +57,8 @@ class ExpertMath(Protocol):
 class ExpertStore:
     """L layers of E experts behind `slots` slots of memory."""
 
+    wants_hints = False
+
     def __init__(
         self,
         layout: ExpertLayout,
@@ -71,7 +74,7 @@ class ExpertStore:
         self._transfer = transfer
         self._policy = policy
         self._math = math
-        self._weights = _slot_tensors(layout, pool)
+        self._slots = SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
         self.stats = StoreStats()
@@ -135,8 +138,32 @@ class ExpertStore:
             self.stats.prefill_events += events
             self.stats.prefill_hits += hit_events
 
+    def _finish(self, cell: int) -> None:
+        """Unpins; what was in a staging slot takes a cache place, if anybody can leave one."""
+        residency = self._residency
+        residency.unpin(cell)
+        if not residency.is_staged(cell):
+            return
+        if residency.can_admit():
+            residency.admit(cell)
+        else:
+            victim = self._policy.victim(residency.can_evict)
+            if victim is None:
+                residency.dismiss(cell)
+                return
+            residency.take_over(cell, victim)
+        self._policy.admitted(cell)
+
+    def _give_up(self, cell: int) -> None:
+        """The read into the cell's slot has ended badly, or is given up."""
+        if self._transfer.may_write(self._residency.slot_of(cell)):
+            self._residency.lose(cell)
+        else:
+            self._residency.release(cell)
+
     def _make_room(self) -> bool:
         """Whether a slot is free, evicting somebody unpinned if need be."""
+        self._residency.regain(self._transfer.may_write)
         if self._residency.free:
             return True
         victim = self._policy.victim(self._residency.can_evict)
@@ -183,23 +210,30 @@ class _LayerRun:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
             while self._ready or self._loading:
-                self._compute(self._ready.popleft() if self._ready else self._arrived())
+                # While slots are wanted, one by one: each that is done makes room for a miss.
+                count = 1 if self._unasked else len(self._ready)
+                ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+                self._compute(ready or [self._arrived()])
                 if self._unasked:
                     self.ask()
+            if self._unasked:
+                raise self._store._transfer.no_slot(self._unasked[0])
         except BaseException:
             self.abandon()
             raise
         self._store._open = None
         rows = self._rows.view(*self._mix.shape, -1)  # [T, K, D]
-        return self._store._math.combine(rows, self._mix)
+        return self._store._slots.combine(rows, self._mix)
 
-    def _compute(self, cell: int) -> None:
-        """One pinned resident expert on its rows; unpinned afterwards."""
-        store, places = self._store, self._groups[cell]
-        gate_up, down = store._weights[store._residency.slot_of(cell)]
-        tokens = places // self._mix.shape[1]
-        self._rows[places] = store._math.ffn(self._x[tokens], gate_up, down)
-        store._residency.unpin(cell)
+    def _compute(self, cells: list[int]) -> None:
+        """Pinned resident experts on their rows; unpinned afterwards, whatever happens."""
+        store = self._store
+        try:
+            experts = [(store._residency.slot_of(cell), self._groups[cell]) for cell in cells]
+            store._slots.run(self._x, experts, self._mix.shape[1], self._rows)
+        finally:
+            for cell in cells:
+                store._finish(cell)
 
     def _arrived(self) -> int:
         """Waits for the miss that was asked for first; it is resident and pinned then."""
@@ -210,12 +244,11 @@ class _LayerRun:
             store._transfer.wait(ticket, cell)
         except ExpertReadError:
             self._loading.popleft()
-            store._residency.release(cell)
+            store._give_up(cell)
             raise
         waited, size = time.perf_counter() - start, store._transfer.bytes_of(cell)
         self._loading.popleft()
         store._residency.loaded(cell)
-        store._policy.admitted(cell)
         store.stats.loads += 1
         store.stats.bytes_read += size
         store.stats.stall_seconds += waited
@@ -230,23 +263,8 @@ class _LayerRun:
         while self._loading:  # each leaves the list before anything can interrupt the next
             ticket, cell = self._loading.popleft()
             self._store._transfer.abandon(ticket)
-            self._store._residency.release(cell)
+            self._store._give_up(cell)
         while self._ready:
-            self._store._residency.unpin(self._ready.popleft())
+            self._store._finish(self._ready.popleft())
         self._unasked.clear()
         self._store._open = None
-
-
-def _slot_tensors(layout: ExpertLayout, pool: SlotPool) -> list[tuple[Tensor, Tensor]]:
-    """Views of every slot as (gate_up, down); no bytes are copied or touched."""
-    arena = torch.frombuffer(pool, dtype=torch.uint8).view(pool.slots, pool.slot_bytes)
-    views = []
-    for slot in arena:
-        gate_up, down = (
-            slot[span.offset_bytes : span.offset_bytes + span.size_bytes]
-            .view(_TORCH_DTYPE[layout.dtype])
-            .view(span.shape)
-            for span in layout.spans
-        )
-        views.append((gate_up, down))
-    return views

@@ -39,8 +39,9 @@ class Transfer:
         *,
         readers: int,
         direct_io: bool,
+        block_bytes: int = 1 << 30,
     ) -> None:
-        self._queue = CopyQueue(pool, readers=readers, direct=direct_io)
+        self._queue = CopyQueue(pool, readers=readers, direct=direct_io, block_bytes=block_bytes)
         self._shards = shards
         self._sources = [
             self._queue.add_source(
@@ -50,7 +51,10 @@ class Transfer:
         ]
 
     def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
-        """Asks for cells that a layer waits for; one ticket each, in order."""
+        """Asks for cells that a layer waits for; one ticket each, in order.
+
+        A slot that still holds the bytes of its cell gives a ticket that need not be waited for.
+        """
         return self._queue.submit_many([self._sources[c] for c in cells], list(slots), DEMAND)
 
     def wait(self, ticket: int, cell: int) -> None:
@@ -69,8 +73,17 @@ class Transfer:
 
     @property
     def direct_io(self) -> bool:
-        """Whether reads pass by the page cache: what was asked for, unless a drive refused it."""
-        return self._queue.direct
+        """Whether all reads have passed by the page cache: asked for, and never refused."""
+        return self._queue.direct and self._queue.direct_refusals == 0
+
+    def no_slot(self, cell: int) -> ExpertReadError:
+        """The error of a cell that cannot even be asked for."""
+        problem = "reads that do not end hold every slot"
+        return ExpertReadError(self._shards[cell].path, problem)
+
+    def may_write(self, slot: int) -> bool:
+        """Whether a read that was given up may still write into the slot."""
+        return not self._queue.can_submit(slot)
 
     def bytes_of(self, cell: int) -> int:
         return self._shards[cell].data_bytes

@@ -11,22 +11,23 @@ import hashlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
-from moeinf.offload.layout import ITEM_BYTES, ExpertLayout
+from moeinf.offload.direct_file import BLOCK_BYTES
+from moeinf.offload.layout import ExpertLayout, is_tiled, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
-from moeinf.runtime.checkpoint import BLOCK_BYTES, SourceTensor
-from moeinf.runtime.fp8 import weight_blocks
+from moeinf.runtime.checkpoint import SourceTensor
+from moeinf.runtime.encode import encoded
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.workplace import Workplace, unfinished_path
 
 _DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
-_WORKERS = 2
+_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -36,37 +37,50 @@ class Target:
     name: str
     header: bytes
     parts: tuple[SourceTensor, ...]
-    dtype: str
+    forms: tuple[str, ...]  # the format of each part
+
+    def size(self, number: int) -> int:
+        """Bytes of part `number`."""
+        return stored_bytes(self.forms[number], self.parts[number].shape)
 
     def offset(self, number: int) -> int:
         """Where part `number` begins in the file."""
-        items = sum(part.elements for part in self.parts[:number])
-        return len(self.header) + items * ITEM_BYTES[self.dtype]
+        return len(self.header) + sum(self.size(n) for n in range(number))
+
+    def data(self, number: int) -> Iterator[memoryview]:
+        """The bytes of part `number`, each block valid until the next is taken."""
+        return encoded(self.parts[number], self.forms[number])
 
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
     """dense.safetensors, and one shard per expert."""
     moe = inventory.moe
     layout = ExpertLayout(moe.hidden, moe.intermediate, dtype)
-    found = [_dense_target(inventory.dense, dtype)]
+    found = [_dense_target(inventory, dtype)]
     for key, roles in sorted(inventory.experts.items()):
         parts = tuple(roles[role] for role in ("gate", "up", "down"))
-        found.append(Target(shard_path(key), shard_header(key, layout), parts, dtype))
+        found.append(Target(shard_path(key), shard_header(key, layout), parts, (dtype,) * 3))
     return found
 
 
-def _dense_target(dense: Mapping[str, SourceTensor], dtype: str) -> Target:
-    sizes = {name: tensor.elements * ITEM_BYTES[dtype] for name, tensor in dense.items()}
+def _dense_target(inventory: Inventory, dtype: str) -> Target:
+    dense = inventory.dense
+    forms = {name: inventory.form_of(name, dtype) for name in dense}
+    sizes = {name: stored_bytes(forms[name], tensor.shape) for name, tensor in dense.items()}
     # Sizes that are no multiple of the alignment go last, or they would displace all behind them.
     order = sorted(dense, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
     header: dict[str, object] = {"__metadata__": {"format": "moeinf"}}
     offset = 0
     for name in order:
         span = [offset, offset + sizes[name]]
-        header[name] = {"dtype": dtype, "shape": list(dense[name].shape), "data_offsets": span}
+        tiled = is_tiled(forms[name])
+        shape = [sizes[name]] if tiled else list(dense[name].shape)
+        kind = "U8" if tiled else forms[name]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": span}
         offset = span[1]
     parts = tuple(dense[name] for name in order)
-    return Target(DENSE, padded_header(header, SHARD_DATA_OFFSET), parts, dtype)
+    in_order = tuple(forms[name] for name in order)
+    return Target(DENSE, padded_header(header, SHARD_DATA_OFFSET), parts, in_order)
 
 
 class Assembler:
@@ -82,9 +96,9 @@ class Assembler:
                 self._touched[path].append(target)
             if target.name in work.files:
                 self.bytes += target.offset(len(target.parts)) - len(target.header)
-            for number, part in enumerate(target.parts):
+            for number in range(len(target.parts)):
                 if target.name not in work.files and (target.name, number) in work.parts:
-                    self.bytes += part.elements * ITEM_BYTES[target.dtype]
+                    self.bytes += target.size(number)
 
     def feed(
         self, path: Path, available: Callable[[Path], bool], progress: Callable[[], None]
@@ -158,7 +172,7 @@ class Assembler:
 
     def _metered(self, target: Target, numbers: Iterable[int]) -> Iterator[memoryview]:
         for number in numbers:
-            for block in weight_blocks(target.parts[number], target.dtype):
+            for block in target.data(number):
                 with self._lock:
                     self.bytes += block.nbytes
                 yield block

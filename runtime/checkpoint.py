@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader
+
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BLOCK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library limits it
 _MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 256 << 20}
 _DTYPE_BYTES = {
@@ -224,15 +225,13 @@ def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
         raise BadCheckpoint(
             f"{tensor.path}: {tensor.name!r} is {tensor.dtype}; not a weight we read"
         )
-    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        buffer = bytearray(min(BLOCK_BYTES, tensor.size_bytes))
+    with DirectReader(tensor.path) as file:
         for start in range(0, tensor.size_bytes, BLOCK_BYTES):
-            view = memoryview(buffer)[: min(BLOCK_BYTES, tensor.size_bytes - start)]
-            read_exactly(descriptor, view, tensor.offset + start, tensor.path)
+            count = min(BLOCK_BYTES, tensor.size_bytes - start)
+            view = file.read(tensor.offset + start, count)
+            if len(view) < count:
+                raise BadCheckpoint(f"{tensor.path} is truncated")
             yield view if tensor.dtype == dtype else _converted(view, tensor.dtype, dtype)
-    finally:
-        os.close(descriptor)
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 PREFILL_CHUNK = 256  # tokens; a constant of the engine: results must not depend on the budget
@@ -30,6 +31,14 @@ class Settings:
     @property
     def run(self) -> Path:
         return self.home / "run"
+
+    def state_of(self, model: ModelName) -> Path:
+        """What grows by using a model: its EAMC, measured speeds, when it was used last."""
+        return self.home / "state" / model.name / model.tag
+
+    @property
+    def datasets(self) -> Path:
+        return self.home / "datasets"
 
     @property
     def conversations(self) -> Path:
@@ -65,17 +74,20 @@ class EngineConfig:
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
+    readers   reads in flight, and direct_io whether past the page cache; None: as was measured best
+    trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
     """
 
     memory: MemorySize | None = None
     context: int | None = None
     policy: str = "lru"
-    readers: int = 4
-    direct_io: bool = False
+    readers: int | None = None
+    direct_io: bool | None = None
     threads: int | None = None
+    trace: bool = True
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
             raise ValueError(f"a context of {self.context} tokens is none")
-        if self.readers < 1 or (self.threads is not None and self.threads < 1):
+        if any(number is not None and number < 1 for number in (self.readers, self.threads)):
             raise ValueError("readers and threads are at least 1")

@@ -12,12 +12,17 @@ from moeinf.native import syncfs
 
 
 def write_text_durably(path: Path, text: str, mode: int = 0o644) -> None:
+    """As `write_bytes_durably`, in UTF-8."""
+    write_bytes_durably(path, text.encode(), mode)
+
+
+def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Writes `path` whole or not at all; on return it is on the disk."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(text)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(data)
             out.flush()
             os.fsync(out.fileno())
         partial.replace(path)

@@ -5,6 +5,7 @@ Does not know conversations, stop strings or faces.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +16,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moeinf.models.base import State
+from moeinf.models.base import Experts, State
+from moeinf.native import set_compute_threads
+from moeinf.offload.trace import Recording
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
-from moeinf.runtime.library import NoSuchModel
+from moeinf.runtime.devices import DEFAULT_READING
+from moeinf.runtime.eamc_state import EamcState
+from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, Manifest
+from moeinf.runtime.measure import drive_of
 from moeinf.runtime.memory import available_bytes, core_count, return_large_blocks, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
+from moeinf.runtime.tracing import Recorder, routing_shape
 
 # oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
 # in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
@@ -62,6 +69,7 @@ class Engine:
         if registration is None:
             raise NoSuchModel(str(manifest.model), [])
         torch.set_num_threads(self.placement.threads)
+        set_compute_threads(self.placement.threads)
         with ExitStack() as undo:  # in reverse, should anything below fail
             undo.callback(registration.close)
             check_small_files(folder, manifest)
@@ -73,10 +81,22 @@ class Engine:
                 undo.callback(self.template.close)
             self.ends = end_tokens(folder, self.tokenizer)
             self.sampling = model_defaults(folder)
-            self.model = load_model(folder, manifest)
-            self.store = open_store(folder, manifest, self.placement, config)
+            drive = drive_of(settings, folder, manifest)
+            reading = DEFAULT_READING if drive is None else drive.reading
+            self.model = load_model(folder, manifest, config, reading)
+            self.store = open_store(folder, manifest, self.placement, config, reading)
+            how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
+            self.choices = (*self.placement.notes, f"disk: {how}")
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
+        self.notes: list[str] = []  # what went wrong without stopping anything; for a face to say
+        self._requests = itertools.count()
+        self.recorder: Recorder | None = None
+        self.experts: Experts = self.store
+        if config.trace:
+            self.recorder = self.experts = Recorder(self.store, routing_shape(manifest))
+            self.eamc = EamcState(settings, manifest, self.notes.append)
+            Library(settings).used(manifest.model)
         self.load_seconds = time.perf_counter() - start
 
     def new_state(self) -> State:
@@ -90,9 +110,42 @@ class Engine:
         Raises Stopped, after which the state holds the chunks that were finished.
         """
         for start in range(0, len(ids), PREFILL_CHUNK):
-            logits = self.model.extend([(ids[start : start + PREFILL_CHUNK], state)], self.store)
+            chunk = ids[start : start + PREFILL_CHUNK]
+            logits = self.model.extend([(chunk, state)], self.experts)
         values: NDArray[np.float32] = logits[0].numpy()
         return values
+
+    def begin_request(self, state: State) -> int:
+        """From here on the rows of `state` belong to a request of their own; its number."""
+        state.request = next(self._requests)
+        return state.request
+
+    def end_request(self, request: int, counts: bool) -> None:
+        """What the request has routed goes into the EAMC, if it `counts`.
+
+        That it cannot be written is a note: an answer is worth more than the memory of it.
+        """
+        if self.recorder is None:
+            return
+        eam = self.recorder.finish(request)
+        if eam is None or not counts:
+            return
+        try:
+            self.eamc.append(eam)
+        except OSError as error:
+            self.recorder, self.experts = None, self.store
+            self.notes.append(f"the EAMC of {self.manifest.model} cannot be written: {error}")
+
+    def record(self, name: str) -> Recording:
+        """From here on the events themselves are kept, in what is returned. Needs config.trace."""
+        assert self.recorder is not None
+        return self.recorder.record(name)
+
+    def take_notes(self) -> list[str]:
+        """The notes since the last call."""
+        taken = self.notes[:]
+        self.notes.clear()
+        return taken
 
     @contextmanager
     def stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:

@@ -21,7 +21,6 @@ from moeinf.runtime.checkpoint import (
     Checkpoint,
     SourceTensor,
     blocks,
-    memory_of,
     read_exactly,
 )
 
@@ -52,14 +51,12 @@ def join_scales(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
     return found
 
 
-def weight_blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
-    """The weight's bytes in `dtype`, in blocks of bounded size; see checkpoint.blocks."""
-    if tensor.scales is None:
-        yield from blocks(tensor, dtype)
-        return
+def wide_rows(tensor: SourceTensor, multiple: int = 1) -> Iterator[Tensor]:
+    """The weight [R, C] as float32, some rows at a time: a `multiple` of rows, save at the end."""
+    assert tensor.scales is not None
     scales = _values(tensor.scales)  # [⌈R/a⌉, ⌈C/b⌉]
     rows, columns = tensor.shape
-    step = max(1, _ITEMS // columns)
+    step = max(1, _ITEMS // (columns * multiple)) * multiple
     buffer = bytearray(min(step, rows) * columns)
     descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -68,8 +65,7 @@ def weight_blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
             view = memoryview(buffer)[: count * columns]
             read_exactly(descriptor, view, tensor.offset + first * columns, tensor.path)
             raw = torch.frombuffer(view, dtype=torch.float8_e4m3fn).view(count, columns)
-            wide = widen(raw, scales, tensor.block, first)
-            yield memory_of(wide.to(TORCH_DTYPE[dtype]).flatten())
+            yield widen(raw, scales, tensor.block, first)
     finally:
         os.close(descriptor)
 
@@ -79,7 +75,7 @@ def widen(raw: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -
     high, wide = block
     at = torch.arange(first, first + len(raw)) // high
     factors = scales[at].repeat_interleave(wide, 1)[:, : raw.shape[1]]  # [n, C]
-    return factors.mul_(raw.float())
+    return raw.float().mul_(factors)
 
 
 def sources(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:

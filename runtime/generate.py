@@ -52,6 +52,7 @@ class Generation:
         self._history = list(prompt)
         self._text = _StopFinder(limits.stop)
         self._reused = state.length
+        self.request = -1  # its number with the engine, while and after it is iterated
         self.prompt_tokens = len(prompt)
         self.tokens: list[int] = []
         self.text = ""
@@ -77,6 +78,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[str]:
         before = self._engine.store.stats.copy()
+        self.request = self._engine.begin_request(self._state)
         try:
             with self._engine.stoppable(self._stopped):
                 for piece in self._pieces():
@@ -89,6 +91,7 @@ class Generation:
             yield rest
         finally:
             self.store = self._engine.store.stats.since(before)
+            self._engine.end_request(self.request, counts=self.prefill_seconds > 0)
             self._ended(self)
 
     def _pieces(self) -> Iterator[str]:

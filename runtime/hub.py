@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoSibling
 
 from moeinf.runtime.checkpoint import (
     CONFIG,
@@ -89,10 +91,37 @@ def look_up(name: str, revision: str | None, token: str | None) -> Repository:
     """Asks the hub for a repository's commit and files. Raises RepositoryError."""
     token = token or get_token()
     at = f"{name} at revision {revision}" if revision else name
-    try:
+    with explained(name, revision, token):
         info = HfApi(endpoint=constants.ENDPOINT, token=token or False).model_info(
             name, revision=revision, files_metadata=True, timeout=30
         )
+    commit = info.sha or ""
+    if len(commit) != 40 or not commit.isalnum():
+        raise RepositoryError(f"the hub names no commit for {at}")
+    files = {}
+    for entry in info.siblings or []:
+        path = PurePosixPath(entry.rfilename)
+        if entry.size is None or entry.size < 0 or len(path.parts) != 1 or path.name in ("", ".."):
+            continue  # folders hold other formats: original/, metal/, …
+        url = hf_hub_url(name, entry.rfilename, revision=commit, endpoint=constants.ENDPOINT)
+        files[path.name] = remote_file(entry, entry.size, url)
+    return Repository(name, commit, files)
+
+
+def remote_file(entry: RepoSibling, size_bytes: int, url: str) -> RemoteFile:
+    """A file as the hub lists it, under its last name, with the hash that it promises."""
+    name = PurePosixPath(entry.rfilename).name
+    if entry.lfs is not None:
+        return RemoteFile(name, size_bytes, url, entry.lfs.sha256, None)
+    return RemoteFile(name, size_bytes, url, None, entry.blob_id)
+
+
+@contextmanager
+def explained(name: str, revision: str | None, token: str | None) -> Iterator[None]:
+    """Turns what goes wrong while the hub is asked about `name` into a RepositoryError."""
+    at = f"{name} at revision {revision}" if revision else name
+    try:
+        yield
     except GatedRepoError as error:
         raise RepositoryError(
             f"{name} is gated: accept its terms on the hub and set HF_TOKEN"
@@ -110,19 +139,6 @@ def look_up(name: str, revision: str | None, token: str | None) -> Repository:
         raise RepositoryError(f"the hub refuses {at}: {error}") from error
     except (HTTPError, OSError) as error:
         raise RepositoryError(f"the hub cannot be reached for {at}: {error}") from error
-    commit = info.sha or ""
-    if len(commit) != 40 or not commit.isalnum():
-        raise RepositoryError(f"the hub names no commit for {at}")
-    files = {}
-    for entry in info.siblings or []:
-        path = PurePosixPath(entry.rfilename)
-        if entry.size is None or entry.size < 0 or len(path.parts) != 1 or path.name in ("", ".."):
-            continue  # folders hold other formats: original/, metal/, …
-        url = hf_hub_url(name, entry.rfilename, revision=commit, endpoint=constants.ENDPOINT)
-        sha256 = entry.lfs.sha256 if entry.lfs is not None else None
-        sha1 = entry.blob_id if entry.lfs is None else None
-        files[path.name] = RemoteFile(path.name, entry.size, url, sha256, sha1)
-    return Repository(name, commit, files)
 
 
 def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:

@@ -14,9 +14,19 @@ from torch import Tensor
 from moeinf.models import Family
 from moeinf.models.base import FusedPart, Linear, MoeShape
 from moeinf.native import SHARD_DATA_OFFSET
-from moeinf.offload.layout import ITEM_BYTES, ExpertKey, ExpertLayout
+from moeinf.offload.layout import (
+    ITEM_BYTES,
+    ExpertKey,
+    ExpertLayout,
+    is_tiled,
+    plain_form,
+    stored_bytes,
+)
 from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, SourceTensor
 from moeinf.runtime.fp8 import join_scales
+
+_HEAD = "lm_head.weight"
+_CHOOSING = ".e_score_correction_bias"
 
 
 class WantedParts:
@@ -24,15 +34,17 @@ class WantedParts:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.tensors: set[str] = set()  # asked for as they are: they cannot be quantised
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.shapes[name] = shape
+        self.tensors.add(name)
         return torch.empty(shape, device="meta")
 
     def linear(
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
-        self.tensor(f"{prefix}.weight", out_features, in_features)
+        self.shapes[f"{prefix}.weight"] = (out_features, in_features)
         if bias:
             self.tensor(f"{prefix}.bias", out_features)
         return lambda x: x.new_empty(*x.shape[:-1], out_features)
@@ -48,11 +60,27 @@ class Inventory:
     kv_items_per_token: int
     dense: Mapping[str, SourceTensor]
     experts: Mapping[ExpertKey, Mapping[str, SourceTensor]]
+    linear: frozenset[str] = frozenset()  # the dense tensors that are only multiplied with
     unused: list[str] = field(default_factory=list)
+
+    def form_of(self, name: str, dtype: str) -> str:
+        """The format of a dense tensor in a model of format `dtype`.
+
+        The output head keeps 8 bits, as GGUF files keep it in 6 or 8; what is not a linear's weight
+        (norms, router gates, embeddings) is never quantised. What only chooses experts keeps all
+        of its bits: in bfloat16 the biases of DeepSeek-V3 would choose others.
+        """
+        if name.endswith(_CHOOSING):
+            return "F32"
+        if not is_tiled(dtype):
+            return dtype
+        if name not in self.linear:
+            return plain_form(dtype)
+        return "Q8" if name == _HEAD else dtype
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in the format `dtype`."""
-        dense = sum(tensor.elements for tensor in self.dense.values()) * ITEM_BYTES[dtype]
+        dense = sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
         layout = ExpertLayout(self.moe.hidden, self.moe.intermediate, dtype)
         return dense + len(self.experts) * layout.data_bytes
 
@@ -61,7 +89,7 @@ class Inventory:
         return self.weight_bytes(dtype) + (len(self.experts) + 1) * 2 * SHARD_DATA_OFFSET
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        return self.kv_items_per_token * ITEM_BYTES[dtype]
+        return self.kv_items_per_token * ITEM_BYTES[plain_form(dtype)]
 
     def downcasts(self, dtype: str) -> bool:
         """Whether storing as `dtype` loses bits that the source has."""
@@ -109,7 +137,8 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")
     items = model.kv_bytes_per_token // torch.get_default_dtype().itemsize
-    return Inventory(family, model.moe, model.max_context, items, dense, experts, unused)
+    linear = frozenset(wanted.shapes.keys() - wanted.tensors)
+    return Inventory(family, model.moe, model.max_context, items, dense, experts, linear, unused)
 
 
 def _unfuse(

@@ -6,7 +6,9 @@ Does not know how models are made or run.
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from moeinf.runtime.names import TAGS, ModelName, parse_name
 from moeinf.runtime.workplace import PullInProgress, discard, only_maker
 
 DEMO = "demo"
+_LAST_USED = "last_used"  # an empty file: its time is what counts
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
 
 
@@ -33,6 +36,10 @@ class NoSuchModel(LookupError):
 
 class ModelInUse(RuntimeError):
     """A live engine is running the model."""
+
+
+class NoModelUsed(LookupError):
+    """Nobody has used a model yet, so that there is no last one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Library:
 
     def __init__(self, settings: Settings) -> None:
         self._root = settings.models
+        self._settings = settings
         self.locks = settings.run
         self._registry = Registry(settings.run)
 
@@ -106,6 +114,22 @@ class Library:
         except FileNotFoundError as error:
             raise NoSuchModel(text, []) from error
 
+    def made_of(self, name: ModelName, source: str, revision: str | None) -> Manifest | None:
+        """The installed model, if it was made of just that and none of its files is missing.
+
+        Without a revision nothing says that a source is still what it was: None.
+        """
+        folder = self.folder(name)
+        try:
+            manifest = read_manifest(folder)
+            for file in manifest.files:
+                if (folder / file.path).stat().st_size != file.size_bytes:
+                    return None
+        except (OSError, DamagedModel):
+            return None
+        same = revision is not None and (manifest.source, manifest.revision) == (source, revision)
+        return manifest if same else None
+
     def partials(self) -> list[Partial]:
         """Unfinished pulls, those that are going on included."""
         found = []
@@ -145,15 +169,41 @@ class Library:
             shutil.rmtree(old)
 
     def remove(self, text: str) -> ModelName:
-        """Deletes a model. Raises NoSuchModel, or ModelInUse while an engine runs it."""
+        """Deletes a model and what using it has left. Raises NoSuchModel; ModelInUse while an
+        engine runs it.
+        """
         name, folder = self.find(text)
         with self._registry.frozen() as engines:
             self._check(name, engines)
             old = self._put_aside(folder)
+            state = self._settings.state_of(name)
+            shutil.rmtree(state, ignore_errors=True)
         shutil.rmtree(old)
-        with suppress(OSError):  # other tags, or an unfinished pull, are in it
-            folder.parent.rmdir()
+        for parent in (folder.parent, state.parent):
+            with suppress(OSError):  # other tags, or an unfinished pull, are in it
+                parent.rmdir()
         return name
+
+    def used(self, name: ModelName) -> None:
+        """Notes that a model is being used now; a failure to write is no failure."""
+        state = self._settings.state_of(name)
+        with suppress(OSError):
+            state.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (state / _LAST_USED).touch(mode=0o600)
+            os.utime(
+                state / _LAST_USED, ns=(time.time_ns(),) * 2
+            )  # a file's own clock ticks slowly
+
+    def last_used(self) -> ModelName:
+        """The installed model that was used most recently. Raises NoModelUsed."""
+        moments = {}
+        for entry in self.installed():
+            with suppress(OSError):
+                used = self._settings.state_of(entry.name) / _LAST_USED
+                moments[entry.name] = used.stat().st_mtime_ns
+        if not moments:
+            raise NoModelUsed("no model has been used yet")
+        return max(moments, key=lambda name: moments[name])
 
     @staticmethod
     def _check(name: ModelName, engines: list[LiveEngine]) -> None:

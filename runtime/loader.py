@@ -5,78 +5,116 @@ Does not know prompts or sampling.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moeinf.models import family_of
 from moeinf.models.base import Linear, Model, ModelDataError
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
+from moeinf.offload.layout import stored_bytes
 from moeinf.offload.policy import POLICIES
 from moeinf.offload.residency import Residency
+from moeinf.offload.shards import FileRecord
 from moeinf.offload.store import ExpertStore
 from moeinf.offload.transfer import Transfer
 from moeinf.runtime.checkpoint import (
     CONFIG,
     TORCH_DTYPE,
     BadCheckpoint,
+    SourceTensor,
     memory_of,
-    read_exactly,
     read_header,
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.drive import Reading
+from moeinf.runtime.linears import plain_linear, tiled_linear
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
+from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
 
-_ALIGNMENT = 64
+_PIECE = 8 << 20  # bytes of one read of the dense weights
+_SAMPLED_SHARDS = 16
+_CACHED_SHARE = 0.5  # above this, what is missing from the page cache is read through it
 
 
 class DenseWeights:
     """The `Parts` of a pulled model: views of one buffer that holds dense.safetensors."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, config: EngineConfig, reading: Reading
+    ) -> None:
         record = manifest.file(DENSE)
         path = folder / DENSE
         try:
             self._tensors = read_header(path)
-            buffer = torch.empty(record.data_bytes + _ALIGNMENT, dtype=torch.uint8)
-            start = -buffer.data_ptr() % _ALIGNMENT
-            buffer = buffer[start : start + record.data_bytes]
-            _read(path, record.data_offset, memory_of(buffer))
+            self._buffer, checksum = _read_dense(folder, record, config, reading)
         except (BadCheckpoint, OSError) as error:
             raise DamagedModel(f"{manifest.model}: {error}") from error
-        if crc32c(memory_of(buffer)) != record.crc32c:
+        if checksum != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
-        self._buffer, self._data_offset = buffer, record.data_offset
+        self._data_offset = record.data_offset
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         found = self._tensors.get(name)
-        if found is None or found.shape != shape:
+        if found is None or found.shape != shape or found.dtype not in TORCH_DTYPE:
             raise ModelDataError(f"{DENSE} lacks {name} of shape {list(shape)}")
-        start = found.offset - self._data_offset
-        data = self._buffer[start : start + found.size_bytes]
-        return data.view(TORCH_DTYPE[found.dtype]).view(shape)
+        return self._bytes_of(found).view(TORCH_DTYPE[found.dtype]).view(shape)
 
     def linear(
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
-        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
-        return lambda x: functional.linear(x, weight, offset)
+        name, shape = f"{prefix}.weight", (out_features, in_features)
+        found = self._tensors.get(name)
+        if found is not None and found.dtype == "U8":
+            for form in ("Q4", "Q8"):
+                if found.size_bytes == stored_bytes(form, shape):
+                    return tiled_linear(self._bytes_of(found), form, *shape, offset)
+        return plain_linear(self.tensor(name, *shape), offset)
+
+    def _bytes_of(self, found: SourceTensor) -> Tensor:
+        start = found.offset - self._data_offset
+        return self._buffer[start : start + found.size_bytes]
 
 
-def _read(path: Path, offset: int, view: memoryview) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _read_dense(
+    folder: Path, record: FileRecord, config: EngineConfig, reading: Reading
+) -> tuple[Tensor, int]:
+    """The data of the dense file and its CRC-32C, read in pieces by the readers of experts.
+
+    The pieces are the slots of a pool, which lie one after the other on huge pages. The checksum of
+    one is computed while the next are on their way.
+    """
+    pieces = [
+        replace(record, data_offset=at, size_bytes=min(at + _PIECE, record.size_bytes), crc32c=None)
+        for at in range(record.data_offset, record.size_bytes, _PIECE)
+    ]
+    pool = SlotPool(len(pieces), _PIECE)
+    buffer = torch.frombuffer(pool, dtype=torch.uint8)[: record.data_bytes]
+    direct = _past_the_cache(config, reading, [folder / record.path])
+    readers = config.readers or reading.readers
+    transfer = Transfer(folder, pieces, pool, readers=readers, direct_io=direct)
     try:
-        os.posix_fadvise(descriptor, offset, len(view), os.POSIX_FADV_SEQUENTIAL)
-        read_exactly(descriptor, view, offset, path)
+        checksum, tickets = 0, transfer.demand(range(len(pieces)), range(len(pieces)))
+        for number, piece in enumerate(torch.split(buffer, _PIECE)):
+            transfer.wait(tickets[number], number)
+            checksum = crc32c(memory_of(piece), checksum)
     finally:
-        os.close(descriptor)
+        transfer.close()
+    return buffer, checksum
+
+
+def _past_the_cache(config: EngineConfig, reading: Reading, paths: Sequence[Path]) -> bool:
+    """Whether to read with O_DIRECT: where the drive is faster so, and the files are not cached."""
+    if config.direct_io is not None:
+        return config.direct_io
+    return reading.direct and cached_share(paths) < _CACHED_SHARE
 
 
 def check_small_files(folder: Path, manifest: Manifest) -> None:
@@ -92,22 +130,33 @@ def check_small_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
 
 
-def load_model(folder: Path, manifest: Manifest) -> Model:
+def load_model(folder: Path, manifest: Manifest, config: EngineConfig, reading: Reading) -> Model:
     """The family's model with its dense weights. Raises DamagedModel."""
-    config = read_json(folder / CONFIG)
-    family = family_of(config)
-    return family.build(family.parse(config), DenseWeights(folder, manifest))
+    values = read_json(folder / CONFIG)
+    family = family_of(values)
+    return family.build(family.parse(values), DenseWeights(folder, manifest, config, reading))
 
 
 def open_store(
-    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig
+    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig, reading: Reading
 ) -> ExpertStore:
-    """An empty expert cache of the placement's size, with its readers running."""
+    """An empty expert cache of the placement's size, with its readers running.
+
+    `reading` is how the drive is best read, as far as the config does not say otherwise.
+    """
     layout = manifest.expert_layout
     pool = SlotPool(placement.slots, layout.slot_bytes)
+    shards = manifest.shards()
+    sample = [folder / shard.path for shard in shards[:: max(1, len(shards) // _SAMPLED_SHARDS)]]
     transfer = Transfer(
-        folder, manifest.shards(), pool, readers=config.readers, direct_io=config.direct_io
+        folder,
+        shards,
+        pool,
+        readers=config.readers or reading.readers,
+        direct_io=_past_the_cache(config, reading, sample),
+        block_bytes=reading.block_bytes,
     )
-    residency = Residency(placement.slots, manifest.layers * manifest.experts)
+    staging = min(manifest.top_k, placement.slots // 2)
+    residency = Residency(placement.slots, manifest.layers * manifest.experts, staging)
     policy = POLICIES[config.policy]()
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())

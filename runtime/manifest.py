@@ -12,7 +12,7 @@ from typing import Any
 
 from moeinf.native import PAGE_BYTES
 from moeinf.offload.budget import SlotBudget
-from moeinf.offload.layout import LAYOUT_VERSION, ExpertKey, ExpertLayout
+from moeinf.offload.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
 from moeinf.offload.shards import FileRecord, shard_path
 from moeinf.runtime.durable import write_text_durably
 from moeinf.runtime.names import ModelName
@@ -51,8 +51,8 @@ class Manifest:
     kv_bytes_per_token: int
     max_context: int
     files: tuple[FileRecord, ...]
+    layout: int  # the version of its format's layout
     format: int = FORMAT_VERSION
-    layout: int = LAYOUT_VERSION
 
     @property
     def model(self) -> ModelName:
@@ -106,8 +106,10 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(path.read_bytes())
         if not isinstance(raw, dict) or raw.get("format") != FORMAT_VERSION:
             raise DamagedModel(f"{path} is of format {_get(raw, 'format')}, not {FORMAT_VERSION}")
-        if raw.get("layout") != LAYOUT_VERSION:
-            raise DamagedModel(f"{path}: expert layout {raw.get('layout')}, not {LAYOUT_VERSION}")
+        form = str(raw.get("dtype"))
+        if raw.get("layout") != LAYOUT_VERSIONS.get(form):
+            version = LAYOUT_VERSIONS.get(form)
+            raise DamagedModel(f"{path}: {form} layout {raw.get('layout')}, not {version}")
         raw["files"] = tuple(_record(file) for file in raw["files"])
         manifest = Manifest(**raw)
         for field in _COUNTS:

@@ -1,25 +1,35 @@
-"""Measures what a plan needs to know: how fast RAM and the model's disk can be read, right now.
+"""How fast RAM and a model's drive can be read: remembered, or measured when that is quick.
 
-Does not know plans. Takes well under a second, so a figure is an indication, not a benchmark.
+Does not know plans. `moeinf devices` measures thoroughly; a first load, or a plan, reads some of
+the model's own shards in well under a second and leaves a figure that is an indication.
 """
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from moeinf.native import SlotPool
-from moeinf.offload.transfer import Transfer
+from moeinf.native import read_bandwidth
+from moeinf.runtime.config import Settings
+from moeinf.runtime.devices import (
+    Drive,
+    Ram,
+    now,
+    remember,
+    remembered_drive,
+    remembered_ram,
+)
+from moeinf.runtime.drive import FileRange, Progress, Sweep, sweep
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import core_count
 
-_RAM_BYTES = 128 << 20  # far above any cache
-_DISK_BYTES = 64 << 20
-_READERS = 8
+_RAM_BYTES = 256 << 20  # far above any cache
+_RAM_ROUNDS = 8
+_QUICK_BYTES = 64 << 20  # less on a drive says nothing about it
+_QUICK_IN_FLIGHT = (2, 8)
+_QUICK_PIECE_BYTES = 4 << 20  # at most, so that the buffers stay within a load's scratch
 
 
 @dataclass(frozen=True)
@@ -32,47 +42,77 @@ class Speeds:
     disk_provenance: str
 
 
-def measure(folder: Path, manifest: Manifest) -> Speeds:
-    """RAM by reading a large array on every core; disk by reading some of the model's shards."""
-    ram, cores = _ram()
-    disk, size, direct = _disk(folder, manifest)
-    how = "past the page cache" if direct else "through the page cache, so perhaps too high"
-    return Speeds(
-        ram,
-        disk,
-        f"measured now: maximum over {_RAM_BYTES >> 20} MiB on {cores} threads, best of 3",
-        f"measured now: {size} bytes of expert shards, {_READERS} reads in flight, {how}",
-    )
-
-
-def _ram() -> tuple[float, int]:
+def measure_ram(progress: Progress) -> Ram:
+    """Six loops: 1 thread or all, plain, with prefetch, and that on huge pages."""
     cores = core_count()
-    parts = np.array_split(np.ones(_RAM_BYTES // 4, np.float32), cores)
-    best = 0.0
-    with ThreadPoolExecutor(cores) as pool:
-        for _ in range(3):
-            start = time.perf_counter()
-            list(pool.map(np.max, parts))
-            best = max(best, _RAM_BYTES / (time.perf_counter() - start))
-    return best, cores
+    variants = [("", False, False), (", prefetch", True, False)]
+    variants.append((", prefetch, huge pages", True, True))
+    loops: dict[str, float] = {}
+    plans = [(n, *variant) for n in (1, cores) for variant in variants]
+    for number, (threads, suffix, prefetch, huge) in enumerate(plans, 1):
+        name = ("1 thread" if number <= len(variants) else f"{cores} threads") + suffix
+        speed = read_bandwidth(_RAM_BYTES, threads, prefetch, huge, _RAM_ROUNDS)
+        loops[name] = max(speed, loops.get(name, 0.0))
+        progress(number * _RAM_BYTES * _RAM_ROUNDS, len(plans) * _RAM_BYTES * _RAM_ROUNDS)
+    return Ram(loops, now())
 
 
-def _disk(folder: Path, manifest: Manifest) -> tuple[float, int, bool]:
+def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | None:
+    """How to read this model's drive: remembered, else tried on its shards and remembered.
+
+    None when its shards are too few bytes to tell; reads some 256 MiB of them otherwise.
+    """
+    known = remembered_drive(settings, folder)
+    if known is not None:
+        return known
+    pieces = _some_shards(folder, manifest)
+    if sum(piece.size_bytes for piece in pieces) < _QUICK_BYTES:
+        return None
+    with suppress(OSError):  # a missing shard is the reader's business, not ours
+        drive = _quick_drive(pieces)
+        remember(settings, drive=(folder, drive))
+        return drive
+    return None
+
+
+def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
+    """What a plan expects of RAM and of the model's drive."""
+    ram = remembered_ram(settings)
+    if ram is not None:
+        name, ram_speed = ram.best
+        ram_how = f"`moeinf devices`, {ram.measured_at}: {name}"
+    else:
+        cores = core_count()
+        ram_speed = read_bandwidth(_RAM_BYTES, cores, True, True, 3)
+        ram_how = f"measured now: read loop over {_RAM_BYTES >> 20} MiB on {cores} threads"
+    drive = drive_of(settings, folder, manifest)
+    if drive is None:  # a small model: its own shards, for what they say
+        drive = _quick_drive(_some_shards(folder, manifest))
+        size = sum(piece.size_bytes for piece in _some_shards(folder, manifest))
+        disk_how = f"measured now: only {size} bytes of expert shards; "
+        disk_how += "`moeinf devices` measures the drive"
+    else:
+        disk_how = str(drive)
+    return Speeds(ram_speed, drive.reading.bytes_per_s, ram_how, disk_how)
+
+
+def thorough_drive(swept: Sweep, piece_bytes: int) -> Drive:
+    """What `moeinf devices` remembers of its sweep."""
+    return Drive(swept.chosen, True, piece_bytes, now(), swept.notes)
+
+
+def _quick_drive(pieces: Sequence[FileRange]) -> Drive:
+    swept = sweep(pieces, lambda *_: None, _QUICK_IN_FLIGHT, rounds=1, blocks=())
+    return Drive(swept.chosen, False, max(p.size_bytes for p in pieces), now(), swept.notes)
+
+
+def _some_shards(folder: Path, manifest: Manifest) -> list[FileRange]:
+    """From shards all over the model, some 64 MiB, or all of a smaller one."""
     shards = manifest.shards()
-    slot_bytes = manifest.slots.slot_bytes
-    count = max(1, min(len(shards), _DISK_BYTES // slot_bytes))
-    chosen = shards[:: max(1, len(shards) // count)][:count]
-    pool = SlotPool(min(_READERS, count), slot_bytes)
-    transfer = Transfer(folder, chosen, pool, readers=pool.slots, direct_io=True)
-    try:
-        start = time.perf_counter()
-        for first in range(0, count, pool.slots):
-            wave = list(range(first, min(count, first + pool.slots)))
-            tickets = transfer.demand(wave, list(range(len(wave))))
-            for ticket, number in zip(tickets, wave, strict=True):
-                transfer.wait(ticket, number)
-        seconds = time.perf_counter() - start
-        size = sum(shard.data_bytes for shard in chosen)
-        return size / seconds, size, transfer.direct_io
-    finally:
-        transfer.close()
+    piece_bytes = min(_QUICK_PIECE_BYTES, manifest.slots.slot_bytes)
+    count = max(1, min(len(shards), -(-_QUICK_BYTES // piece_bytes)))
+    chosen = shards[:: len(shards) // count][:count]
+    return [
+        FileRange(folder / s.path, s.data_offset, min(_QUICK_PIECE_BYTES, s.data_bytes))
+        for s in chosen
+    ]

@@ -23,7 +23,7 @@ def available_bytes(root: Path = Path("/")) -> int:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
         free = int(match[1]) * 1024 if match else 0
     except OSError:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = physical_bytes() // 2
     spare = _cgroup_spare_bytes(root)
     return free if spare is None else min(free, spare)
 
@@ -78,7 +78,7 @@ def core_count() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most this process has held since it began."""
+    """The most this process has held since it began, or since forget_peak_rss."""
     with suppress(OSError):
         match = re.search(
             r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
@@ -86,6 +86,17 @@ def peak_rss_bytes() -> int:
         if match:
             return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak_rss() -> None:
+    """Lets peak_rss_bytes count from now on, where the system can do that."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def physical_bytes() -> int:
+    """Memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def rss_bytes() -> int:

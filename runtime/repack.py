@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moeinf.models import family_of
+from moeinf.offload.layout import LAYOUT_VERSIONS
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
@@ -31,7 +32,7 @@ from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.workplace import Workplace, discard, workplace
 
-DTYPE_OF_TAG = {"bf16": "BF16", "f32": "F32"}
+DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (
     CONFIG,
     "generation_config.json",
@@ -237,6 +238,7 @@ def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workp
         kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
         max_context=inventory.max_context,
         files=tuple(files),
+        layout=LAYOUT_VERSIONS[dtype],
     )
 
 

@@ -52,4 +52,4 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
 
 
 def _path(settings: Settings, model: ModelName) -> Path:
-    return settings.home / "state" / model.name / model.tag / "speeds.json"
+    return settings.state_of(model) / "speeds.json"

@@ -110,6 +110,9 @@ class Pass:
     rows: list[int]
     phase: Phase
     layers: list[int] = field(default_factory=list)
+    hints: dict[int, Tensor] = field(default_factory=dict)  # by the layer they are for
+    routed: list[Tensor] = field(default_factory=list)  # ids per layer
+    inputs: list[Tensor] = field(default_factory=list)  # x per layer
     accepted: list[bool] | None = None
     ended: bool = False
 
@@ -121,6 +124,7 @@ class WatchedExperts:
         self._experts = experts
         self.fail_in = fail_in
         self.passes: list[Pass] = []
+        self.wants_hints = False
         self._outstanding = False
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -139,12 +143,20 @@ class WatchedExperts:
         assert len(ids) == len(x) == len(now.rows)
         assert layer == len(now.layers)
         now.layers.append(layer)
+        now.routed.append(ids)
+        now.inputs.append(x)
         if layer == self.fail_in:
             raise RuntimeError("the experts are gone")
         self._outstanding = True
         return _Watched(self, self._experts.submit(layer, x, ids, weights))
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        assert self.wants_hints
+        assert self._outstanding  # its layer has been submitted and not been waited for
+        now = self.passes[-1]
+        assert layer == len(now.layers)  # the next one
+        assert ids.shape == scores.shape == now.routed[-1].shape
+        now.hints[layer] = ids
         self._experts.hint(layer, ids, scores)
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:

@@ -1,8 +1,8 @@
 """A local stand-in for the hub: its metadata, its files, and every way in which a network fails.
 
-Serves `/api/models/{repo}/revision/{rev}` and `/{repo}/resolve/{commit}/{file}` with ranges. Files
-come from a second host (another port), as the hub's do, behind a redirect. A `Fault` decides how
-each request is answered.
+Serves `/api/models/{repo}/revision/{rev}` and `/{repo}/resolve/{commit}/{file}` with ranges, and
+the same of data sets under `/api/datasets/…` and `/datasets/…`. Files come from a second host
+(another port), as the hub's do, behind a redirect. A `Fault` decides how each request is answered.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ Fault = Callable[[Request], Answer | None]
 class Hub:
     """One repository, served from a folder."""
 
-    def __init__(self, repo: str, folder: Path, *, redirect: bool = True) -> None:
+    def __init__(
+        self, repo: str, folder: Path, *, redirect: bool = True, dataset: bool = False
+    ) -> None:
         self.repo = repo
+        self.api = f"/api/{'datasets' if dataset else 'models'}/{repo}"
+        self.home = f"/datasets/{repo}" if dataset else f"/{repo}"
         self.folder = folder
         self.fault: Fault = lambda _: None
         self.gate: int | None = None  # the status of every metadata request, instead of an answer
@@ -73,7 +77,7 @@ class Hub:
                 "size": len(data),
                 "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
             }
-            if path.suffix == ".safetensors" and self.lfs:
+            if path.suffix in (".safetensors", ".parquet") and self.lfs:
                 sha = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"size": len(data), "sha256": sha, "pointerSize": 1}
             siblings.append(entry)
@@ -101,8 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.tokens[kind].add(token)
             else:
                 self.hub.strange.append(path)
-        api = f"/api/models/{self.hub.repo}"
-        if not self.serves_files and path.startswith("/api/models/"):
+        api = self.hub.api
+        if not self.serves_files and path.startswith("/api/"):
             if self.hub.gate is not None:
                 codes = {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}
                 code = codes.get(self.hub.gate, "")
@@ -113,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
                 code = "RevisionNotFound" if path.startswith(f"{api}/revision/") else "RepoNotFound"
                 self._send(404, b"{}", {"X-Error-Code": code})
             return
-        prefix = f"/{self.hub.repo}/resolve/{COMMIT}/"
+        prefix = f"{self.hub.home}/resolve/{COMMIT}/"
         if not path.startswith(prefix):
             self._send(404, b"")
         elif self.hub.redirect and not self.serves_files:

@@ -7,35 +7,47 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from moeinf.runtime.config import Settings
 from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.live import Registry
 from tests.cli.conftest import COMMAND, Result, command_in, environment
-from tests.hub_server import COMMIT, Answer, Hub, serve
+from tests.hub_server import COMMIT, Answer, Hub, Request, serve
 
 FILES = 3
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo, cut into three files so that most experts straddle two or three of them."""
-    folder = tmp_path_factory.mktemp("repository")
+def cut_demo(folder: Path, files: int) -> None:
+    """The demo, cut so that most experts straddle two or three of the files."""
     shutil.copytree(DEMO_CHECKPOINT, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     weight_map = {}
-    for number in range(FILES):
-        file = f"model-{number + 1:05d}-of-{FILES:05d}.safetensors"
+    for number in range(files):
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         mine = {
-            name: t for i, (name, t) in enumerate(sorted(tensors.items())) if i % FILES == number
+            name: t for i, (name, t) in enumerate(sorted(tensors.items())) if i % files == number
         }
         save_file(mine, folder / file)
         weight_map.update(dict.fromkeys(mine, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for stranger in ("consolidated.00.pt", "pytorch_model.bin", "modeling_evil.py"):
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo in three files, and files that a pull has no business with."""
+    folder = tmp_path_factory.mktemp("repository")
+    cut_demo(folder, FILES)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_evil.EvilConfig"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_evil.py").write_text("raise SystemExit('executed')")
+    for stranger in ("consolidated.00.pt", "pytorch_model.bin"):
         (folder / stranger).write_bytes(b"never fetched")
     (folder / "original").mkdir()
     (folder / "original" / "model.safetensors").write_bytes(b"never fetched")
@@ -101,6 +113,28 @@ def test_pull_and_run(machine: Machine, hub: Hub) -> None:
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_pulling_again(machine: Machine, hub: Hub) -> None:
+    """Up to date: nothing is fetched, even while in use. Changed: refused while in use."""
+    assert machine("pull", "Org/Demo-MoE").code == 0
+    registry = Registry(Settings(machine.home).run)
+    registration = registry.register("org--demo-moe:bf16", lambda claimed: 0)
+    assert registration is not None
+    again = machine("pull", "Org/Demo-MoE")
+    assert (again.code, "is up to date" in again.err) == (0, True)
+    manifest = machine.home / "models/org--demo-moe/bf16/manifest.json"
+    manifest.write_text(manifest.read_text().replace(COMMIT, COMMIT[::-1]))
+    hub.requests.clear()
+    refused = machine("pull", "Org/Demo-MoE")
+    assert (refused.code, "is in use by process" in refused.err) == (1, True)
+    assert sum(r.stop - r.start for r in hub.requests) < 200_000  # headers and config only
+    registration.close()
+    assert machine("pull", "Org/Demo-MoE").code == 0
+    assert json.loads(manifest.read_text())["revision"] == COMMIT
+    next(manifest.parent.glob("experts/*/*")).unlink()
+    assert "up to date" not in machine("pull", "Org/Demo-MoE").err
+    assert machine("verify", "org/demo-moe").code == 0
+
+
 def test_hub_and_local_folder_give_the_same_files(machine: Machine, repository: Path) -> None:
     assert machine("pull", "Org/Demo-MoE").code == 0
     assert machine("pull", str(repository), "--name", "local").code == 0
@@ -110,6 +144,37 @@ def test_hub_and_local_folder_give_the_same_files(machine: Machine, repository: 
         return {file["path"]: file["sha256"] for file in manifest["files"]}
 
     assert shas("local") == shas("org--demo-moe")
+
+
+def test_peak_disk_is_the_model_and_two_source_files(tmp_path: Path) -> None:
+    """Measured at every request for bytes: the next file's come while one is being repacked."""
+    folder = tmp_path / "repository"
+    cut_demo(folder, 6)
+    largest = max(path.stat().st_size for path in folder.glob("model-*"))
+    with serve(Hub("Org/Demo-MoE", folder)) as hub:
+        machine = Machine(tmp_path, hub)
+        peaks, sources = [], []
+
+        def look(_: Request) -> None:
+            partial = machine.home / "models/org--demo-moe/.bf16.partial"
+            peaks.append(disk_bytes(partial))
+            sources.append(len({p.name[:11] for p in partial.glob("source/*model-*")}))
+
+        hub.fault = look
+        assert machine("pull", "Org/Demo-MoE").code == 0
+    final = disk_bytes(machine.home / "models")
+    assert 1 <= max(sources) <= 2
+    assert max(peaks) > largest
+    assert max(peaks) <= final + 2 * largest + (1 << 20)
+
+
+def disk_bytes(folder: Path) -> int:
+    """What the files below a folder take up on the disk, some of which go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def test_run_pulls_what_is_absent(machine: Machine) -> None:

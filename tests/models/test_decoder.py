@@ -71,6 +71,7 @@ def test_a_failed_pass_leaves_every_length(olmoe: Pair) -> None:
 def test_rows_and_phase(olmoe: Pair) -> None:
     model, experts = olmoe.ours.model, WatchedExperts(olmoe.ours.experts)
     a, b = model.new_state(9), model.new_state(9)
+    b.request = 1
     model.extend([([1, 2], a), ([3], b)], experts)
     model.extend([([1], a), ([3], b)], experts)
     model.extend([([1], a), ([3, 4], b)], experts)

@@ -1,22 +1,17 @@
-"""Shards on disk, and C++ drivers built with ThreadSanitizer.
+"""Shards on disk, and the C++ drivers.
 
 Does not know what any test expects.
 """
 
 import random
-import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from moeinf.native import SHARD_DATA_OFFSET, CopyQueue, SlotPool, crc32c
-
-ROOT = Path(__file__).resolve().parents[2]
-BUILD_TIMEOUT_S = 120
-RUN_TIMEOUT_S = 60  # a driver that deadlocks is killed, and fails
+from tests.native.drivers import PROGRAMS, Drivers
 
 
 @dataclass(frozen=True)
@@ -49,31 +44,14 @@ def make_shard(tmp_path: Path) -> Callable[..., Shard]:
     return make
 
 
-@pytest.fixture
-def run_driver(tmp_path: Path) -> Callable[..., None]:
-    """Builds tests/native/<name>.cpp with -fsanitize=thread and runs it; fails on any output."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to build the driver with")
-
-    def run(name: str, *sources: str) -> None:
-        program = tmp_path / name
-        build = subprocess.run(
-            [compiler, "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
-            + ["-fsanitize=thread", f"-I{ROOT / 'native'}", f"-o{program}"]
-            + [str(Path(__file__).with_name(f"{name}.cpp"))]
-            + [str(ROOT / "native" / source) for source in sources],
-            capture_output=True,
-            text=True,
-            timeout=BUILD_TIMEOUT_S,
-        )
-        if "libtsan" in build.stderr:
-            pytest.skip("g++ has no ThreadSanitizer library")
-        assert build.returncode == 0, build.stderr
-        command = [str(program), str(tmp_path)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
-        if "unexpected memory mapping" in ended.stderr:
-            pytest.skip("this ThreadSanitizer cannot run with the kernel's address randomisation")
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-    return run
+@pytest.fixture(scope="session")
+def drivers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drivers]:
+    """All C++ drivers, being built in the background, kept in pytest's cache between runs."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
+    drivers = Drivers(folder)
+    drivers.start(PROGRAMS)
+    yield drivers
+    drivers.close()

@@ -1,5 +1,5 @@
 // Runs FileReader with system calls that fail on demand; built with ThreadSanitizer, which also
-// sees a descriptor that is closed while another thread reads it.
+// sees a descriptor that is closed while another thread reads it, and with AddressSanitizer.
 // Takes a folder to write in. Prints nothing and exits 0 when every check held.
 #include "file_reader.h"
 
@@ -50,7 +50,7 @@ bool right(const Slot& slot, int file) {
 int fail_opens = 0, open_errno = 0, fail_direct_opens = 0;
 int fail_reads = 0, read_errno = 0, fail_direct_reads = 0;
 std::size_t largest_read = 1 << 30;
-int opens = 0, reads = 0;
+int opens = 0, reads = 0, direct_reads = 0;
 
 FileCalls faulty() {
     FileCalls calls;
@@ -63,6 +63,7 @@ FileCalls faulty() {
     calls.pread = [](int file, void* to, std::size_t bytes, off_t offset) -> ssize_t {
         ++reads;
         const bool direct = (fcntl(file, F_GETFL) & O_DIRECT) != 0;
+        direct_reads += direct;
         if (direct && fail_direct_reads-- > 0) return errno = EINVAL, -1;
         if (fail_reads-- > 0) return errno = read_errno, -1;
         const std::size_t want = std::min(bytes, largest_read);
@@ -91,7 +92,7 @@ int failing_code(FileReader& reader, const std::string& path, Slot& slot) {
 
 void short_and_interrupted_reads(bool direct) {
     reset();
-    FileReader reader(direct, 4, faulty());
+    FileReader reader({direct, 4, kMaxBlockBytes, faulty()});
     const std::string path = make_file(1);
     for (const std::size_t largest : {std::size_t{1000}, kPageBytes, std::size_t{7}}) {
         Slot slot;
@@ -106,7 +107,7 @@ void short_and_interrupted_reads(bool direct) {
 void eio_is_retried_twice() {
     for (const int failures : {2, 3}) {
         reset();
-        FileReader reader(false, 4, faulty());
+        FileReader reader({false, 4, kMaxBlockBytes, faulty()});
         Slot slot;
         fail_reads = failures;
         read_errno = EIO;
@@ -116,25 +117,47 @@ void eio_is_retried_twice() {
     }
 }
 
-void refused_direct_falls_back_for_good() {
+// One file is refused, at its open or at its first read: it alone is read through the page cache.
+void refused_direct_concerns_one_file() {
+    if (O_DIRECT == 0) return;
     for (const bool at_open : {true, false}) {
         reset();
-        FileReader reader(true, 4, faulty());
-        if (!reader.direct()) return;  // a system without O_DIRECT
+        FileReader reader({true, 4, kMaxBlockBytes, faulty()});
         (at_open ? fail_direct_opens : fail_direct_reads) = 1;
         for (int file = 3; file < 6; ++file) {
             Slot slot;
             CHECK(failing_code(reader, make_file(file), slot) == 0);
             CHECK(right(slot, file));
-            CHECK(!reader.direct());
+            CHECK(reader.direct() && reader.direct_refusals() == 1);
         }
         CHECK(opens == 4);  // one more for the file that was refused
+        const int direct_before = direct_reads;
+        for (int file = 3; file < 6; ++file) {
+            Slot slot;
+            CHECK(failing_code(reader, folder + "/" + std::to_string(file), slot) == 0);
+        }
+        CHECK(opens == 4 && direct_reads == direct_before + 2);
+    }
+}
+
+void reads_go_in_blocks() {
+    reset();
+    FileReader reader({false, 4, 2 * kPageBytes, faulty()});
+    Slot slot;
+    CHECK(failing_code(reader, make_file(1), slot) == 0 && right(slot, 1));
+    CHECK(reads == 3);  // 5 pages and 123 bytes
+    for (const std::size_t wrong : {std::size_t{0}, kPageBytes + 1, kMaxBlockBytes + kPageBytes}) {
+        try {
+            FileReader refused({false, 4, wrong, {}});
+            CHECK(false);
+        } catch (const std::invalid_argument&) {
+        }
     }
 }
 
 void out_of_descriptors_gives_back_the_cache() {
     reset();
-    FileReader reader(false, 8, faulty());
+    FileReader reader({false, 8, kMaxBlockBytes, faulty()});
     Slot slot;
     for (int file = 0; file < 3; ++file) CHECK(failing_code(reader, make_file(file), slot) == 0);
     CHECK(reader.open_files() == 3);
@@ -148,7 +171,7 @@ void out_of_descriptors_gives_back_the_cache() {
 
 void least_recent_is_closed_first() {
     reset();
-    FileReader reader(false, 2, faulty());
+    FileReader reader({false, 2, kMaxBlockBytes, faulty()});
     Slot slot;
     for (const int file : {0, 1, 0, 2, 0, 1}) {  // 2 evicts 1; 0 stays; 1 is opened again
         CHECK(failing_code(reader, make_file(file), slot) == 0);
@@ -161,7 +184,7 @@ void least_recent_is_closed_first() {
 void many_threads_few_descriptors() {
     reset();
     for (int file = 0; file < 8; ++file) make_file(file);
-    FileReader reader(false, 2);
+    FileReader reader({.max_open_files = 2});
     std::vector<std::thread> threads;
     for (int t = 0; t < 4; ++t)
         threads.emplace_back([&, t] {
@@ -184,7 +207,8 @@ int main(int, char** arguments) {
     short_and_interrupted_reads(false);
     short_and_interrupted_reads(true);
     eio_is_retried_twice();
-    refused_direct_falls_back_for_good();
+    refused_direct_concerns_one_file();
+    reads_go_in_blocks();
     out_of_descriptors_gives_back_the_cache();
     least_recent_is_closed_first();
     many_threads_few_descriptors();

@@ -15,7 +15,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moeinf.native import DEMAND, PAGE_BYTES, Cancelled, CopyQueue, CorruptShard, SlotPool, crc32c
+from moeinf.native import (
+    DEMAND,
+    PAGE_BYTES,
+    RESIDENT,
+    Cancelled,
+    CopyQueue,
+    CorruptShard,
+    SlotPool,
+    crc32c,
+)
 
 SLOTS = 5
 PAYLOADS = [bytes([i]) * (i * 1500 + 1) for i in range(4)]
@@ -50,6 +59,8 @@ class QueueAgainstModel(RuleBasedStateMachine):
         self.model: dict[int, Expected] = {}  # ticket -> what is not yet delivered
         self.ended: list[int] = []  # of those, in the order of ending
         self.issued = 0
+        self.holds: dict[int, int] = {}  # slot -> the source whose bytes are in it
+        self.found = 0
 
     def teardown(self) -> None:
         self.queue.close()
@@ -74,10 +85,25 @@ class QueueAgainstModel(RuleBasedStateMachine):
                 self.queue.submit_many([s for s, _ in wanted], chosen, priority)
             return
         tickets = self.queue.submit_many([s for s, _ in wanted], chosen, priority)
-        assert tickets == [self.issued + 1 + i for i in range(len(wanted))]
-        self.issued += len(wanted)
         for ticket, (source, slot) in zip(tickets, wanted, strict=True):
-            self.model[ticket] = Expected(source, slot, priority)
+            if self.holds.get(slot) == source:
+                assert ticket == RESIDENT
+                self.queue.wait(ticket)
+                self.found += 1
+            else:
+                self.issued += 1
+                assert ticket == self.issued
+                self.model[ticket] = Expected(source, slot, priority)
+
+    @rule(slot=slots)
+    def invalidate(self, slot: int) -> None:
+        self.queue.invalidate(slot)
+        self.holds.pop(slot, None)
+
+    @invariant()
+    def slots_are_busy_while_queued(self) -> None:
+        busy = {slot for slot in range(SLOTS) if not self.queue.can_submit(slot)}
+        assert busy == self.busy()
 
     @precondition(lambda self: self.issued)
     @rule(data=st.data(), priority=priorities)
@@ -107,7 +133,9 @@ class QueueAgainstModel(RuleBasedStateMachine):
         for ticket in order:
             expected = self.model[ticket]
             self.finish(ticket, ENDS[expected.source])
+            self.holds.pop(expected.slot, None)
             if expected.end is type(None):
+                self.holds[expected.slot] = expected.source
                 payload = PAYLOADS[expected.source]
                 assert view[expected.slot * self.pool.slot_bytes :][: len(payload)] == payload
 
@@ -144,6 +172,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
     def counters_agree(self) -> None:
         counters = self.queue.counters()
         assert counters.submitted == self.issued
+        assert counters.resident == self.found
         assert counters.queued == len(self.queued())
         assert counters.undelivered == len(self.ended)
         ended = counters.done + counters.errors + counters.cancelled

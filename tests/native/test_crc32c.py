@@ -4,6 +4,7 @@ Does not know how fast it is.
 """
 
 import array
+import functools
 import random
 import threading
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from moeinf.native import crc32c
-from moeinf.native._native import _crc32c_is_hardware, _crc32c_portable
+from moeinf.native._native import _crc32c_on, _crc32c_paths
 
-PATHS = [crc32c, _crc32c_portable]
+PATHS = [functools.partial(_crc32c_on, path) for path in _crc32c_paths()]
 
 # RFC 3720, appendix B.4, and the check value of the catalogue of CRCs.
 RFC_READ_COMMAND = bytes.fromhex(
@@ -58,17 +59,23 @@ def test_published_vectors(function, data, expected):
     assert function(data) == expected
 
 
-def test_the_hardware_path_is_chosen_where_the_processor_has_it():
-    if "sse4_2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("no sse4.2 here")
-    assert _crc32c_is_hardware()
+def test_the_paths_that_the_processor_has_are_known():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    fold = {"avx512f", "avx512vl", "avx512dq", "vpclmulqdq", "pclmulqdq", "sse4_2"} <= flags
+    instruction = "sse4_2" in flags or "crc32" in flags
+    assert _crc32c_paths() == ["fold"] * fold + ["instruction"] * instruction + ["portable"]
+
+
+def test_an_unknown_path_is_refused():
+    with pytest.raises(ValueError, match="no path fast"):
+        _crc32c_on("fast", b"")
 
 
 @pytest.mark.parametrize("function", PATHS)
-def test_every_length_and_alignment_around_the_short_block(function):
+def test_every_length_and_alignment_around_the_short_blocks(function):
     data = random.Random(1).randbytes(1700)
     view = memoryview(data)
-    lengths = [*range(40), *range(760, 785), 1535, 1536, 1537, 1600]
+    lengths = [*range(40), *range(510, 530), *range(760, 785), 1023, 1024, 1025, 1535, 1536, 1600]
     for length in lengths:
         for start in range(9):
             piece = view[start : start + length]
@@ -82,8 +89,7 @@ def test_every_length_and_alignment_around_the_short_block(function):
 def test_lengths_around_the_long_block(length, start):
     data = memoryview(random.Random(length).randbytes(length + start))[start:]
     expected = reference(bytes(data))
-    assert crc32c(data) == expected
-    assert _crc32c_portable(data) == expected
+    assert [function(data) for function in PATHS] == [expected] * len(PATHS)
 
 
 @pytest.mark.parametrize("function", PATHS)
@@ -102,7 +108,7 @@ def test_paths_agree_on_random_buffers_and_begin_values():
     for _ in range(200):
         data = generator.randbytes(generator.randrange(50_000))
         crc = generator.getrandbits(32)
-        assert crc32c(data, crc) == _crc32c_portable(data, crc)
+        assert len({function(data, crc) for function in [crc32c, *PATHS]}) == 1
 
 
 def test_every_flipped_bit_shows():

@@ -205,6 +205,8 @@ def test_direct_falls_back_where_the_file_system_refuses(pool):
         queue = CopyQueue(pool, direct=True)
         read(queue, queue.add_source(path, SHARD_DATA_OFFSET, 5000, crc32c(payload)))
         assert bytes(memoryview(pool).cast("B")[:5000]) == payload
+        assert queue.direct
+        assert queue.direct_refusals <= 1
     finally:
         path.unlink(missing_ok=True)
 
@@ -212,8 +214,3 @@ def test_direct_falls_back_where_the_file_system_refuses(pool):
 def test_the_file_descriptor_bound_must_be_positive(pool):
     with pytest.raises(ValueError, match="max_open_files"):
         CopyQueue(pool, max_open_files=0)
-
-
-def test_injected_failures(run_driver):
-    """Short reads, EINTR, EIO, refused O_DIRECT, EMFILE, LRU order; see the driver's main()."""
-    run_driver("file_reader_driver", "file_reader.cpp")

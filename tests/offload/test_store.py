@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ class Shards:
     records: list[FileRecord]
     reference: ResidentExperts
 
-    def store(self, slots: int, readers: int = 2) -> ExpertStore:
+    def store(self, slots: int, readers: int = 2, staging: int = 0) -> ExpertStore:
         pool = SlotPool(slots, LAYOUT.slot_bytes)
         transfer = Transfer(self.folder, self.records, pool, readers=readers, direct_io=False)
-        residency = Residency(slots, L * E)
+        residency = Residency(slots, L * E, staging)
         return ExpertStore(LAYOUT, E, pool, residency, transfer, Lru(), TorchMath())
 
 
@@ -75,9 +76,10 @@ def run(store: ExpertStore, layer: int, tokens: int, seed: int, none: float = 0.
     return output
 
 
-@pytest.fixture(params=[1, 2, 3, 7, L * E])
+@pytest.fixture(params=[(1, 0), (2, 0), (2, 1), (3, 2), (7, 0), (7, 3), (L * E, 0), (L * E, 17)])
 def store(request: pytest.FixtureRequest, shards: Shards) -> Iterator[ExpertStore]:
-    store = shards.store(slots=request.param)
+    slots, staging = request.param
+    store = shards.store(slots, staging=staging)
     yield store
     assert store.idle
     store.close()
@@ -97,12 +99,13 @@ def test_bit_identical_to_resident_experts(store: ExpertStore, shards: Shards) -
 @given(
     slots=st.integers(1, L * E),
     readers=st.integers(1, 4),
+    staging=st.integers(0, L * E - 1),
     passes=st.lists(st.tuples(st.integers(0, L - 1), st.integers(1, 9), st.integers(0, 99))),
 )
 def test_any_budget_any_order(
-    shards: Shards, slots: int, readers: int, passes: list[tuple[int, int, int]]
+    shards: Shards, slots: int, readers: int, staging: int, passes: list[tuple[int, int, int]]
 ) -> None:
-    store = shards.store(slots, readers)
+    store = shards.store(slots, readers, min(staging, slots - 1))
     try:
         for layer, tokens, seed in passes:
             expected = shards.reference.submit(layer, *routing(tokens, seed)).result()
@@ -113,9 +116,10 @@ def test_any_budget_any_order(
         store.close()
 
 
-def test_counts(shards: Shards) -> None:
-    """Events, hits, loads and bytes of passes worked out by hand."""
-    store = shards.store(slots=4)
+@pytest.mark.parametrize("staging", [0, 1, 2, 3])
+def test_counts(shards: Shards, staging: int) -> None:
+    """Events, hits, loads and bytes of passes worked out by hand; staging costs no hit."""
+    store = shards.store(slots=4, staging=staging)
 
     def decode(layer: int, ids: list[int]) -> None:
         store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
@@ -180,4 +184,44 @@ def test_stopping_and_abandoning_leave_nothing_behind(shards: Shards) -> None:
     store.stopped = lambda: False
     expected = shards.reference.submit(1, *routing(1, 2)).result()
     assert torch.equal(run(store, 1, 1, 2), expected)
+    store.close()
+
+
+def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's part is in tests/native; here a transfer says that its reader hangs."""
+    store = shards.store(slots=3, staging=1)
+    hanging: set[int] = set()
+
+    def hang(ticket: int, cell: int) -> None:
+        transfer.wait(ticket, cell)
+        hanging.add(store._residency.slot_of(cell))
+        raise ExpertReadError("experts/x", "the read has not ended for 30.0 s")
+
+    transfer = store._transfer
+    wedged = SimpleNamespace(
+        demand=transfer.demand,
+        abandon=transfer.abandon,
+        bytes_of=transfer.bytes_of,
+        no_slot=transfer.no_slot,
+        close=transfer.close,
+        wait=hang,
+        may_write=hanging.__contains__,
+    )
+    monkeypatch.setattr(store, "_transfer", wedged)
+    for lost in (1, 2, 3):
+        store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+        with pytest.raises(ExpertReadError, match="has not ended"):
+            store.submit(0, *routing(1, lost)).result()
+        assert store.idle
+        assert len(hanging) == lost
+    store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+    with pytest.raises(ExpertReadError, match="hold every slot"):
+        store.submit(0, *routing(1, 1)).result()
+    assert store.idle
+    hanging.clear()  # the readers have come back
+    wedged.wait = transfer.wait
+    expected = shards.reference.submit(0, *routing(1, 1)).result()
+    assert torch.equal(run(store, 0, 1, 1), expected)
     store.close()

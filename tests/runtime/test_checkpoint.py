@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from moeinf.offload.direct_file import BLOCK_BYTES
 from moeinf.runtime.checkpoint import (
-    BLOCK_BYTES,
     BadCheckpoint,
     blocks,
     open_checkpoint,

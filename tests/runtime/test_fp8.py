@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor, open_checkpoint
+from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor, open_checkpoint, read_header
 from moeinf.runtime.config import Settings
-from moeinf.runtime.fp8 import join_scales, weight_blocks
+from moeinf.runtime.encode import encoded
+from moeinf.runtime.fp8 import join_scales
 from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.library import Library
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.tiny import save_tiny
@@ -63,7 +65,7 @@ def write_config(folder: Path, **changes: Any) -> None:
 
 
 def read(tensor: SourceTensor, dtype: str, as_torch: torch.dtype) -> Tensor:
-    parts = bytearray().join(weight_blocks(tensor, dtype))
+    parts = bytearray().join(encoded(tensor, dtype))
     return torch.frombuffer(parts, dtype=as_torch).view(tensor.shape)
 
 
@@ -89,7 +91,7 @@ def test_blocks_are_bounded(tmp_path: Path) -> None:
     save_file({"w": weight, "w_scale_inv": scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     tensor = join_scales(open_checkpoint(tmp_path))["w"]
-    assert [len(block) for block in weight_blocks(tensor, "F32")] == [4 << 20, 4 << 20]
+    assert [len(block) for block in encoded(tensor, "F32")] == [4 << 20, 4 << 20]
 
 
 @pytest.mark.parametrize(
@@ -136,3 +138,27 @@ def test_a_pull_writes_what_the_weights_mean(tmp_path: Path) -> None:
         weights.append({f.path: f.sha256 for f in manifest.files if f.path.endswith("tensors")})
     assert len(weights[0]) == 17  # dense, and 8 experts in each of 2 layers
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("form", ["Q8", "Q4"])
+def test_quantised_as_the_wide_weights_are(form: str, tmp_path: Path) -> None:
+    raw, scales, meaning = quantise(torch.randn(40, 64))
+    save_file({"w": raw, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    save_file({"w": meaning}, tmp_path / "wide.safetensors")
+    tensor = join_scales(open_checkpoint(tmp_path))["w"]
+    wide = read_header(tmp_path / "wide.safetensors")["w"]
+    assert b"".join(encoded(tensor, form)) == b"".join(encoded(wide, form))
+
+
+def test_what_only_chooses_experts_keeps_all_bits(tmp_path: Path) -> None:
+    save_tiny("deepseek-v3", tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    settings = Settings(tmp_path / "home")
+    manifest = pull(tmp_path, settings, "tiny:bf16")
+    source = load_file(tmp_path / "model.safetensors")
+    stored = load_file(Library(settings).folder(manifest.model) / "dense.safetensors")
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        assert torch.equal(stored[name], source[name])
+    assert stored["model.norm.weight"].dtype == torch.bfloat16

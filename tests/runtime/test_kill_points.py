@@ -15,10 +15,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_points.py"
 @pytest.mark.parametrize(
     ("options", "least_points"),
     [
-        (["--every", "2"], 80),
-        (["--hub", "--every", "4"], 110),
-        (["--full", "--every", "2"], 80),
-        (["--hub", "--full", "--every", "4"], 110),
+        (["--every", "2"], 45),
+        (["--hub", "--every", "4"], 95),
+        (["--full", "--every", "2"], 45),
+        (["--hub", "--full", "--every", "4"], 95),
     ],
 )
 def test_every_outcome_is_absent_or_complete(options: list[str], least_points: int) -> None:

@@ -1,0 +1,133 @@
+"""Makes the models of a race in a cache folder: ours through the ordinary repack, peers' as GGUF.
+
+Does not know how they are raced.
+
+    CACHE/noise-<items>.bin          the weights of everything here
+    CACHE/checkpoints/<name>/        config.json and a tokenizer; its tensors are spans of the noise
+    CACHE/home/models/<name>/<tag>/  ours
+    CACHE/gguf/<name>-<type>.gguf    llama.cpp's
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.noise import span_of, write_noise
+from benchmarks.shapes import Config, tensors_of
+from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
+from moeinf.runtime.config import Settings
+from moeinf.runtime.library import Library
+from moeinf.runtime.manifest import Manifest, read_manifest
+from moeinf.runtime.names import ModelName
+from moeinf.runtime.repack import LocalSource, repack
+from moeinf.runtime.sizes import format_bytes
+from scripts.make_checkpoint import byte_tokenizer
+
+GGUF_BITS = {"Q4_0": 4.5, "Q8_0": 8.5, "BF16": 16.0, "F16": 16.0}  # per weight, about
+GGUF_OF_TAG = {"q4": "Q4_0", "q8": "Q8_0", "bf16": "BF16"}
+_SPARE_BYTES = 2 << 30  # never filled
+
+
+@dataclass(frozen=True)
+class RaceModel:
+    """One shape in a cache folder: its name there, and its config."""
+
+    cache: Path
+    name: str
+    config: Config
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(home=self.cache / "home")
+
+    def gguf(self, kind: str) -> Path:
+        return self.cache / "gguf" / f"{self.name}-{kind}.gguf"
+
+    def folder(self, tag: str) -> Path:
+        return Library(self.settings).folder(ModelName(self.name, tag))
+
+    def weights(self) -> int:
+        """Parameters."""
+        return sum(_count(shape) for _, shape in tensors_of(self.config))
+
+    def ours(self, tag: str) -> Manifest:
+        """Makes our model unless it is there. OSError (ENOSPC) before anything is written."""
+        folder = self.folder(tag)
+        if not (folder / "manifest.json").exists():
+            source = LocalSource(self._checkpoint(), "benchmarks: random weights")
+            name = ModelName(self.name, tag)
+            repack(source, Library(self.settings), name, lambda *_: None, lambda *_: None)
+        return read_manifest(folder)
+
+    def peer(self, kind: str, python: str) -> Path:
+        """Makes the GGUF file unless it is there; `python` has gguf and llama_cpp."""
+        path = self.gguf(kind)
+        if path.exists():
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(path.parent, int(self.weights() * GGUF_BITS[kind] / 8))
+        names = [(name, list(shape)) for name, shape in tensors_of(self.config)]
+        about = json.dumps({"config": self.config, "tensors": names})
+        partial = path.with_suffix(".partial")
+        command = [python, "-m", "benchmarks.gguf_file", os.fspath(partial), kind]
+        subprocess.run(command, input=about, text=True, check=True, cwd=_ROOT)
+        partial.rename(path)
+        return path
+
+    def _checkpoint(self) -> Checkpoint:
+        """The checkpoint that is nowhere: headers that point into the noise."""
+        folder = self.cache / "checkpoints" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=1))
+        byte_tokenizer().save(os.fspath(folder / "tokenizer.json"))
+        shapes = dict(tensors_of(self.config))
+        noise = self._noise(max(map(_count, shapes.values())))
+        tensors = {}
+        for name, sides in shapes.items():
+            count = _count(sides)
+            offset = 2 * span_of(name, count).item
+            tensors[name] = SourceTensor(name, "BF16", sides, noise, offset, 2 * count)
+        return Checkpoint(folder, self.config, tensors)
+
+    def _noise(self, largest: int) -> Path:
+        path = self.cache / f"noise-{largest}.bin"
+        if not path.exists():
+            check_space(self.cache, 2 * largest)
+            partial = path.with_suffix(".partial")
+            write_noise(partial, largest)
+            partial.rename(path)
+        return path
+
+
+_ROOT = Path(__file__).parents[1]
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raises OSError (ENOSPC), naming what is needed and what is there."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + _SPARE_BYTES:
+        text = f"{format_bytes(needed_bytes)} are needed, the disk has {format_bytes(free)} free"
+        raise OSError(errno.ENOSPC, f"{text}; the cache may be deleted at any time", str(folder))
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or all files below a folder."""
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def bits_per_weight(path: Path, weights: int) -> float:
+    """Of everything on disk, headers included."""
+    return 8 * sum(p.stat().st_size for p in files_of(path)) / weights
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count

@@ -1,0 +1,120 @@
+"""The shapes that are raced, as their published config.json files have them.
+
+Does not know weights or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moeinf.models import family_of
+from moeinf.models.base import ModelDataError
+from moeinf.runtime.inventory import WantedParts
+
+Config = dict[str, Any]
+
+_COMMON: Config = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+SHAPES: Mapping[str, Config] = {
+    "olmoe": {  # allenai/OLMoE-1B-7B-0924
+        **_COMMON,
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "deepseek-v2-lite": {  # deepseek-ai/DeepSeek-V2-Lite
+        **_COMMON,
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        "rms_norm_eps": 1e-6,
+    },
+    "qwen3-30b-a3b": {  # Qwen/Qwen3-30B-A3B
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+    },
+}
+
+
+def shape(name: str, layers: int | None = None, experts: int | None = None) -> Config:
+    """The config of a shape, with fewer layers or experts where asked. KeyError for a name."""
+    config = dict(SHAPES[name])
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    if experts is not None:
+        key = "n_routed_experts" if "n_routed_experts" in config else "num_experts"
+        config[key] = experts
+    return config
+
+
+def tensors_of(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of every tensor of a checkpoint with this config, layer by layer."""
+    family = family_of(config)
+    parsed, wanted = family.parse(config), WantedParts()
+    moe = family.build(parsed, wanted).moe
+    yield from wanted.shapes.items()
+    sides = (moe.intermediate, moe.hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        try:
+            family.expert(f"{prefix}.0.up_proj.weight", parsed)
+        except ModelDataError:
+            continue  # a dense layer
+        for expert in range(moe.experts):
+            yield f"{prefix}.{expert}.gate_proj.weight", sides
+            yield f"{prefix}.{expert}.up_proj.weight", sides
+            yield f"{prefix}.{expert}.down_proj.weight", sides[::-1]

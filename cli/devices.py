@@ -1,0 +1,123 @@
+"""`moeinf devices`: how fast this machine's memory and drive are, measured and remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moeinf.cli.options import Json, Quiet
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.devices import Drive, Ram, drive_key, remember
+from moeinf.runtime.drive import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sweep, written_files
+from moeinf.runtime.measure import measure_ram, thorough_drive
+from moeinf.runtime.memory import available_bytes, core_count
+from moeinf.runtime.sizes import format_bytes, parse_memory
+
+_EXPERT = "4MiB"
+_FILES_BYTES = 512 << 20
+_WAYS = {"direct": "past the page cache (O_DIRECT)", "buffered": "through the page cache"}
+
+
+def _expert_bytes(text: str) -> int:
+    try:
+        size = parse_memory(text).of(0)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not 4096 <= size <= _FILES_BYTES // max(IN_FLIGHT):
+        raise typer.BadParameter(f"give 4KiB to {format_bytes(_FILES_BYTES // max(IN_FLIGHT))}")
+    return size
+
+
+def devices(
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="A folder of the drive. Default: where models are.", show_default=False),
+    ] = None,
+    expert_size: Annotated[
+        int, typer.Option(parser=_expert_bytes, metavar="SIZE", help="Bytes of one read.")
+    ] = _EXPERT,  # type: ignore[assignment]
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measures memory and the drive of the models in some 20 seconds; `plan` and `run` use it."""
+    out, settings = Output(json=json, quiet=quiet), read_environment()
+    place = (folder or settings.models).absolute()
+    with out.progress("") as update:
+        ram = measure_ram(lambda done, total: update("memory", done, total))
+        count = _FILES_BYTES // expert_size
+        with written_files(
+            place, expert_size, count, lambda done, total: update("writing", done, total)
+        ) as pieces:
+            swept = sweep(pieces, lambda done, total: update("drive", done, total))
+            drive = thorough_drive(swept, expert_size)
+            key = drive_key(place)
+    remember(settings, ram=ram, drive=(place, drive))
+    if json:
+        out.document(_document(place, key, ram, drive, swept))
+    else:
+        _print(out, place, ram, drive, swept)
+
+
+def _document(place: Path, key: str, ram: Ram, drive: Drive, swept: Sweep) -> dict[str, Any]:
+    name, best = ram.best
+    chosen = drive.reading
+    return {
+        "memory": {
+            "cores": core_count(),
+            "available_bytes": available_bytes(),
+            "loops_bytes_per_s": {loop: round(speed) for loop, speed in ram.loops.items()},
+            "best_loop": name,
+            "best_bytes_per_s": round(best),
+        },
+        "disk": {
+            "folder": str(place),
+            "drive": key,
+            "read_bytes": drive.piece_bytes,
+            "direct_bytes_per_s": {str(n): round(speed) for n, speed in swept.direct.items()},
+            "buffered_bytes_per_s": {str(n): round(speed) for n, speed in swept.buffered.items()},
+            "block_bytes_per_s": {str(n): round(speed) for n, speed in swept.blocks.items()},
+            "chosen": {
+                "readers": chosen.readers,
+                "direct": chosen.direct,
+                "block_bytes": chosen.block_bytes,
+                "bytes_per_s": round(chosen.bytes_per_s),
+            },
+            "notes": list(drive.notes),
+        },
+        "measured_at": drive.measured_at,
+    }
+
+
+def _print(out: Output, place: Path, ram: Ram, drive: Drive, swept: Sweep) -> None:
+    best = ram.best[0]
+    rows = [
+        [name, f"{speed / 1e9:.1f} GB/s", "best" if name == best else ""]
+        for name, speed in ram.loops.items()
+    ]
+    out.table(["MEMORY READ", "", ""], rows)
+    out.line()
+    chosen = drive.reading
+    ways = {"direct": swept.direct, "buffered": swept.buffered}
+    table = []
+    for name, speeds in ways.items():
+        cells = [f"{speeds[n] / 1e9:.2f}" if n in speeds else "refused" for n in IN_FLIGHT]
+        table.append([_WAYS[name], *cells])
+    size = format_bytes(drive.piece_bytes)
+    out.line(f"Random reads of {size} in {place}, GB/s by reads in flight:")
+    out.table(["DISK READ", *(str(n) for n in IN_FLIGHT)], table)
+    out.line()
+    if chosen.block_bytes == WHOLE_BLOCKS:
+        block = "an expert per system call"
+    else:
+        block = f"{format_bytes(chosen.block_bytes)} per system call"
+    way = _WAYS["direct" if chosen.direct else "buffered"]
+    out.line(
+        f"Chosen: {chosen.readers} readers, {way}, {block} "
+        f"({chosen.bytes_per_s / 1e9:.2f} GB/s, within 5 % of the best)."
+    )
+    for note in drive.notes:
+        out.line(f"Note: {note}.")
+    out.note("What a drive or a hypervisor caches below the page cache cannot be seen from here.")

@@ -1,0 +1,77 @@
+"""Heat maps of an EAMC: as characters for a terminal, as a picture for `--plot`.
+
+Does not know what is behind the numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from moeinf.offload.eamc_groups import Summary
+
+_SHADES = " ░▒▓█"
+_MOST_ROWS = 48
+
+
+class NoMatplotlib(ImportError):
+    """A picture was asked for, and the library that draws it is not installed."""
+
+
+def terminal_lines(heat: NDArray[np.float32], width: int) -> list[str]:
+    """One line per layer (or per few), the darker the more often an expert is used.
+
+    heat [L, E]; a cell of the widest share of its line is full. Lines are at most `width` wide.
+    """
+    room = max(8, width - 6)
+    columns = min(room, heat.shape[1])
+    rows = min(_MOST_ROWS, heat.shape[0])
+    small = _pooled(_pooled(heat, rows).T, columns).T  # [rows, columns]
+    layers = np.linspace(0, heat.shape[0], rows, endpoint=False).astype(int)
+    peaks = np.maximum(small.max(axis=1, keepdims=True), 1e-12)
+    steps = np.ceil(small / peaks * (len(_SHADES) - 1)).astype(int)
+    return [
+        f"L{layer:<4d} " + "".join(_SHADES[step] for step in row)
+        for layer, row in zip(layers, steps, strict=True)
+    ]
+
+
+def draw(summary: Summary, title: str, path: Path) -> None:
+    """Writes a picture: experts by layer, and how alike the entries are, group by group.
+
+    Raises NoMatplotlib; ValueError for an ending that is no picture, OSError.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NoMatplotlib("drawing needs matplotlib, which is not installed") from error
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    upper, lower = figure.subplots(2, 1)
+    image = upper.imshow(summary.heat, aspect="auto", cmap="magma", interpolation="nearest")
+    upper.set(xlabel="expert", ylabel="MoE layer", title="share of a layer's events")
+    figure.colorbar(image, ax=upper)
+    groups = summary.groups
+    order = np.argsort(groups.of, kind="stable")
+    image = lower.imshow(
+        summary.similarity[np.ix_(order, order)], cmap="viridis", vmin=0, vmax=1, aspect="auto"
+    )
+    for border in np.cumsum(groups.sizes)[:-1]:
+        lower.axhline(border - 0.5, color="white", linewidth=0.6)
+        lower.axvline(border - 0.5, color="white", linewidth=0.6)
+    count = len(groups.sizes)
+    lower.set(title=f"cosine of {summary.entries} requests, in {count} groups")
+    figure.colorbar(image, ax=lower)
+    figure.savefig(path, dpi=120)
+
+
+def _pooled(matrix: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
+    """[R, C] -> [rows, C]: neighbouring rows become their largest values."""
+    parts = np.array_split(matrix, rows, axis=0)
+    return np.stack([part.max(axis=0) for part in parts])

@@ -1,0 +1,141 @@
+"""`moeinf trace`: warms a model's EAMC with the prompts of a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moeinf.cli.interrupt import interruptible
+from moeinf.cli.options import (
+    Context,
+    Json,
+    Memory,
+    PolicyName,
+    Quiet,
+    Threads,
+    Usage,
+    engine_config,
+)
+from moeinf.cli.output import Output
+from moeinf.cli.pull import ensure
+from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.library import Library
+from moeinf.runtime.sampler import SamplingOptions
+
+if TYPE_CHECKING:
+    from moeinf.runtime.trace_run import Traced
+
+_INTERRUPTED = 130
+
+
+def trace(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL[:TAG]]", show_default=False, help="Default: the last one that was used."
+        ),
+    ] = None,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="mmlu, bigbench, bbh, flan, demo, or a .jsonl, .txt or .parquet file.",
+            show_default=False,
+        ),
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer at most.")] = 32,
+    shots: Annotated[int, typer.Option(min=0, max=5, help="Solved examples first (mmlu).")] = 5,
+    subset: Annotated[
+        str | None,
+        typer.Option(metavar="TASK[,TASK…]", help="Only these tasks.", show_default=False),
+    ] = None,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.eam", help="Also write a recording for `simulate`."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which prompts, and what is sampled.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, no template.")] = False,
+    memory: Memory = None,
+    policy: PolicyName = DEFAULT_POLICY,
+    ctx: Context = None,
+    threads: Threads = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Runs a data set's prompts and remembers which experts they used."""
+    out, settings = Output(json=json, quiet=quiet), read_environment()
+    if not dataset:
+        raise Usage("name the prompts: --dataset demo, mmlu, bigbench, bbh, flan or a FILE")
+    if out_file is not None and out_file.suffix != ".eam":
+        raise Usage(f"--out writes a recording, a file named *.eam, not {out_file}")
+    if model is None:
+        model = str(Library(settings).last_used())
+        out.note(f"tracing {model}, the last one that was used")
+    config = engine_config(settings, memory, ctx, policy, threads)
+
+    from moeinf.runtime.datasets import Wanted, load_items  # these import torch
+    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.library import DEMO_CHECKPOINT
+    from moeinf.runtime.trace_run import trace_items
+
+    tasks = tuple(word.strip() for word in subset.split(",")) if subset is not None else None
+    wanted = Wanted(limit=limit, subset=tasks, shots=shots, seed=seed)
+    heldout = DEMO_CHECKPOINT / "heldout.jsonl"
+    with out.progress(dataset) as progress:
+        items = load_items(dataset, wanted, settings.datasets, heldout, progress)
+    manifest, folder = ensure(model, settings, out)
+    with Engine(manifest, folder, config, settings) as engine, interruptible() as stopped:
+        options = SamplingOptions(seed=seed)
+        with out.counting(f"tracing {manifest.model}", len(items)) as advance:
+            done = trace_items(
+                engine,
+                items,
+                options,
+                max_tokens,
+                raw=raw,
+                name=dataset,
+                out=out_file,
+                stopped=stopped,
+                advance=advance,
+            )
+        for note in engine.take_notes():
+            out.note(note)
+    _print(done, str(manifest.model), dataset, out_file, out)
+    return _INTERRUPTED if done.interrupted else 0
+
+
+def _print(done: Traced, model: str, dataset: str, out_file: Path | None, out: Output) -> None:
+    if out.json:
+        out.document(
+            {
+                "model": model,
+                "dataset": dataset,
+                "requests": done.requests,
+                "skipped": done.skipped,
+                "prompt_tokens": done.prompt_tokens,
+                "tokens": done.tokens,
+                "hit_rate": None if done.hit_rate is None else round(done.hit_rate, 4),
+                "eamc": {"entries": done.entries, "capacity": done.capacity},
+                "out": None if out_file is None else str(out_file),
+                "interrupted": done.interrupted,
+            }
+        )
+        return
+    if done.interrupted:
+        out.line(f"interrupted: what {done.requests} requests used is kept")
+    hits = "-" if done.hit_rate is None else f"{done.hit_rate:.1%} (decode)"
+    pairs = [
+        ("requests", f"{done.requests} of {dataset}"),
+        ("tokens", f"{done.prompt_tokens} of prompts, {done.tokens} answered"),
+        ("expert hit rate", hits),
+        ("EAMC", f"{done.entries} of {done.capacity} entries"),
+    ]
+    if done.skipped:
+        pairs.insert(1, ("skipped", f"{done.skipped}, longer than the context"))
+    if out_file is not None:
+        pairs.append(("recording", str(out_file)))
+    out.fields(pairs)

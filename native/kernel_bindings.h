@@ -1,0 +1,10 @@
+// Binds kernels to Python. Does not know how anything works.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moeinf {
+
+void bind_kernels(pybind11::module_& m);
+
+}  // namespace moeinf

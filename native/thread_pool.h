@@ -1,0 +1,113 @@
+// The threads that kernels compute with: parallel_for over a fixed count, the caller taking part.
+// Does not know what is computed, nor torch, nor Python.
+//
+// One call, with n = min(threads(), count) shares of the indices:
+//
+//   share     0            1            ...   n-1
+//   indices   [0, c/n)     [c/n, 2c/n)  ...   [(n-1)c/n, c)      the same for every call
+//   worked on by the caller, then by the workers in the order in which they join
+//
+// Whoever finishes its share takes the next indices of the other shares, so a worker that wakes
+// late, or whose core somebody else uses, delays nobody: the caller alone can finish everything.
+// Which thread runs an index is therefore not fixed; a body must give the same bytes on any.
+//
+// state_ is one 32-bit word that workers sleep on (futex):
+//
+//   | epoch : 23 | open : 1 | entered : 8 |
+//
+//   post     epoch + 1, open, entered 0       release: publishes job_ and shares_
+//   join     entered + 1, only while open     acquire: sees them
+//   close    open cleared by the caller when no index is left; from here on nobody joins
+//   leave    left_ + 1                        release: publishes what the body wrote
+//
+// The caller returns when left_ == entered, so job_ and shares_ are never rewritten under a worker,
+// and everything the bodies wrote happens-before the return. If the epoch wraps round while a
+// worker sleeps, that worker may miss one call: the others do its work.
+//
+// Waiting. A worker spins for kSpinSeconds and then sleeps. Long enough to catch the second of two
+// calls that follow each other directly (gate·up, then down), short enough not to take a core from
+// torch's own threads between them (docs/log.md, "Threads beside torch's").
+//
+// One call at a time has the workers; a call that finds them taken (another thread, or a body that
+// calls again) runs all of its indices itself. Nothing waits for anything but running bodies.
+//
+// Fork and exit. compute_pool() is made at first use and never destroyed: at exit its workers touch
+// nothing that is destroyed before them. After fork() the child gets a new pool without threads,
+// which start at its first call.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace moeinf {
+
+inline constexpr int kMaxComputeThreads = 64;
+inline constexpr double kSpinSeconds = 50e-6;
+static_assert(kMaxComputeThreads < 256, "entered has 8 bits");
+
+class ThreadPool {
+  public:
+    // `threads` in 1 … kMaxComputeThreads, the caller counted; they start when first needed.
+    // Throws std::invalid_argument.
+    explicit ThreadPool(int threads);
+    ~ThreadPool();  // must not race with calls
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int threads() const noexcept { return threads_.load(std::memory_order_relaxed); }
+
+    // Waits for a running call to end. Throws std::invalid_argument.
+    void set_threads(int threads);
+
+    // Runs body(index) once for every index in [0, count), and returns when all have run. The body
+    // must not throw. An index should be worth some microseconds: taking one is an atomic addition.
+    template <class Body>
+    void parallel_for(std::size_t count, Body&& body) {
+        using Plain = std::remove_reference_t<Body>;
+        const Call call = [](void* context, std::size_t index) noexcept {
+            (*static_cast<Plain*>(context))(index);
+        };
+        run({call, const_cast<void*>(static_cast<const void*>(std::addressof(body))), count});
+    }
+
+  private:
+    using Call = void (*)(void* context, std::size_t index) noexcept;
+    struct Job {
+        Call call;
+        void* context;
+        std::size_t count;
+    };
+    struct alignas(64) Share {  // a cache line each
+        std::atomic<std::size_t> next{0};
+        std::size_t end = 0;
+    };
+
+    void run(Job job);
+    void work(std::size_t share) noexcept;  // takes indices until none is left, its own share first
+    void serve() noexcept;                  // a worker's life
+    std::uint32_t await(std::uint32_t seen) noexcept;
+    void start_workers();
+    void stop_workers();
+    void hold() noexcept;  // waits until it has busy_
+
+    std::atomic<int> threads_;
+    std::atomic_flag busy_;  // who holds it posts, and changes what is below
+    std::vector<std::thread> workers_;
+    std::array<Share, kMaxComputeThreads> shares_;
+    std::size_t share_count_ = 0;
+    Job job_{};
+    alignas(64) std::atomic<std::uint32_t> state_{0};
+    alignas(64) std::atomic<std::uint32_t> left_{0};
+    std::atomic<bool> stopping_{false};
+};
+
+// The pool of the process: as many threads as cores that it may use, until set_threads.
+ThreadPool& compute_pool();
+
+}  // namespace moeinf

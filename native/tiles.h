@@ -1,0 +1,76 @@
+// How quantised weights lie in memory: one layout for VNNI, AVX2, portable and GPU kernels.
+// Does not know what a matrix is for, nor how it is multiplied.
+//
+// A matrix [N, K] (y = W x) is cut into row blocks of 16 rows, and those into tiles of 64 columns,
+// which are two groups of 32; rows and columns that are missing are zeros.
+//
+//   matrix     row block 0 | row block 1 | ...             ceil(N / 16) of them
+//   row block  tile 0 | tile 1 | ...                       ceil(K / 64) of them
+//
+//   q8 tile, 1088 bytes = 17 cache lines                   8.5 bits per weight
+//     0     codes of group 0:  word v = 0 … 7, row r = 0 … 15:  4 bytes, k = 4v … 4v+3
+//     512   codes of group 1
+//     1024  scales:  group 0, row 0 … 15;  group 1, row 0 … 15      float16
+//
+//   q4 tile, 576 bytes = 9 cache lines                     4.5 bits per weight
+//     0     codes of group 0:  word v = 0 … 3, row r = 0 … 15:  4 bytes b = 0 … 3,
+//                              low nibble k = 4v + b, high nibble k = 16 + 4v + b
+//     256   codes of group 1
+//     512   scales as above
+//
+//   weight = scale · (code − zero),  zero = 8 in q4 (codes 0 … 15), 128 in q8 (codes 1 … 255)
+//
+// Why so: 16 rows of one word are a 64-byte vector whose 32-bit lanes are rows, and what meets it
+// is one 32-bit word of the activation, the same for all lanes: `vpdpbusd` with a broadcast operand
+// needs no shuffle and no horizontal sum. AVX2 takes each vector as two halves of 8 rows. On a GPU
+// 16 × v neighbouring threads read neighbouring words. Codes are unsigned because that is what
+// `vpdpbusd` and `vpmaddubsw` take as weights; `− zero · Σ a` is where the sum begins. Scales lie
+// in the tile, so that a matrix is one stream for the prefetcher, and a tile is whole cache lines.
+//
+// Canonical arithmetic, the same bits on every path, for any number of rows at once:
+//
+//   activation   per group: s = max|a| / 127, q = round(a · (127 / max|a|)) to even; f32
+//   group        d = Σ_k q_k · code_k − zero · Σ_k q_k                       exact integer
+//   output       y = fma(float(d), scale · s, y) over groups 0, 1, …         f32, from 0
+//
+// |d| ≤ 32 · 127 · 127 < 2^24, so float(d) is exact.
+#pragma once
+
+#include <cstddef>
+
+namespace moeinf {
+
+inline constexpr std::size_t kBlockRows = 16;
+inline constexpr std::size_t kGroup = 32;
+inline constexpr std::size_t kTileColumns = 64;
+inline constexpr std::size_t kTileGroups = kTileColumns / kGroup;
+inline constexpr std::size_t kQ4TileBytes = 576;
+inline constexpr std::size_t kQ8TileBytes = 1088;
+inline constexpr int kQ4Zero = 8;
+inline constexpr int kQ8Zero = 128;
+
+static_assert(kQ4TileBytes == kBlockRows * (kTileColumns / 2 + 2 * kTileGroups));
+static_assert(kQ8TileBytes == kBlockRows * (kTileColumns + 2 * kTileGroups));
+static_assert(kQ4TileBytes % 64 == 0 && kQ8TileBytes % 64 == 0, "a tile is whole cache lines");
+
+enum class Format { kBf16, kQ8, kQ4 };  // kBf16 is row-major, as in a checkpoint
+
+constexpr std::size_t ceil_div(std::size_t count, std::size_t unit) {
+    return (count + unit - 1) / unit;
+}
+
+constexpr std::size_t tile_bytes(Format format) {
+    return format == Format::kQ4 ? kQ4TileBytes : kQ8TileBytes;
+}
+
+// Bytes of one row block of a quantised matrix with `columns` columns.
+constexpr std::size_t block_bytes(Format format, std::size_t columns) {
+    return ceil_div(columns, kTileColumns) * tile_bytes(format);
+}
+
+constexpr std::size_t matrix_bytes(Format format, std::size_t rows, std::size_t columns) {
+    if (format == Format::kBf16) return rows * columns * 2;
+    return ceil_div(rows, kBlockRows) * block_bytes(format, columns);
+}
+
+}  // namespace moeinf

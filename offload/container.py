@@ -1,0 +1,131 @@
+"""A small file of named number arrays: how recordings and EAMCs become bytes.
+
+Does not know what the arrays mean, nor where bytes are kept.
+
+    0   8  magic "MOEINF\\r\\n"
+    8   4  u32 LE  bytes of the header, n
+    12  4  u32 LE  CRC-32 of the header
+    16  n  JSON {"kind", "version", "meta",
+                 "arrays": [{"name", "dtype", "shape", "bytes", "crc32"}]}
+    …      the arrays in that order, each deflated; `bytes` counts them so, `crc32` is of the
+           numbers
+
+Bytes may come from strangers: sizes are checked before anything is allocated, and an array that
+inflates to more than its shape says is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = dict[str, NDArray[Any]]
+
+_MAGIC = b"MOEINF\r\n"
+_PREFIX = struct.Struct("<8sII")
+_DTYPES = ("|u1", "|b1", "<i2", "<u4", "<i4", "<i8", "<f4")
+_MAX_HEADER_BYTES = 16 << 20
+_MAX_BYTES = 4 << 30  # of all arrays, inflated
+_DEFLATE_LEVEL = 3  # ids and counts shrink 4 to 8 times; higher levels gain a few percent
+
+
+class BadContainer(ValueError):
+    """Bytes that are not a container of the expected kind, or a damaged one."""
+
+
+def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> bytes:
+    """The container as bytes. Meta must be JSON; dtypes are those of `_DTYPES`."""
+    bodies, table = [], []
+    for name, array in arrays.items():
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        assert little.dtype.str in _DTYPES, f"{name}: {little.dtype.str}"
+        body = zlib.compress(little.tobytes(), _DEFLATE_LEVEL)
+        bodies.append(body)
+        table.append(
+            {
+                "name": name,
+                "dtype": little.dtype.str,
+                "shape": list(little.shape),
+                "bytes": len(body),
+                "crc32": zlib.crc32(little.tobytes()),
+            }
+        )
+    document = {"kind": kind, "version": version, "meta": dict(meta), "arrays": table}
+    header = json.dumps(document, separators=(",", ":")).encode()
+    return b"".join((_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)), header, *bodies))
+
+
+def unpack(
+    data: bytes, kind: str, version: int, most_bytes: int = _MAX_BYTES
+) -> tuple[dict[str, Any], Arrays]:
+    """(meta, arrays) of a container of this kind and version. Raises BadContainer.
+
+    most_bytes bounds what all arrays together may inflate to.
+    """
+    try:
+        return _unpack(data, kind, version, most_bytes)
+    except BadContainer:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        struct.error,
+        zlib.error,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise BadContainer(f"not a readable {kind} file: {error}") from error
+
+
+def _unpack(data: bytes, kind: str, version: int, most_bytes: int) -> tuple[dict[str, Any], Arrays]:
+    magic, size, crc = _PREFIX.unpack_from(data)
+    if magic != _MAGIC or size > _MAX_HEADER_BYTES:
+        raise BadContainer(f"not a {kind} file of moeinf")
+    header = data[_PREFIX.size : _PREFIX.size + size]
+    if zlib.crc32(header) != crc:
+        raise BadContainer("the header is damaged")
+    document = json.loads(header)
+    if document["kind"] != kind:
+        raise BadContainer(f"a file of kind {document['kind']!r}, not {kind!r}")
+    if document["version"] != version:
+        raise BadContainer(f"version {document['version']}; this moeinf reads version {version}")
+    meta = document["meta"]
+    if not isinstance(meta, dict):
+        raise BadContainer("meta is not a mapping")
+    arrays, start = Arrays(), _PREFIX.size + size
+    for entry in document["arrays"]:
+        end = start + _size(entry["bytes"])
+        array = arrays[str(entry["name"])] = _array(entry, data[start:end], most_bytes)
+        most_bytes -= array.nbytes
+        start = end
+    if start != len(data):
+        raise BadContainer(f"{len(data)} bytes where the header counts {start}")
+    return meta, arrays
+
+
+def _array(entry: Mapping[str, Any], body: bytes, most_bytes: int) -> NDArray[Any]:
+    if entry["dtype"] not in _DTYPES:
+        raise BadContainer(f"dtype {entry['dtype']!r}")
+    dtype, shape = np.dtype(entry["dtype"]), tuple(_size(n) for n in entry["shape"])
+    expected = math.prod(shape) * dtype.itemsize
+    if expected > most_bytes:
+        raise BadContainer(f"an array of {expected} bytes where {most_bytes} are allowed")
+    inflate = zlib.decompressobj()
+    raw = inflate.decompress(body, expected + 1)
+    if len(raw) != expected or zlib.crc32(raw) != entry["crc32"]:
+        raise BadContainer(f"the array {entry['name']!r} is damaged")
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadContainer(f"{value!r} is not a size")
+    return value

@@ -1,0 +1,102 @@
+"""Experts computed where they lie: one native call for all that are resident.
+
+Does not know which experts those are, nor routing. The float32 format is the reference and stays in
+torch; so do experts of bf16 with many rows, where torch's matrix products are faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeinf.native import ExpertKernel, SlotPool, combine_rows
+from moeinf.offload.layout import ExpertLayout, is_tiled
+
+_MOST_BF16_ROWS = 16
+_TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+class TorchFfn(Protocol):
+    """The reference arithmetic, which is the models' business."""
+
+    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """One expert on its rows: [t, D] -> [t, D]."""
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, K, D] and weights [T, K] -> [T, D], in a fixed order over K."""
+        ...
+
+
+class SlotMath:
+    """The arithmetic over the slots of one pool."""
+
+    def __init__(self, layout: ExpertLayout, pool: SlotPool, reference: TorchFfn) -> None:
+        self._reference = reference
+        self._arena = torch.frombuffer(pool, dtype=torch.uint8)  # keeps the pool alive
+        self._base = self._arena.data_ptr()
+        self._slot_bytes = pool.slot_bytes
+        self._kernel: ExpertKernel | None = None
+        self._weights: list[tuple[Tensor, Tensor]] = []
+        if layout.dtype != "F32":
+            form = layout.dtype.lower()
+            self._kernel = ExpertKernel(form, layout.hidden, layout.intermediate)
+        if not is_tiled(layout.dtype):
+            self._weights = _views(layout, self._arena.view(pool.slots, pool.slot_bytes))
+
+    def run(
+        self, x: Tensor, experts: Sequence[tuple[int, Tensor]], top_k: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        few = [pair for pair in experts if self._is_native(len(pair[1]))]
+        if few:
+            self._run_native(x.contiguous(), few, top_k, rows)
+        for slot, places in experts:
+            if not self._is_native(len(places)):
+                gate_up, down = self._weights[slot]
+                rows[places] = self._reference.ffn(x[places // top_k], gate_up, down)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        if self._kernel is None or weights.dtype != torch.float32:
+            return self._reference.combine(rows, weights)
+        rows, weights = rows.contiguous(), weights.contiguous()
+        tokens, top_k, width = rows.shape
+        out = rows.new_empty(tokens, width)
+        combine_rows(
+            rows.data_ptr(), weights.data_ptr(), tokens, top_k, width, out.data_ptr(),
+            rows.dtype == torch.float32,
+        )  # fmt: skip
+        return out
+
+    def _is_native(self, count: int) -> bool:
+        return self._kernel is not None and (not self._weights or count <= _MOST_BF16_ROWS)
+
+    def _run_native(
+        self, x: Tensor, experts: Sequence[tuple[int, Tensor]], top_k: int, rows: Tensor
+    ) -> None:
+        assert self._kernel is not None
+        places = torch.cat([places for _, places in experts])
+        self._kernel.run(
+            [self._base + slot * self._slot_bytes for slot, _ in experts],
+            [len(places) for _, places in experts],
+            places.data_ptr(), x.data_ptr(), len(x), top_k, rows.data_ptr(),
+            x.dtype == torch.float32,
+        )  # fmt: skip
+
+
+def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Views of every slot as (gate_up, down); no bytes are copied or touched."""
+    views = []
+    for slot in slots:
+        gate_up, down = (
+            slot[span.offset_bytes : span.offset_bytes + span.size_bytes]
+            .view(_TORCH_DTYPE[layout.dtype])
+            .view(span.shape)
+            for span in layout.spans
+        )
+        views.append((gate_up, down))
+    return views

@@ -1,0 +1,200 @@
+"""Measures one model on this machine: first token, time per token, hits, bytes, and the floor.
+
+Does not know how results are shown, nor other programs. Terms as in docs/architecture.md,
+"Measurements"; every round begins with an empty KV cache, the first with an empty expert cache too.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moeinf.models.base import State
+from moeinf.native import read_bandwidth
+from moeinf.offload.stats import StoreStats
+from moeinf.runtime.checkpoint import read_header
+from moeinf.runtime.config import Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.manifest import DENSE
+from moeinf.runtime.measure import measure
+from moeinf.runtime.memory import core_count, peak_rss_bytes, physical_bytes
+
+_CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
+
+# Neither random tokens nor one word repeated: those would route as no text does.
+_TEXT = """The lighthouse keeper wrote down the weather every evening at six. On the third of March
+the wind came from the north, and the supply boat could not land; he noted it, counted his candles
+and found forty-one. "If the storm lasts nine days," he told the dog, "we shall sit in the dark for
+two of them." The dog, who had heard worse, went on sleeping. What follows is a list of what was in
+the store: 12 kg of flour, 3 kg of beans, two tins of butter (one open), salt, tea, and a sealed
+box whose key had been lost before either of them arrived. def open(box): return box.key or None
+"""
+
+
+@dataclass
+class Measured:
+    """What the rounds of one engine took. Seconds; one entry per round or per pass of one token."""
+
+    prompt_tokens: int
+    prefill_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    decode: StoreStats = field(default_factory=StoreStats)  # of the last round
+
+    @property
+    def steps(self) -> int:
+        """Passes of one token in the last round."""
+        return len(self.step_seconds) // len(self.prefill_seconds)
+
+
+def prompt_of(engine: Engine, tokens: int) -> list[int]:
+    """A prompt of exactly so many tokens: a passage of text, over and over."""
+    ids = engine.tokenizer.encode_text(_TEXT, plain=True)
+    return (ids * (tokens // len(ids) + 1))[:tokens]
+
+
+def prefill(
+    engine: Engine, state: State, prompt: Sequence[int]
+) -> tuple[NDArray[np.float32], float]:
+    """Extends `state` with the prompt: the logits after it, and the seconds it took."""
+    start = time.perf_counter()
+    logits = engine.extend(state, prompt)
+    return logits, time.perf_counter() - start
+
+
+def decode(
+    engine: Engine,
+    state: State,
+    logits: NDArray[np.float32],
+    steps: int,
+    forced: Sequence[int] | None = None,
+) -> tuple[NDArray[np.float32], list[float]]:
+    """Passes of one token each: the last logits, and the seconds of each pass.
+
+    The tokens are the `forced` ones, or else the most likely; choosing counts.
+    """
+    seconds = []
+    for step in range(steps):
+        start = time.perf_counter()
+        token = int(np.argmax(logits)) if forced is None else forced[step]
+        logits = engine.extend(state, [token])
+        seconds.append(time.perf_counter() - start)
+    return logits, seconds
+
+
+def bench(engine: Engine, prompt_tokens: int, new_tokens: int, rounds: int) -> Measured:
+    """The same prompt and its greedy continuation, `rounds` times. Ends of text are passed over."""
+    prompt = prompt_of(engine, prompt_tokens)
+    measured = Measured(prompt_tokens)
+    for _ in range(rounds):
+        state = engine.new_state()
+        logits, seconds = prefill(engine, state, prompt)
+        measured.prefill_seconds.append(seconds)
+        before = engine.store.stats.copy()
+        _, steps = decode(engine, state, logits, new_tokens)
+        measured.step_seconds += steps
+        measured.decode = engine.store.stats.since(before)
+    return measured
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """What one decoded token must read: dense weights, routed experts, the KV cache so far."""
+
+    dense: int
+    experts: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts + self.kv
+
+
+def token_bytes(engine: Engine, context: int) -> TokenBytes:
+    """With `context` tokens in the KV cache. Of the embedding a token reads one row."""
+    manifest = engine.manifest
+    header = read_header(engine.folder / DENSE)
+    sizes = {name: tensor.size_bytes for name, tensor in header.items()}
+    dense = sum(sizes.values())
+    if any(name.startswith("lm_head.") for name in sizes):  # else the embedding is the head too
+        dense -= sum(n for name, n in sizes.items() if name.startswith("model.embed_tokens."))
+    return TokenBytes(
+        dense=dense,
+        experts=manifest.layers * manifest.top_k * manifest.expert_layout.data_bytes,
+        kv=context * manifest.kv_bytes_per_token,
+    )
+
+
+def read_ceiling(threads: int) -> float:
+    """Bytes per second of RAM right now: the best of the read loops on up to so many threads."""
+    loops = product({1, threads}, ((False, False), (True, False), (True, True)))
+    return max(
+        read_bandwidth(_CEILING_BYTES, number, prefetch, huge, _CEILING_ROUNDS)
+        for number, (prefetch, huge) in loops
+    )
+
+
+def report(engine: Engine, settings: Settings, policy: str, measured: Measured) -> dict[str, Any]:
+    """One entry of `bench --json`. Measures RAM, for the floor; the disk's speed is remembered."""
+    peak = peak_rss_bytes()
+    ram = read_ceiling(engine.placement.threads)
+    disk = measure(settings, engine.folder, engine.manifest).disk_bytes_per_s
+    steps, seconds, decoded = measured.steps, measured.step_seconds, measured.decode
+    last_round = sum(seconds[-steps:])
+    later = measured.prefill_seconds[1:] or measured.prefill_seconds
+    disk_bytes = decoded.decode_bytes_read / steps
+    context = measured.prompt_tokens + steps // 2
+    tpot, needed = statistics.median(seconds), token_bytes(engine, context).total
+    return {
+        "policy": policy,
+        "memory_bytes": engine.placement.memory_bytes,
+        "threads": engine.placement.threads,
+        "load_ms": _ms(engine.load_seconds),
+        "first_ttft_ms": _ms(measured.prefill_seconds[0]),
+        "ttft_ms": _ms(statistics.median(later)),
+        "tpot_ms_median": _ms(tpot),
+        "tpot_ms_p95": _ms(float(np.quantile(seconds, 0.95))),
+        "tokens_per_s": round(1 / tpot, 3),
+        "hit_rate": round(decoded.hit_rate, 4) if decoded.hit_rate is not None else None,
+        "bytes_read_per_token": round(disk_bytes),
+        "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
+        "peak_rss_bytes": peak,
+        "floor_ms": _ms(max(needed / ram, disk_bytes / disk)),  # the two overlap at best
+        "token_bytes": needed,
+        "ram_bytes_per_s": round(ram),
+        "disk_bytes_per_s": round(disk),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What a figure must be read beside."""
+    model = platform.processor() or platform.machine()
+    with suppress(OSError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    ours = "not installed"
+    with suppress(PackageNotFoundError):
+        ours = version("moeinf")
+    return {
+        "cpu": model,
+        "cores": core_count(),
+        "memory_bytes": physical_bytes(),
+        "system": platform.system() + " " + platform.release(),
+        "moeinf": ours,
+        "torch": torch.__version__,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

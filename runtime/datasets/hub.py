@@ -1,0 +1,122 @@
+"""A data set's repository on the hub: which files it has, and any of them on this machine.
+
+Does not know what the files hold. Files are fetched as a model's are (ranged, resumable, hashed)
+into $MOEINF_HOME/datasets; those in the Hugging Face cache are used in place. Without the hub, what
+is already here is what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from moeinf.runtime.datasets.items import BadDataset
+from moeinf.runtime.download import Fetcher, Patience, RemoteFile, fetch
+from moeinf.runtime.hub import RepositoryError, explained, remote_file
+
+Progress = Callable[[str, int, int], None]  # (phase, bytes done, bytes in all)
+_MAX_FILE_BYTES = 256 << 20
+_MAX_PARTS = 4  # folders and a name
+
+
+class DatasetUnavailable(RepositoryError):
+    """The hub cannot be asked, and nothing of the data set is on this machine."""
+
+
+class DatasetFiles:
+    """The files of one repository; `names` are paths within it."""
+
+    def __init__(self, repository: str, folder: Path, progress: Progress) -> None:
+        """folder: where data sets are kept. Raises RepositoryError."""
+        self._repository = repository
+        self._folder = folder / repository.replace("/", "--")
+        self._progress = progress
+        self._here: dict[str, Path] = {}
+        self._remote: dict[str, RemoteFile] = {}
+        self._commit = ""
+        try:
+            self._ask()
+        except RepositoryError as error:
+            self._look_around()
+            if not self._here:
+                raise DatasetUnavailable(str(error)) from error
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._remote.keys() or self._here.keys()
+
+    def bring(self, name: str) -> Path:
+        """The file on this machine. Raises BadDataset for an absurd size, DownloadFailed."""
+        if name in self._here:
+            return self._here[name]
+        file = self._remote.get(name)
+        if file is None:
+            raise BadDataset(f"{self._repository} has no file {name}")
+        cached = try_to_load_from_cache(
+            self._repository, name, repo_type="dataset", revision=self._commit
+        )
+        if isinstance(cached, str):
+            return Path(cached)
+        if file.size_bytes > _MAX_FILE_BYTES:
+            raise BadDataset(f"{self._repository}: {name} has {file.size_bytes >> 20} MiB")
+        folder = (self._folder / self._commit / name).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        done = 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            self._progress(name, done, file.size_bytes)
+
+        fetcher = Fetcher(constants.ENDPOINT, get_token(), Patience())
+        return fetch(fetcher, file, folder, 2, count)
+
+    def _ask(self) -> None:
+        repository, token = self._repository, get_token()
+        with explained(f"the data set {repository}", None, token):
+            info = HfApi(endpoint=constants.ENDPOINT, token=token or False).dataset_info(
+                repository, files_metadata=True, timeout=30
+            )
+        self._commit = info.sha or ""
+        if len(self._commit) != 40 or not self._commit.isalnum():
+            raise RepositoryError(f"the hub names no commit for the data set {repository}")
+        for entry in info.siblings or []:
+            if entry.size is not None and entry.size >= 0 and _is_plain(entry.rfilename):
+                url = hf_hub_url(
+                    repository,
+                    entry.rfilename,
+                    repo_type="dataset",
+                    revision=self._commit,
+                    endpoint=constants.ENDPOINT,
+                )
+                self._remote[entry.rfilename] = remote_file(entry, entry.size, url)
+
+    def _look_around(self) -> None:
+        """Without the hub: files fetched before, and a snapshot in the Hugging Face cache."""
+        snapshots = list(self._folder.glob("*")) if self._folder.is_dir() else []
+        snapshots.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        with suppress(LocalEntryNotFoundError, OSError, ValueError):
+            found = snapshot_download(self._repository, repo_type="dataset", local_files_only=True)
+            snapshots.append(Path(str(found)))
+        for snapshot in snapshots:
+            for path in sorted(snapshot.rglob("*")):
+                if path.is_file() and path.suffix not in (".incomplete", ".pieces"):
+                    self._here.setdefault(path.relative_to(snapshot).as_posix(), path)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name can only be a file below its repository's folder."""
+    parts = PurePosixPath(name).parts
+    odd = any(part in ("", ".", "..") or "\0" in part or len(part) > 200 for part in parts)
+    return bool(parts) and len(parts) <= _MAX_PARTS and not name.startswith("/") and not odd

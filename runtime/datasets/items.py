@@ -1,0 +1,77 @@
+"""What a data set gives: prompts with the task each belongs to, and how a mix of them is dealt.
+
+Does not know files or formats.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+MOST_ROWS = 20_000  # of one file: no trace needs more, and a hostile file must end somewhere
+MOST_CHARACTERS = 1 << 20  # of one prompt
+
+
+class NoSuchDataset(ValueError):
+    """No data set, task or file of that name."""
+
+
+class BadDataset(ValueError):
+    """A file is not what a data set looks like. The message names the file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt; `task` is its kind of work ("" where the source names none)."""
+
+    prompt: str
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which items: at most `limit`, of the tasks in `subset` (None: of all), mixed by `seed`.
+
+    shots is how many solved examples stand before a question (MMLU).
+    """
+
+    limit: int = 100
+    subset: tuple[str, ...] | None = None
+    shots: int = 5
+    seed: int = 0
+
+
+def deal(tasks: Sequence[str], read: Callable[[str], Iterable[Item]], wanted: Wanted) -> list[Item]:
+    """One item of each task in turn, tasks and items in seeded order, until there are `limit`.
+
+    Reads only as many tasks as that takes, so that few files are fetched for few prompts.
+    """
+    draw = random.Random(wanted.seed)
+    order = draw.sample(sorted(tasks), len(tasks))
+    hands: list[list[Item]] = []
+    for task in order:
+        if len(hands) == wanted.limit:
+            break
+        hand = sorted(read(task), key=lambda item: item.prompt)
+        if hand:
+            draw.shuffle(hand)
+            hands.append(hand)
+    rounds = zip_longest(*hands)
+    return [item for dealt in rounds for item in dealt if item is not None][: wanted.limit]
+
+
+def chosen_tasks(dataset: str, known: Collection[str], wanted: Wanted) -> list[str]:
+    """The tasks that --subset names, or all. Raises NoSuchDataset with the nearest names."""
+    if wanted.subset is None:
+        return sorted(known)
+    for task in wanted.subset:
+        if task not in known:
+            near = difflib.get_close_matches(task, known, 3, 0.4) or sorted(known)[:3]
+            raise NoSuchDataset(
+                f"{dataset} has no subset {task!r}; of its {len(known)} the nearest: "
+                f"{', '.join(near)}"
+            )
+    return list(dict.fromkeys(wanted.subset))

@@ -1,0 +1,260 @@
+"""Measures one drive: random expert-sized reads, 1 to 32 in flight, both ways of reading.
+
+Does not know models nor the copy queue: plain threads and preadv, so that the queue can be held
+against these figures. What is read is really on the drive (written and synced before) and, as far
+as the system lets us, not in the page cache; what lies below that (a drive's own cache, a
+hypervisor's) cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from moeinf.native import MAX_READERS, PAGE_BYTES, SlotPool
+
+IN_FLIGHT = (1, 2, 4, 8, 16, 32)
+GOOD_ENOUGH = 0.95  # of the best: fewer threads and larger blocks are preferred within it
+WHOLE_BLOCKS = 1 << 30  # an expert in one system call
+_BLOCKS = (WHOLE_BLOCKS, 1 << 20, 256 << 10)
+_LEAST_READERS = 4
+_PROBES = 64
+_CACHED_SHARE = 0.05  # of the probed pages; above it buffered figures are not the drive's
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Where an expert-sized piece lies; offset is a multiple of a page."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The chosen way of reading a drive: threads of a queue, bytes of a system call, O_DIRECT."""
+
+    readers: int
+    block_bytes: int
+    direct: bool
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Bytes per second by reads in flight; a way of reading that the drive refuses is empty."""
+
+    direct: dict[int, float]
+    buffered: dict[int, float]
+    blocks: dict[int, float]  # by block size, read as `chosen` says
+    chosen: Reading
+    notes: tuple[str, ...]
+
+
+def sweep(
+    pieces: Sequence[FileRange],
+    progress: Progress,
+    in_flight: Sequence[int] = IN_FLIGHT,
+    rounds: int = 2,
+    blocks: Sequence[int] = _BLOCKS,
+) -> Sweep:
+    """Reads all pieces, in random order, once per cell and round; the fastest round counts.
+
+    Raises OSError for files that cannot be read.
+    """
+    size = max(piece.size_bytes for piece in pieces)
+    total = sum(piece.size_bytes for piece in pieces)
+    arena = SlotPool(max(in_flight), size)
+    memoryview(arena).cast("B")[::PAGE_BYTES] = bytes(arena.bytes // PAGE_BYTES)  # touched
+    done, cells = 0, rounds * (2 * len(in_flight) + sum(b != WHOLE_BLOCKS for b in blocks))
+    found: dict[bool, dict[int, float]] = {True: {}, False: {}}
+    by_block: dict[int, float] = {}
+
+    def read(direct: bool, count: int, block: int) -> float | None:
+        nonlocal done
+        speed = read_once(pieces, arena, count, direct, block)
+        done += total
+        progress(done, cells * total)
+        return speed
+
+    uncached = True
+    for _ in range(rounds):  # alternating, so that a slow moment hits one round only
+        for count in in_flight:
+            for direct in (True, False):
+                uncached &= direct or drop_from_cache(pieces)
+                speed = read(direct, count, WHOLE_BLOCKS)
+                if speed is not None:
+                    found[direct][count] = max(speed, found[direct].get(count, 0.0))
+    chosen = _choose(found[True], found[False])
+    by_block[WHOLE_BLOCKS] = chosen.bytes_per_s
+    for _ in range(rounds):
+        for block in blocks:
+            if block == WHOLE_BLOCKS:
+                continue
+            if not chosen.direct:
+                drop_from_cache(pieces)
+            speed = read(chosen.direct, chosen.readers, block) or 0.0
+            by_block[block] = max(speed, by_block.get(block, 0.0))
+    block, speed = _first_good(sorted(by_block.items(), reverse=True))
+    progress(cells * total, cells * total)
+    notes = []
+    if not found[True]:
+        notes.append("the file system refuses O_DIRECT: reads go through the page cache")
+    if not uncached:
+        notes.append("the page cache could not be kept out: buffered figures are too high")
+    # A reader is away from the drive while it computes a checksum, and a quarter of the readers is
+    # kept for demand: so there are more of them than the drive needs reads in flight.
+    readers = min(MAX_READERS, max(_LEAST_READERS, chosen.readers * 5 // 4))
+    chosen = Reading(readers, block, chosen.direct, speed)
+    return Sweep(found[True], found[False], by_block, chosen, tuple(notes))
+
+
+def _choose(direct: dict[int, float], buffered: dict[int, float]) -> Reading:
+    """The fewest reads in flight that are nearly as fast as the best; at equal number O_DIRECT."""
+    cells = [(n, False, speed) for n, speed in buffered.items()]
+    cells += [(n, True, speed) for n, speed in direct.items()]
+    cells.sort(key=lambda cell: (cell[0], not cell[1]))
+    (readers, is_direct), speed = _first_good([((n, d), speed) for n, d, speed in cells])
+    return Reading(readers, WHOLE_BLOCKS, is_direct, speed)
+
+
+def _first_good(cells: Sequence[tuple[T, float]]) -> tuple[T, float]:
+    least = GOOD_ENOUGH * max(speed for _, speed in cells)
+    return next(cell for cell in cells if cell[1] >= least)
+
+
+def read_once(
+    pieces: Sequence[FileRange], arena: SlotPool, in_flight: int, direct: bool, block_bytes: int
+) -> float | None:
+    """Bytes per second of reading every piece once, in random order; None: O_DIRECT is refused."""
+    with _opened(pieces, direct) as files:
+        if files is None:
+            return None
+        order = list(range(len(pieces)))
+        random.shuffle(order)
+        view = memoryview(arena).cast("B")
+
+        def work(worker: int) -> int:
+            count = 0
+            # Every read goes to another slot, as a cache's do: into one that is still in the
+            # processor's cache some drives (virtual ones) deliver a fifth faster.
+            for slot in itertools.cycle(range(worker, arena.slots, workers)):
+                place = view[slot * arena.slot_bytes : (slot + 1) * arena.slot_bytes]
+                try:
+                    index = order.pop()  # one at a time, whichever thread comes
+                except IndexError:
+                    return count
+                piece = pieces[index]
+                _read_piece(files[piece.path], piece, place, block_bytes)
+                count += piece.size_bytes
+            return count
+
+        workers = min(in_flight, len(pieces), arena.slots)
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(_nothing, range(workers)))  # they exist before the clock starts
+            start = time.perf_counter()
+            try:
+                size = sum(threads.map(work, range(workers)))
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:  # at the first read
+                    return None
+                raise
+            return size / (time.perf_counter() - start)
+
+
+def _nothing(_: int) -> None:
+    time.sleep(0.001)
+
+
+def _read_piece(file: int, piece: FileRange, place: memoryview, block_bytes: int) -> None:
+    got, whole = 0, -(-piece.size_bytes // PAGE_BYTES) * PAGE_BYTES
+    while got < piece.size_bytes:
+        end = min(whole, got + block_bytes)
+        count = os.preadv(file, [place[got:end]], piece.offset + got)
+        if count == 0:
+            raise OSError(errno.ENODATA, "the file ends early", str(piece.path))
+        got += count
+
+
+@contextmanager
+def _opened(pieces: Sequence[FileRange], direct: bool) -> Iterator[dict[Path, int] | None]:
+    with ExitStack() as opened:
+        files: dict[Path, int] = {}
+        try:
+            for path in {piece.path for piece in pieces}:
+                flags = os.O_RDONLY | os.O_CLOEXEC | (_O_DIRECT if direct else 0)
+                files[path] = os.open(path, flags)
+                opened.callback(os.close, files[path])
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:
+                yield None
+                return
+            raise
+        yield files if _O_DIRECT or not direct else None
+
+
+def drop_from_cache(pieces: Sequence[FileRange]) -> bool:
+    """Asks the system to forget the files' pages. False when they, or some, are still there."""
+    cached = probed = 0
+    for number, path in enumerate(sorted({piece.path for piece in pieces})):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            if number < _PROBES:
+                probed += 1
+                cached += _is_cached(file, pieces[0].offset)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # a probe may read ahead
+        finally:
+            os.close(file)
+    return cached <= _CACHED_SHARE * probed
+
+
+def _is_cached(file: int, offset: int) -> bool:
+    """Whether a read would not have to wait; False where the system cannot tell."""
+    with suppress(OSError, AttributeError):  # BlockingIOError: it is not there
+        return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    return False
+
+
+@contextmanager
+def written_files(
+    folder: Path, piece_bytes: int, count: int, progress: Progress
+) -> Iterator[list[FileRange]]:
+    """Temporary files of random bytes, synced and dropped from the page cache, one piece each.
+
+    Raises OSError, ENOSPC among others; nothing is left behind.
+    """
+    size = -(-piece_bytes // PAGE_BYTES) * PAGE_BYTES
+    source = random.Random(time.perf_counter_ns())
+    with ExitStack() as made:
+        pieces = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            path = folder / f".devices-{os.getpid()}-{number}.partial"
+            made.callback(path.unlink, missing_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                data = memoryview(source.randbytes(size))
+                while data:
+                    data = data[os.write(file, data) :]
+                os.fsync(file)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)
+            pieces.append(FileRange(path, 0, size))
+            progress((number + 1) * size, count * size)
+        yield pieces

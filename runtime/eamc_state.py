@@ -1,0 +1,169 @@
+"""The EAMC of a model on disk: $MOEINF_HOME/state/<name>/<tag>/eamc.log.
+
+Does not know engines or policies. The log holds rEAMs in the order in which requests ended; the
+EAMC is what they leave when they are added one by one. So processes need not agree on anything but
+that order, and the log shrinks by being rewritten as what the EAMC holds.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from moeinf.offload.container import BadContainer
+from moeinf.offload.eamc import Eamc
+from moeinf.offload.trace import RequestEam
+from moeinf.runtime.config import Settings
+from moeinf.runtime.durable import write_bytes_durably
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.record_log import RecordLog
+
+VERSION = 1
+DEFAULT_CAPACITY = 120  # where the paper's latency was lowest (arXiv 2401.14361, section 8)
+MAX_FILE_BYTES = 256 << 20
+MAX_ENTRIES = 1 << 14
+_LOG = "eamc.log"
+_SIZES = struct.Struct("<II")  # layers, experts
+_DEFLATE_LEVEL = 1
+
+
+class ForeignEamc(ValueError):
+    """A file holds no EAMC, or that of a model of another shape."""
+
+
+class EamcState:
+    """What a model's requests have left, shared by all processes that run it.
+
+    note hears, in one line each, of what could not be read and where it was put.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        manifest: Manifest,
+        note: Callable[[str], None],
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
+        self.capacity = capacity
+        self._live: Eamc | None = None
+        self._shape = (manifest.layers, manifest.experts)
+        layers, experts = self._shape
+        about = {"kind": "eamc", "version": VERSION, "layers": layers, "experts": experts}
+        header = json.dumps(about).encode()
+        folder = settings.state_of(manifest.model)
+        self._log = RecordLog(folder, _LOG, header, self._problem, note)
+
+    def live(self) -> Eamc:
+        """The collection for this process to predict from; `append` adds to it. Raises OSError.
+
+        What other processes append meanwhile is seen by the next process.
+        """
+        if self._live is None:
+            self._live = self.load()
+        return self._live
+
+    def append(self, entry: RequestEam) -> None:
+        """Makes a finished request's rEAMs durable. Raises OSError."""
+        if self._live is not None:
+            self._live.add(entry.prefill, entry.decode)
+        if self._log.append(_encode(entry)) > 2 * self.capacity:
+            self._log.rewrite(lambda records: self._encoded(self._replay(records)))
+
+    def extend(self, entries: Iterable[RequestEam]) -> int:
+        """Adds many at once, and returns how many the EAMC holds then. Raises OSError."""
+
+        def grow(records: list[bytes]) -> list[bytes]:
+            eamc = self._replay(records)
+            for entry in entries:
+                eamc.add(entry.prefill, entry.decode)
+            return self._encoded(eamc)
+
+        return self._log.rewrite(grow)
+
+    def load(self) -> Eamc:
+        """The collection as it is now."""
+        return self._replay(self._log.read())
+
+    def clear(self) -> int:
+        """Forgets everything; returns how many entries there were."""
+        held = len(self.load())
+        if held:
+            self._log.rewrite(lambda _: [])
+        return held
+
+    def _replay(self, records: list[bytes]) -> Eamc:
+        eamc = Eamc(self.capacity, *self._shape)
+        for record in records:
+            entry = _decode(record, *self._shape)
+            if entry is not None:  # checked by its CRC, so only a bug writes what is none
+                eamc.add(entry.prefill, entry.decode)
+        return eamc
+
+    def _encoded(self, eamc: Eamc) -> list[bytes]:
+        return [_encode(entry) for entry in eamc.entries()]
+
+    def _problem(self, header: bytes) -> str | None:
+        try:
+            about = json.loads(header)
+            version, shape = about["version"], (about["layers"], about["experts"])
+        except (ValueError, KeyError, TypeError):
+            return "is not an EAMC"
+        if about.get("kind") != "eamc" or version != VERSION:
+            return f"is of version {version}, not {VERSION}"
+        if shape != self._shape:
+            layers, experts = self._shape
+            return (
+                f"is of a model of {shape[0]} layers of {shape[1]} experts, "
+                f"not {layers} of {experts}"
+            )
+        return None
+
+
+def export_eamc(eamc: Eamc, path: Path) -> None:
+    """Writes an EAMC as one file, whole or not at all. Raises OSError."""
+    write_bytes_durably(path, eamc.to_bytes(), mode=0o600)
+
+
+def import_eamc(path: Path, manifest: Manifest) -> Eamc:
+    """Reads what `export_eamc` wrote. Raises ForeignEamc for anything else, OSError."""
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ForeignEamc(f"{path} has {size >> 20} MiB: too large for an EAMC")
+    shape = (manifest.layers, manifest.experts)
+    try:
+        most = MAX_ENTRIES * shape[0] * shape[1] * 8
+        eamc = Eamc.from_bytes(path.read_bytes(), most_bytes=most)
+    except BadContainer as error:
+        raise ForeignEamc(f"{path} is not an EAMC: {error}") from error
+    if (eamc.layers, eamc.experts) != shape:
+        raise ForeignEamc(
+            f"{path} is of a model of {eamc.layers} layers of {eamc.experts} experts; "
+            f"{manifest.model} has {shape[0]} of {shape[1]}"
+        )
+    return eamc
+
+
+def _encode(entry: RequestEam) -> bytes:
+    """L, E, then prefill and decode [L, E] as u32 LE, deflated: most counts are 0."""
+    counts = np.stack([entry.prefill, entry.decode]).astype("<u4")
+    return _SIZES.pack(*counts.shape[1:]) + zlib.compress(counts.tobytes(), _DEFLATE_LEVEL)
+
+
+def _decode(record: bytes, layers: int, experts: int) -> RequestEam | None:
+    """None for what is no entry of this shape; never inflates more than an entry has."""
+    if len(record) < _SIZES.size or _SIZES.unpack_from(record) != (layers, experts):
+        return None
+    expected = 8 * layers * experts
+    try:
+        raw = zlib.decompressobj().decompress(record[_SIZES.size :], expected + 1)
+    except zlib.error:
+        return None
+    if len(raw) != expected:
+        return None
+    prefill, decode = np.frombuffer(raw, "<u4").reshape(2, layers, experts).astype(np.uint32)
+    return RequestEam(prefill, decode)

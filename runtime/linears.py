@@ -1,0 +1,51 @@
+"""Dense linear layers on the native kernels: `Linear` callables over weights of any format.
+
+Does not know names of tensors or files.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.base import Linear
+from moeinf.native import LinearKernel
+
+MOST_ROWS = 16  # of bf16: more are faster in torch; up to here a row does not see the others
+
+
+def tiled_linear(
+    tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
+) -> Linear:
+    """x [T, in] -> [T, out] from Q8 or Q4 tiles, whatever T is."""
+    kernel = LinearKernel(form.lower(), out_features, in_features, tiles.data_ptr())
+
+    def apply(x: Tensor) -> Tensor:
+        assert tiles.data_ptr()  # keeps the tiles alive
+        return _run(kernel, x, out_features, bias)
+
+    return apply
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """x [T, in] -> [T, out] from weight [out, in]: bf16 natively for a few rows, else torch."""
+    if weight.dtype != torch.bfloat16:
+        return lambda x: functional.linear(x, weight, bias)
+    out_features, in_features = weight.shape
+    kernel = LinearKernel("bf16", out_features, in_features, weight.data_ptr())
+
+    def apply(x: Tensor) -> Tensor:
+        if x.numel() > MOST_ROWS * in_features:
+            return functional.linear(x, weight, bias)
+        return _run(kernel, x, out_features, bias)
+
+    return apply
+
+
+def _run(kernel: LinearKernel, x: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], out_features)
+    rows = out.numel() // out_features
+    kernel.run(x.data_ptr(), rows, out.data_ptr(), x.dtype == torch.float32)
+    return out if bias is None else out + bias

@@ -1,0 +1,101 @@
+"""Runs prompts one after the other so that their experts are remembered; can be interrupted.
+
+Does not know data sets, terminals or how rEAMs are kept: the engine does that for every request.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeinf.offload.recording_file import recording_to_bytes
+from moeinf.offload.trace import Recording
+from moeinf.runtime.chat import Conversation, PromptTooLong
+from moeinf.runtime.datasets import Item
+from moeinf.runtime.durable import write_bytes_durably
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.sampler import SamplingOptions
+
+
+@dataclass
+class Traced:
+    """What a trace has come to; `entries` of `capacity` are in the EAMC now."""
+
+    requests: int = 0
+    skipped: int = 0  # prompts that do not fit the context
+    prompt_tokens: int = 0
+    tokens: int = 0
+    hit_rate: float | None = None
+    entries: int = 0
+    capacity: int = 0
+    interrupted: bool = False
+
+
+def trace_items(
+    engine: Engine,
+    items: Sequence[Item],
+    options: SamplingOptions,
+    max_tokens: int,
+    *,
+    raw: bool,
+    name: str,
+    out: Path | None,
+    stopped: Callable[[], bool],
+    advance: Callable[[], None],
+) -> Traced:
+    """Every item is a request of its own. With `out` a recording is written, also when stopped.
+
+    Raises OSError when the recording cannot be written; a folder that is not there is found out
+    before anything is run.
+    """
+    done, recording = Traced(capacity=engine.eamc.capacity), None
+    if out is not None:
+        recording = engine.record(name)
+        if not out.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(out.parent))
+    try:
+        for item in items:
+            if stopped():
+                done.interrupted = True
+                break
+            _run(engine, item, options, max_tokens, raw, stopped, done, recording)
+            if not done.interrupted:
+                advance()
+    finally:
+        if out is not None and recording is not None and recording.passes:
+            write_bytes_durably(out, recording_to_bytes(recording))
+    done.hit_rate = engine.store.stats.hit_rate
+    done.entries = len(engine.eamc.load())
+    return done
+
+
+def _run(
+    engine: Engine,
+    item: Item,
+    options: SamplingOptions,
+    max_tokens: int,
+    raw: bool,
+    stopped: Callable[[], bool],
+    done: Traced,
+    recording: Recording | None,
+) -> None:
+    conversation = Conversation(engine)
+    ask = conversation.complete if raw else conversation.ask
+    try:
+        answer = ask(item.prompt, options, Limits(max_tokens), stopped)
+    except PromptTooLong:
+        done.skipped += 1
+        return
+    for _ in answer:
+        pass
+    done.interrupted = answer.finish_reason == "interrupted"
+    if answer.prefill_seconds:  # else it was stopped before it was a request
+        done.requests += 1
+        done.prompt_tokens += answer.prompt_tokens
+        done.tokens += len(answer.tokens)
+        if recording is not None:
+            recording.labels[answer.request] = item.task

@@ -1,0 +1,94 @@
+"""Writes down what a model routes: the `Experts` seam, with a record kept beside it.
+
+Does not know policies, files or requests' text. Every pass becomes an iEAM; iEAMs are summed to one
+rEAM per request and phase; rows that were not accepted do not count. A recording, where one is
+wanted, keeps the events themselves, with weights and hints.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from moeinf.models.base import Experts, Pending, Phase
+from moeinf.offload.trace import Pass, PassBuilder, Recording, RequestEam, RoutingShape, Tracer
+from moeinf.runtime.manifest import Manifest
+
+_PASSES = 64  # counted together: between two tokens every line of counting code is out of cache
+
+
+class Recorder:
+    """`Experts` that run elsewhere, and are written down. Never changes a result."""
+
+    def __init__(self, experts: Experts, shape: RoutingShape) -> None:
+        self._experts = experts
+        self._shape = shape
+        self._tracer = Tracer(shape)
+        self._pass: PassBuilder | None = None
+        self._uncounted: list[Pass] = []
+        self.recording: Recording | None = None
+
+    def record(self, name: str) -> Recording:
+        """From the next pass on, the events themselves are kept, in what is returned."""
+        self.recording = Recording(name, self._shape)
+        return self.recording
+
+    @property
+    def wants_hints(self) -> bool:
+        """For a recording, or for experts that prefetch."""
+        return self.recording is not None or self._experts.wants_hints
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        requests = rows.numpy(force=True)
+        self._pass = PassBuilder(self._shape, requests, phase, self.recording is not None)
+        self._experts.begin_pass(rows, phase)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        """Written down after the experts have been asked for: the reads go on meanwhile."""
+        pending = self._experts.submit(layer, x, ids, weights)
+        if self._pass is not None:
+            mix = weights.numpy(force=True) if self.recording is not None else None
+            self._pass.routed(layer, ids.numpy(force=True), mix)
+        return pending
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        if self._pass is not None and self.recording is not None:
+            self._pass.hint(layer, ids.numpy(force=True))
+        if self._experts.wants_hints:
+            self._experts.hint(layer, ids, scores)
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        self._experts.end_pass(accepted_rows)
+        builder, self._pass = self._pass, None
+        if builder is None:
+            return
+        accepted = None if accepted_rows is None else accepted_rows.numpy(force=True)
+        if accepted is not None and not np.any(accepted):
+            return  # it broke off
+        done = builder.end(accepted)
+        self._uncounted.append(done)
+        if len(self._uncounted) == _PASSES:
+            self._count()
+        if self.recording is not None:
+            self.recording.add(done)
+
+    def finish(self, request: int) -> RequestEam | None:
+        """What a request has left, and forgets it; None when none of its rows counted."""
+        self._count()
+        return self._tracer.finish(request)
+
+    def _count(self) -> None:
+        for done in self._uncounted:
+            self._tracer.add(done)
+        self._uncounted.clear()
+
+
+def routing_shape(manifest: Manifest) -> RoutingShape:
+    """What a recording says of its model."""
+    return RoutingShape(
+        layers=manifest.layers,
+        experts=manifest.experts,
+        top_k=manifest.top_k,
+        expert_bytes=manifest.expert_layout.data_bytes,
+        dense_bytes=manifest.dense_bytes,
+    )

@@ -1,0 +1,44 @@
+"""`moeinf bench` as scripts and people see it."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cli.conftest import Command
+
+_SHORT = ("--prompt-tokens", "20", "--new-tokens", "8", "--rounds", "2")
+
+
+def test_json(moeinf: Command) -> None:
+    result = moeinf("bench", "demo", *_SHORT, "--policies", "lru,lru", "--memory", "30%", "--json")
+    about = json.loads(result.out)
+    assert (about["model"], about["tag"]) == ("demo", "bf16")
+    assert about["machine"]["cores"] >= 1
+    assert about["machine"]["memory_bytes"] > 1 << 28
+    assert [run["policy"] for run in about["runs"]] == ["lru", "lru"]
+    for run in about["runs"]:
+        assert 0 < run["floor_ms"] < run["tpot_ms_median"] <= run["tpot_ms_p95"]
+        assert 0 < run["hit_rate"] < 1
+        assert run["bytes_read_per_token"] > 0
+        assert 0 <= run["stall_share"] < 1
+        assert run["ttft_ms"] > 0
+        assert run["peak_rss_bytes"] > 10 << 20
+        assert run["memory_bytes"] == round(192 * 49152 * 0.3)
+    assert result.err == ""
+
+
+def test_table(moeinf: Command) -> None:
+    lines = moeinf("bench", "demo", *_SHORT).out.splitlines()
+    assert lines[0] == "demo:bf16, prompt of 20 tokens, 8 decoded"
+    assert lines[1].startswith("POLICY    MEMORY")
+    assert lines[2].split()[0] == "lru"
+    assert "100.0%" in lines[2]  # everything resident
+
+
+def test_refusals(moeinf: Command) -> None:
+    unknown = moeinf("bench", "demo", *_SHORT, "--policies", "lru,magic")
+    assert unknown.code == 2
+    assert "'magic' is not one of" in unknown.err
+    long = moeinf("bench", "demo", "--prompt-tokens", "600")
+    assert long.code == 1
+    assert "has a context of 512 tokens, not 664" in long.err

@@ -1,0 +1,48 @@
+"""`moeinf devices`: what it prints, notes and leaves. Small sizes: figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeinf.cli import devices as command
+from moeinf.cli.main import answer
+from moeinf.runtime.drive import IN_FLIGHT
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
+    monkeypatch.setattr(command, "_FILES_BYTES", 4 << 20)
+    return tmp_path
+
+
+def test_json_has_loops_and_sweep_and_choice(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(["devices", "--expert-size", "64KiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["memory"]["loops_bytes_per_s"]) in (3, 6)  # 3 on a machine with one core
+    assert found["memory"]["best_bytes_per_s"] == max(found["memory"]["loops_bytes_per_s"].values())
+    disk = found["disk"]
+    assert [int(n) for n in disk["buffered_bytes_per_s"]] == list(IN_FLIGHT)
+    assert disk["read_bytes"] == 64 << 10
+    assert disk["chosen"]["readers"] >= 4
+    state = json.loads((home / "state" / "devices.json").read_text())
+    assert state["drives"][disk["drive"]]["reading"]["readers"] == disk["chosen"]["readers"]
+    assert list((home / "models").iterdir()) == []
+
+
+def test_the_table_names_loops_and_ways(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["devices", "--expert-size", "64KiB", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert "1 thread, prefetch, huge pages" in text
+    assert "past the page cache (O_DIRECT)" in text
+    assert "Chosen: " in text
+
+
+@pytest.mark.parametrize("size", ["1", "1GiB", "50%", "huge"])
+def test_sizes_that_cannot_be_are_refused(home: Path, size: str) -> None:
+    assert answer(["devices", "--expert-size", size]) == 2

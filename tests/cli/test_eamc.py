@@ -1,0 +1,134 @@
+"""`moeinf eamc`: what is shown of a traced model, taken out, put in and forgotten."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import COMMAND, Command, command_in, environment
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, demo_home: Path) -> Path:
+    """Forty traced prompts of four kinds."""
+    folder = tmp_path_factory.mktemp("eamc")
+    (folder / "models").symlink_to(demo_home / "models")
+    options = ("--subset", "add,sort,json,spell", "--limit", "40", "--quiet")
+    result = command_in(folder)("trace", "demo", "--dataset", "demo", *options)
+    assert result.code == 0, result.err
+    return folder
+
+
+@pytest.fixture
+def moeinf(home: Path) -> Command:
+    return command_in(home)
+
+
+def test_show_finds_the_kinds_of_requests(moeinf: Command) -> None:
+    about = json.loads(moeinf("eamc", "show", "demo", "--json").out)
+    assert (about["model"], about["entries"]) == ("demo:bf16", 40)
+    sizes = [group["entries"] for group in about["groups"]]
+    assert sum(sizes) == 40
+    assert 4 <= len(sizes) <= 5  # one kind may fall into two
+    assert sizes.count(10) >= 3
+    assert about["silhouette"] > 0.3
+    assert 0 < about["experts_used_per_request"] < about["experts_used"] <= 1
+    assert 0.7 < about["nearest"]["median"] < 1
+    assert len(about["heat"]) == 6
+    assert all(len(row) == 32 and sum(row) == pytest.approx(1, abs=1e-3) for row in about["heat"])
+
+
+def test_show_in_words_with_a_small_heat_map(moeinf: Command) -> None:
+    result = moeinf("eamc", "show", "demo")
+    lines = result.out.splitlines()
+    assert "entries:       40 of 120" in lines
+    (groups,) = (line for line in lines if line.startswith("groups:"))
+    assert "of 10, 10, 10, " in groups
+    layers = [line for line in lines if line.startswith("L")]
+    assert [line[:6] for line in layers] == [f"L{layer}    " for layer in range(6)]
+    assert all("█" in line and len(line) <= 6 + 32 for line in layers)
+
+
+def test_a_narrow_terminal(home: Path, demo_home: Path) -> None:
+    result = command_in(home)("eamc", "show", "demo", COLUMNS="24")
+    assert all(len(line) <= 24 for line in result.out.splitlines() if line.startswith("L"))
+
+
+def test_plot_writes_a_picture(moeinf: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.png"
+    result = moeinf("eamc", "show", "demo", "--plot", str(path))
+    assert result.code == 0, result.err
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert moeinf("eamc", "show", "demo", "--plot", str(tmp_path / "x.what")).code != 0
+
+
+def test_without_matplotlib_one_clear_line(home: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; " + COMMAND[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "eamc", "show", "demo", "--plot", str(tmp_path / "x.png")],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "Error: drawing needs matplotlib, which is not installed",
+        "`pip install matplotlib` adds it.",
+    ]
+
+
+def test_export_clear_import(home: Path, demo_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").symlink_to(demo_home / "models")
+    fresh, file = command_in(tmp_path), str(tmp_path / "x.eamc")
+    assert command_in(home)("eamc", "export", "demo", file).out == (
+        "exported 40 entries; the EAMC of demo:bf16 holds 40\n"
+    )
+    assert json.loads(fresh("eamc", "import", "demo", file, "--json").out) == {
+        "model": "demo:bf16", "imported": 40, "entries": 40, "file": file,
+    }  # fmt: skip
+    shown = json.loads(fresh("eamc", "show", "demo", "--json").out)
+    assert shown == json.loads(command_in(home)("eamc", "show", "demo", "--json").out)
+    assert fresh("eamc", "clear", "demo").out == "cleared 40 entries\n"
+    empty = fresh("eamc", "show", "demo")
+    assert "entries: 0 of 120" in empty.out
+    assert "`moeinf run demo:bf16` and `moeinf trace` fill it" in empty.err
+    assert fresh("eamc", "show", "demo", "--plot", "x.png").code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["import", "demo", "{}/gone"], "gone"),
+        (["import", "demo", "{}/x.txt"], "x.txt is not an EAMC"),
+        (["show", "dmo"], "Did you mean demo:bf16"),
+        (["export", "demo", "/no/x.eamc"], "/no/x.eamc"),
+    ],
+)
+def test_errors(arguments: list[str], words: str, moeinf: Command, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("something else")
+    result = moeinf("eamc", *(argument.format(tmp_path) for argument in arguments))
+    assert result.code == 1
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) <= 2
+
+
+def test_a_damaged_log_is_put_aside_in_one_line(demo_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").symlink_to(demo_home / "models")
+    moeinf = command_in(tmp_path)
+    folder = tmp_path / "state/demo/bf16"
+    folder.mkdir(parents=True)
+    (folder / "eamc.log").write_text("what is this")
+    result = moeinf("run", "demo", "17+25=")
+    assert (result.code, result.out) == (0, "42\n")
+    (line,) = result.err.splitlines()
+    assert "is not a log of moeinf: it was put aside as eamc.log.aside-1" in line
+    assert (folder / "eamc.log.aside-1").read_text() == "what is this"
+    assert moeinf("run", "demo", "17+25=").err == ""
+    assert json.loads(moeinf("eamc", "show", "demo", "--json").out)["entries"] == 2

@@ -1,0 +1,236 @@
+"""`moeinf trace`: what it prints, keeps and survives, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from moeinf.cli.main import answer
+from moeinf.offload.recording_file import recording_from_bytes
+from moeinf.runtime.config import Settings
+from moeinf.runtime.eamc_state import EamcState
+from moeinf.runtime.library import Library
+from tests.cli.conftest import COMMAND, Command, Result, command_in, environment
+from tests.hub_server import Hub, serve
+
+
+@pytest.fixture
+def home(tmp_path: Path, demo_home: Path) -> Path:
+    """A home that shares the models of the session, and has a state of its own."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "models").symlink_to(demo_home / "models")
+    return folder
+
+
+@pytest.fixture
+def moeinf(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """In this process, so that torch is imported once."""
+    monkeypatch.setenv("MOEINF_HOME", str(home))
+
+    def run(*arguments: str) -> Result:
+        code = answer(arguments)
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+def entries(home: Path) -> int:
+    settings = Settings(home)
+    notes: list[str] = []
+    state = EamcState(settings, Library(settings).read("demo")[0], notes.append)
+    held = len(state.load())
+    assert notes == []
+    return held
+
+
+def test_tracing_the_demo(moeinf: Command, home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.eam"
+    result = moeinf(
+        "trace", "demo", "--dataset", "demo", "--limit", "14", "--out", str(path), "--json"
+    )
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert document["requests"] == document["eamc"]["entries"] == 14 == entries(home)
+    assert (document["skipped"], document["interrupted"]) == (0, False)
+    recording = recording_from_bytes(path.read_bytes())
+    assert (recording.shape.layers, recording.shape.experts, recording.shape.top_k) == (6, 32, 4)
+    assert recording.shape.expert_bytes == 49152
+    assert len(recording.requests) == 14
+    assert len(set(recording.labels.values())) == 14  # one of each kind
+    assert recording.tokens - recording.decode_tokens == document["prompt_tokens"]
+    assert recording.decode_tokens == document["tokens"] - 14
+    assert all(p.weights is not None and p.hints is not None for p in recording.passes)
+
+
+def test_words_and_the_last_model_that_was_used(moeinf: Command, home: Path) -> None:
+    refused = moeinf("trace", "--dataset", "demo")
+    assert refused.code == 1
+    assert refused.err.splitlines() == [
+        "Error: no model has been used yet",
+        "Name one: `moeinf trace MODEL --dataset demo`.",
+    ]
+    assert moeinf("run", "demo:f32", "17+25=").out == "42\n"
+    assert moeinf("run", "demo", "17+25=", "--no-trace").out == "42\n"
+    result = moeinf("trace", "--dataset", "demo", "--limit", "2", "--subset", "add", "--quiet")
+    assert result.code == 0, result.err
+    assert "requests:        2 of demo\n" in result.out
+    assert "EAMC:            3 of " in result.out  # the run counts too
+    assert result.err == ""
+    assert moeinf("run", "demo", "17+25=").out == "42\n"
+    loud = moeinf("trace", "--dataset", "demo", "--limit", "1")
+    assert "tracing demo:bf16, the last one that was used" in loud.err
+
+
+def test_files_and_prompts_that_do_not_fit(moeinf: Command, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("17+25=\n" + "x" * 600 + "\nsort b, a\n")
+    document = json.loads(
+        moeinf("trace", "demo", "--dataset", str(tmp_path / "x.txt"), "--json").out
+    )
+    assert (document["requests"], document["skipped"]) == (2, 1)
+    text = moeinf("trace", "demo", "--dataset", str(tmp_path / "x.txt")).out
+    assert "skipped:         1, longer than the context" in text
+
+
+def test_the_seed_decides_everything(moeinf: Command, tmp_path: Path) -> None:
+    def recorded(name: str, seed: str) -> bytes:
+        path = tmp_path / f"{name}.eam"
+        options = ("--limit", "5", "--seed", seed, "--out", str(path), "--max-tokens", "4")
+        assert moeinf("trace", "demo", "--dataset", "demo", *options).code == 0
+        return path.read_bytes()
+
+    assert recorded("a", "1") == recorded("b", "1") != recorded("c", "2")
+
+
+def test_mmlu_through_the_hub(home: Path, tmp_path: Path) -> None:
+    """As processes: huggingface_hub reads its variables when it is imported."""
+    moeinf = command_in(home)
+    row = {"question": "2+2=?", "subject": "sums", "choices": list("1234"), "answer": 3}
+    for split in ("dev", "test"):
+        path = tmp_path / f"mmlu/all/{split}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 5), path)
+    variables = {"HF_HOME": str(tmp_path / "hf")}
+    options = ("trace", "demo", "--dataset", "mmlu", "--limit", "3", "--max-tokens", "2", "--json")
+    with serve(Hub("cais/mmlu", tmp_path / "mmlu", dataset=True)) as hub:
+        variables["HF_ENDPOINT"] = hub.endpoint
+        document = json.loads(moeinf(*options, "--shots", "1", **variables).out)
+    assert (document["requests"], document["tokens"]) == (3, 6)
+    again = moeinf(*options, "--shots", "0", **variables, HF_HUB_OFFLINE="1")
+    assert json.loads(again.out)["requests"] == 3
+    absent = moeinf("trace", "demo", "--dataset", "bbh", **variables, HF_HUB_OFFLINE="1")
+    assert absent.code == 1
+    assert "SaylorTwift/bbh is not in the Hugging Face cache" in absent.err
+    assert "`--dataset demo`, or --dataset with a .jsonl, .txt or .parquet" in absent.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["demo"], 2, "name the prompts: --dataset demo, mmlu"),
+        (
+            ["demo", "--dataset", "mmmlu"],
+            2,
+            "'mmmlu' is not one of bbh, bigbench, demo, flan, mmlu",
+        ),
+        (["demo", "--dataset", "gone.jsonl"], 2, "there is no file gone.jsonl"),
+        (["demo", "--dataset", "demo", "--subset", "sums"], 2, "demo has no subset 'sums'"),
+        (["demo", "--dataset", "demo", "--out", "x.csv"], 2, "a file named *.eam"),
+        (["demo", "--dataset", "demo", "--out", "/no/x.eam"], 1, "/no"),
+        (["dmo", "--dataset", "demo"], 1, "Did you mean demo:bf16"),
+        (["demo", "--dataset", "demo", "--limit", "0"], 2, "--limit"),
+    ],
+)
+def test_errors(arguments: list[str], code: int, words: str, moeinf: Command) -> None:
+    result = moeinf("trace", *arguments)
+    assert result.code == code
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) <= 2
+
+
+def started(home: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "trace", "demo", "--dataset", "demo", "--limit", "1000", *arguments],
+        env=environment(home),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_entries(home: Path, least: int) -> None:
+    log = home / "state/demo/bf16/eamc.log"
+    deadline = time.monotonic() + 60
+    while not log.exists() or log.stat().st_size < 400 * least:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_so(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.eam"
+    process = started(home, "--out", str(path))
+    wait_for_entries(home, 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    recording = recording_from_bytes(path.read_bytes())
+    assert f"interrupted: what {len(recording.requests)} requests used is kept" in out
+    assert 1 <= len(recording.requests) < 1000
+    assert entries(home) == min(len(recording.requests), 120)
+
+
+def test_kill_9_loses_no_finished_request(home: Path) -> None:
+    process = started(home)
+    wait_for_entries(home, 3)
+    process.kill()
+    process.communicate()
+    assert entries(home) >= 1
+    assert not list((home / "state/demo/bf16").glob("*.aside*"))
+
+
+def test_two_traces_at_once(home: Path) -> None:
+    """Both add to one collection, and neither spoils the other's entries."""
+    processes = [started(home, "--subset", "add,sort", "--json", "--seed", str(i)) for i in (1, 2)]
+    wait_for_entries(home, 6)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    documents = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    done = sum(document["requests"] for document in documents)
+    assert entries(home) == min(done, 120)
+    assert all(document["interrupted"] for document in documents)
+
+
+def test_the_bar_counts_prompts(home: Path) -> None:
+    """On a terminal; a pipe shows its last state only."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "trace", "demo", "--dataset", "demo", "--limit", "4"],
+        env={**environment(home), "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=follower,
+    )
+    os.close(follower)
+    seen = b""
+    try:
+        while block := os.read(leader, 4096):
+            seen += block
+    except OSError:  # the other end is closed
+        pass
+    assert process.wait(timeout=60) == 0
+    assert b"tracing demo:bf16" in seen
+    assert b"4/4" in seen

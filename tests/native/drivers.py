@@ -1,0 +1,163 @@
+"""Builds the C++ drivers of this folder, with a sanitizer or a deliberate fault, and keeps them.
+
+Does not know what they check. A program is built anew when a header, its sources, the flags or the
+compiler change. The faults are replacements of text in a copy of native/: the product has no hooks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "native"
+BUILD_TIMEOUT_S = 240
+RUN_TIMEOUT_S = 120  # a driver that deadlocks is killed, and fails
+_FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
+_NO_SANITIZER = ("libtsan", "libasan", "cannot find -l")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One replacement in one file of native/ that must make a driver fail."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """tests/native/<driver>.cpp with files of native/, under -fsanitize=<sanitizer>."""
+
+    driver: str
+    sources: tuple[str, ...] = ()
+    sanitizer: str = ""
+    fault: Fault | None = field(default=None)
+
+    @property
+    def flags(self) -> list[str]:
+        return [*_FLAGS, *([f"-fsanitize={self.sanitizer}"] if self.sanitizer else [])]
+
+
+QUEUE_FILES = (
+    "copy_queue.cpp",
+    "crc32c.cpp",
+    "crc32c_fold.cpp",
+    "file_reader.cpp",
+    "slot_pool.cpp",
+)
+LOST_WAKE_UP = Fault(
+    "copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
+)
+NO_RESERVE = Fault("copy_queue_life.h", "if (queue_.begin()->priority == kDemand)", "")
+SILENT_RAISE = Fault("copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
+SLOT_OF_THE_HUNG = Fault("copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", "")
+PROGRAMS = (
+    *(
+        Program(driver, sources, sanitizer)
+        for sanitizer in ("thread", "address")
+        for driver, sources in (
+            ("copy_queue_driver", ()),
+            ("file_reader_driver", ("file_reader.cpp",)),
+            ("hang_driver", QUEUE_FILES),
+            ("thread_pool_driver", ("thread_pool.cpp",)),
+        )
+    ),
+    Program("simulate_driver"),
+    Program("simulate_driver", sanitizer="address"),
+    Program("simulate_driver", fault=SLOT_OF_THE_HUNG),
+    Program("interleave_driver"),
+    *(Program("interleave_driver", fault=f) for f in (LOST_WAKE_UP, NO_RESERVE, SILENT_RAISE)),
+)
+
+
+class Drivers:
+    """Programs in a folder that outlives the tests, built by as many threads as there are cores."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._builds: dict[Program, Future[Path]] = {}
+
+    def start(self, programs: Iterable[Program]) -> None:
+        """Begins to build what is not there."""
+        for program in programs:
+            if program not in self._builds:
+                self._builds[program] = self._pool.submit(_built, program, self._folder)
+
+    def run(self, program: Program, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """What the program says. Skips the test where it cannot be built or run."""
+        self.start([program])
+        ended = subprocess.run(
+            [str(self._builds[program].result()), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+        )
+        if "unexpected memory mapping" in ended.stderr:
+            pytest.skip("this ThreadSanitizer cannot run with the kernel's address randomisation")
+        return ended
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _built(program: Program, folder: Path) -> Path:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build the driver with")
+    path = folder / f"{program.driver}-{_digest(program, compiler)}"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        place = Path(scratch)
+        native = NATIVE if program.fault is None else _with_fault(program.fault, place)
+        made = place / "program"
+        build = subprocess.run(
+            [compiler, *program.flags, f"-I{native}", f"-o{made}"]
+            + [str(Path(__file__).with_name(f"{program.driver}.cpp"))]
+            + [str(native / source) for source in program.sources],
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+        )
+        if build.returncode != 0 and any(sign in build.stderr for sign in _NO_SANITIZER):
+            pytest.skip(f"g++ has no library for -fsanitize={program.sanitizer}")
+        assert build.returncode == 0, build.stderr
+        made.replace(path)
+    return path
+
+
+def _with_fault(fault: Fault, place: Path) -> Path:
+    copy = place / "native"
+    shutil.copytree(NATIVE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    text = (copy / fault.file).read_text()
+    assert text.count(fault.right) == 1, f"{fault.file} must have one {fault.right!r}"
+    (copy / fault.file).write_text(text.replace(fault.right, fault.wrong))
+    return copy
+
+
+def _digest(program: Program, compiler: str) -> str:
+    here = Path(__file__).parent
+    files = [*NATIVE.glob("*.h"), *here.glob("*.h"), here / f"{program.driver}.cpp"]
+    files += [NATIVE / source for source in program.sources]
+    digest = hashlib.sha256(repr((program, program.flags, _version(compiler))).encode())
+    for file in sorted(files):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout

@@ -1,0 +1,148 @@
+// Reads that do not end: given up, named, survived, and left alone at shutdown. Built with
+// ThreadSanitizer and with AddressSanitizer. Takes a folder to write in.
+#include <sys/mman.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "copy_queue_files.h"
+#include "queue_bench.h"
+
+namespace {
+
+// A read that does not end: its waiter hears of it, its slot stays its own, others go on.
+void a_hung_read_is_given_up() {
+    Bench bench(2, 0.2);
+    const SourceId stuck = bench.source(1, "stuck"), fine = bench.source(2);
+    bench.reader.stick(true);
+    const Ticket hung = bench.submit(stuck, 0, kDemand);
+    const FailurePtr failure = bench.failure(hung);
+    CHECK(failure && failure->kind == Failure::Kind::kIo && failure->code == ETIMEDOUT);
+    CHECK(failure->path == "stuck");
+    CHECK(failure->message.find("not ended for 0.") != std::string::npos);
+    CHECK(!bench.queue->can_submit(0) && bench.queue->counters().hung == 1);
+    try {
+        bench.submit(fine, 0, kDemand);
+        CHECK(false);
+    } catch (const std::logic_error& error) {
+        CHECK(std::string(error.what()).find("hung ticket") != std::string::npos);
+    }
+    CHECK(bench.wait(bench.submit(fine, 1, kDemand)));  // the other reader
+    const Ticket second = bench.submit(stuck, 2, kDemand);
+    CHECK(bench.failure(second)->code == ETIMEDOUT);
+    const Ticket queued = bench.submit(fine, 3, kDemand);  // nobody is left to read it
+    CHECK(bench.failure(queued)->path == "stuck");
+    CHECK(bench.queue->drain(forever) && !bench.queue->close());
+    bench.reader.stick(false);
+    bench.queue.reset();  // waits for them
+}
+
+// Speculation that hangs does not keep other speculation from the reader that is left.
+void a_hung_speculation_gives_up_its_place() {
+    Bench bench(2, 0.2);
+    bench.reader.stick(true);
+    const Ticket hung = bench.submit(bench.source(1, "stuck"), 0, 0.5);
+    const Ticket queued = bench.submit(bench.source(2), 1, 0.5);
+    CHECK(bench.wait(queued));
+    CHECK(bench.failure(hung)->code == ETIMEDOUT);
+    bench.reader.stick(false);
+}
+
+void a_hung_read_comes_back() {
+    Bench bench(1, 0.2);
+    bench.reader.stick(true);
+    const SourceId stuck = bench.source(1, "stuck");
+    CHECK(bench.failure(bench.submit(stuck, 0, kDemand))->code == ETIMEDOUT);
+    bench.reader.stick(false);
+    while (!bench.queue->can_submit(0)) std::this_thread::yield();
+    CHECK(bench.submit(stuck, 0, kDemand) == kResident);  // it was read and checked after all
+    CHECK(bench.wait(bench.submit(bench.source(3), 0, kDemand)));
+    CHECK(bench.queue->counters().hung == 0 && bench.queue->close());
+}
+
+std::size_t mapped = 0;
+
+// What an arena takes it gives back, to the last page; what is refused is an error with its size.
+void an_arena_gives_back_what_it_took() {
+    ArenaCalls calls;
+    calls.map = [](std::size_t bytes) {
+        mapped += bytes;
+        return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    };
+    calls.unmap = [](void* base, std::size_t bytes) {
+        mapped -= bytes;
+        return ::munmap(base, bytes);
+    };
+    {
+        const SlotPool pool(3, 2 * kHugePageBytes, calls);
+        CHECK(mapped == pool.bytes());
+    }
+    CHECK(mapped == 0);
+    calls.map = [](std::size_t) { return errno = ENOMEM, MAP_FAILED; };
+    try {
+        SlotPool(3, 4096, calls);
+        CHECK(false);
+    } catch (const ArenaError& error) {
+        CHECK(std::string(error.what()).find("cannot allocate 12288 bytes") == 0);
+    }
+}
+
+// Real files: pread hangs on one, as a dead disk would have it.
+std::mutex disk_mutex;
+std::condition_variable disk_moved;
+bool disk_dead = true;
+
+FileCalls dying_disk() {
+    FileCalls calls;
+    calls.pread = [](int file, void* to, std::size_t bytes, off_t offset) {
+        std::unique_lock lock(disk_mutex);
+        while (disk_dead) disk_moved.wait(lock);
+        lock.unlock();
+        return ::pread(file, to, bytes, offset);
+    };
+    return calls;
+}
+
+std::ptrdiff_t threads() {
+    using std::filesystem::directory_iterator;
+    return std::distance(directory_iterator("/proc/self/task"), directory_iterator());
+}
+
+// The queue is destroyed while its only reader hangs: that returns, and the reader, back from the
+// kernel, finds everything that it needs.
+void destroyed_while_a_read_hangs(const std::string& folder) {
+    const std::ptrdiff_t before = threads();
+    const std::string path = folder + "/shard";
+    std::ofstream(path, std::ios::binary) << std::string(2 * kPageBytes, 'x');
+    auto pool = std::make_shared<SlotPool>(2, kPageBytes);
+    std::byte* const slot = pool->base();
+    {
+        CopyQueue queue(std::move(pool), 1, 0.2, {false, 4, kMaxBlockBytes, dying_disk()});
+        const SourceId source = queue->add_source({path, kPageBytes, kPageBytes, {}});
+        const Ticket ticket = queue->submit(source, 0, kDemand);
+        try {
+            queue->wait({&ticket, 1}, forever);
+            CHECK(false);
+        } catch (const Failed& error) {
+            CHECK(error.failure()->code == ETIMEDOUT && error.failure()->path == path);
+        }
+    }  // the pool's last owner, but for what the reader holds
+    slot[5] = std::byte{7};  // still there
+    {
+        const std::lock_guard lock(disk_mutex);
+        disk_dead = false;
+    }
+    disk_moved.notify_all();
+    while (threads() > before) std::this_thread::yield();  // it writes, and leaves
+    CopyQueue next(std::make_shared<SlotPool>(1, kPageBytes), 1, 1, {});  // takes its things away
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    a_hung_read_is_given_up();
+    a_hung_speculation_gives_up_its_place();
+    a_hung_read_comes_back();
+    an_arena_gives_back_what_it_took();
+    destroyed_while_a_read_hangs(arguments[1]);
+}

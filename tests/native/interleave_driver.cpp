@@ -1,0 +1,267 @@
+// Plays small scenes with CopyQueueCore in every interleaving that its mutex allows, by depth-first
+// search over the scheduler's choices: a scene is played again from its start for each of them.
+// Timeouts never strike, so that a lost wake-up is a deadlock. Prints how many interleavings each
+// scene has; a failure prints the scene and the choices that led to it.
+#include "copy_queue.h"
+
+#include <string>
+
+#include "world.h"
+
+namespace {
+
+using namespace moeinf;
+using world::the_world;
+
+constexpr std::size_t kSlots = 4;
+constexpr std::size_t kSlotBytes = kPageBytes;
+
+struct Choice {
+    std::size_t chosen, of;
+};
+std::vector<Choice> path;
+std::size_t depth = 0;
+const char* scene_name = "";
+
+bool exploring = true;  // false: a scene has shown what it is about and is only cleared away
+
+std::size_t choose(std::size_t of) {
+    if (!exploring) return 0;
+    if (depth == path.size()) path.push_back({0, of});
+    CHECK(path[depth].of == of);  // the same choices must lead to the same place
+    return path[depth++].chosen;
+}
+
+// To the next path in order; false after the last.
+bool next_path() {
+    while (!path.empty() && path.back().chosen + 1 == path.back().of) path.pop_back();
+    if (path.empty()) return false;
+    ++path.back().chosen;
+    return true;
+}
+
+void tell_where() {
+    std::fprintf(stderr, "scene %s, choices", scene_name);
+    for (std::size_t i = 0; i < depth; ++i) std::fprintf(stderr, " %zu", path[i].chosen);
+    std::fprintf(stderr, "\n");
+}
+
+struct Copier {
+    std::byte* landing(std::size_t slot) { return at[slot].bytes; }
+    void copy(std::size_t, std::size_t) {}
+
+    struct alignas(kPageBytes) Slot {
+        std::byte bytes[kSlotBytes];
+    };
+    Slot at[kSlots];
+};
+
+// Source n fills its slot with n. A "bad" one fails then; a "held" one waits for the gate first.
+struct Reader {
+    Copier* copier = nullptr;
+    int reading[kSlots] = {};
+    std::vector<std::uint64_t> order;
+    bool open = false;
+    world::Mutex mutex;
+    world::Sync::Condition gate;
+
+    void read(const Source& source, std::byte* slot) {
+        const auto index = static_cast<std::size_t>(slot - copier->at[0].bytes) / kSlotBytes;
+        const std::uint64_t id = source.offset / kPageBytes;
+        CHECK(reading[index]++ == 0);
+        order.push_back(id);
+        if (source.path == "held") {
+            world::Lock lock(mutex);
+            while (!open) gate.wait(lock);
+        }
+        slot[0] = static_cast<std::byte>(id);
+        the_world.step();
+        slot[1] = static_cast<std::byte>(id);
+        --reading[index];
+        if (source.path == "bad") throw Failed(Failure::Kind::kIo, EIO, "bad", "no luck");
+    }
+    std::uint32_t checksum(const Source&, const std::byte* slot) {
+        CHECK(slot[0] == slot[1]);
+        return static_cast<std::uint32_t>(slot[0]);
+    }
+    void forget(const Source&) { CHECK(false); }
+
+    void let_go() {
+        world::Lock lock(mutex);
+        open = true;
+        gate.notify_all();
+    }
+};
+
+using Queue = CopyQueueCore<world::Sync, world::Clock, Reader, Copier>;
+
+bool forever() {
+    return true;
+}
+
+struct Scene {
+    Copier copier{};
+    Reader reader{};
+    world::Clock clock;
+    Queue queue;
+    std::vector<world::Sync::Thread> others;  // clients besides the main one
+
+    explicit Scene(int readers) : queue({kSlots, kSlotBytes, readers}, reader, copier, clock) {
+        reader.copier = &copier;
+        if (readers == 1) return;  // else its start is one more source of interleavings
+        exploring = false;
+        the_world.sleep(1);  // until all readers wait for work
+        exploring = true;
+    }
+
+    SourceId source(std::uint64_t id, const char* path = "ok") {
+        return queue.add_source({path, id * kPageBytes, 2, static_cast<std::uint32_t>(id)});
+    }
+    void also(std::function<void()> body) { others.push_back({&the_world.add(std::move(body))}); }
+    void await_others() {
+        for (auto& other : others) other.join();
+    }
+    // done, cancelled, io ... as one letter
+    char wait(Ticket ticket) {
+        try {
+            CHECK(queue.wait({&ticket, 1}, forever));
+            return 'd';
+        } catch (const Failed& error) {
+            return error.failure()->kind == Failure::Kind::kCancelled ? 'c' : 'f';
+        }
+    }
+    void check_end() {
+        exploring = false;
+        CHECK(queue.close());
+        const Counters c = queue.counters();
+        CHECK(c.queued == 0 && c.running == 0 && c.waiting == 0 && c.hung == 0);
+        CHECK(c.submitted == c.done + c.errors + c.cancelled);
+    }
+};
+
+// Two waiters for two tickets, one of which fails: each end reaches its own, whoever is woken.
+void two_waiters() {
+    Scene s(1);
+    const Ticket good = s.queue.submit(s.source(2), 0, 1.0);
+    s.also([&s, bad = s.queue.submit(s.source(3, "bad"), 1, 1.0)] { CHECK(s.wait(bad) == 'f'); });
+    CHECK(s.wait(good) == 'd');
+    CHECK(s.copier.at[0].bytes[1] == std::byte{2});
+    s.await_others();
+    CHECK(s.queue.counters().undelivered == 0);
+    s.check_end();
+}
+
+// A cancellation against the reader that takes the ticket: exactly one of them gets it.
+void cancel_against_take() {
+    Scene s(1);
+    const Ticket ticket = s.queue.submit(s.source(2), 0, 1.0);
+    bool cancelled = false;
+    s.also([&] { cancelled = s.queue.cancel(ticket); });
+    const char end = s.wait(ticket);
+    s.await_others();
+    CHECK(end == (cancelled ? 'c' : 'd'));
+    CHECK(s.reader.order.size() == (cancelled ? 0 : 1));
+    CHECK((s.queue.submit(s.source(2), 0, 1.0) != kResident));  // another source, though alike
+    s.check_end();
+}
+
+// Shutdown against a waiter, with one ticket queued behind a running one.
+void close_against_wait() {
+    Scene s(1);
+    const Ticket first = s.queue.submit(s.source(2), 0, 1.0);
+    const Ticket second = s.queue.submit(s.source(3), 1, 1.0);
+    std::string ends;
+    s.also([&] {
+        for (const Ticket ticket : {second, first}) ends += s.wait(ticket);
+    });
+    CHECK(s.queue.close());
+    s.await_others();
+    CHECK(ends == "dd" || ends == "cd" || ends == "cc");
+    s.check_end();
+}
+
+// Of two speculative reads the first does not end: the other, raised to demand by another thread,
+// is served by the reader that is kept for demand.
+void raise_overtakes_a_running_read() {
+    Scene s(2);
+    const Ticket held = s.queue.submit(s.source(2, "held"), 0, 1.0);
+    const Ticket raised = s.queue.submit(s.source(4), 1, 1.0);
+    s.also([&] { s.queue.raise_priority(raised, kDemand); });
+    CHECK(s.wait(raised) == 'd');
+    s.reader.let_go();
+    CHECK(s.wait(held) == 'd');
+    s.await_others();
+    s.check_end();
+}
+
+// Demand arrives behind speculation of which none ends before it.
+void demand_overtakes_running_reads() {
+    Scene s(2);
+    const SourceId sources[] = {s.source(2, "held"), s.source(4, "held")};
+    const std::size_t slots[] = {0, 1};
+    const auto speculative = s.queue.submit(sources, slots, 0.5);
+    CHECK(s.wait(s.queue.submit(s.source(6), 2, kDemand)) == 'd');
+    CHECK(s.reader.order.size() <= 2);  // the demand, and at most one of the others
+    s.reader.let_go();
+    CHECK(s.queue.wait(speculative, forever));
+    s.check_end();
+}
+
+// A slot that is asked for again while, and after, it is filled.
+void resident_or_not() {
+    Scene s(1);
+    const SourceId source = s.source(2);
+    const Ticket ticket = s.queue.submit(source, 0, 1.0);
+    s.also([&] {
+        try {
+            const Ticket again = s.queue.submit(source, 0, kDemand);
+            CHECK(again == kResident);
+            const std::byte* const bytes = s.copier.at[0].bytes;
+            CHECK(bytes[0] == std::byte{2} && bytes[1] == std::byte{2});
+        } catch (const std::logic_error&) {
+            CHECK(!s.queue.counters().resident);
+        }
+    });
+    CHECK(s.wait(ticket) == 'd');
+    s.await_others();
+    CHECK(s.queue.submit(source, 0, 1.0) == kResident && s.wait(kResident) == 'd');
+    s.check_end();
+}
+
+struct Named {
+    const char* name;
+    void (*play)();
+};
+constexpr Named kScenes[] = {
+    {"two_waiters", two_waiters},
+    {"cancel_against_take", cancel_against_take},
+    {"close_against_wait", close_against_wait},
+    {"raise_overtakes_a_running_read", raise_overtakes_a_running_read},
+    {"demand_overtakes_running_reads", demand_overtakes_running_reads},
+    {"resident_or_not", resident_or_not},
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    on_failure = tell_where;
+    the_world.choose = choose;
+    the_world.timeouts = false;
+    the_world.stuck = [] { CHECK(!"everybody waits, for ever"); };
+    const std::string only = count > 1 ? arguments[1] : "";
+    for (const Named& scene : kScenes) {
+        if (!only.empty() && only != scene.name) continue;
+        scene_name = scene.name;
+        std::uint64_t interleavings = 0;
+        path.clear();
+        do {
+            depth = 0;
+            exploring = true;
+            the_world.play(scene.play);
+            CHECK(depth == path.size());
+            ++interleavings;
+        } while (next_path());
+        std::printf("%s %llu\n", scene.name, static_cast<unsigned long long>(interleavings));
+        std::fflush(stdout);
+    }
+}

@@ -1,0 +1,88 @@
+"""The queue's core and the file reader in C++: sanitizers, seeded faults, every interleaving.
+
+Does not know what each driver checks: that stands at its top and in its main().
+"""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.native.drivers import (
+    LOST_WAKE_UP,
+    NO_RESERVE,
+    PROGRAMS,
+    SILENT_RAISE,
+    SLOT_OF_THE_HUNG,
+    Drivers,
+    Fault,
+    Program,
+)
+
+SCHEDULES = 12_000
+SCENES = 6
+
+
+def numbers(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:
+    """The "name number" lines of a driver that has ended well."""
+    assert ended.returncode == 0, ended.stderr
+    return {name: int(number) for name, number in map(str.split, ended.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [p for p in PROGRAMS if p.sanitizer and p.driver != "simulate_driver"],
+    ids=lambda p: f"{p.driver}-{p.sanitizer}",
+)
+def test_real_threads_under_sanitizers(drivers: Drivers, program: Program, tmp_path):
+    ended = drivers.run(program, str(tmp_path))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_seeded_schedules_with_faults(drivers: Drivers):
+    """Every kind of fault and of end must really have occurred."""
+    covered = numbers(drivers.run(Program("simulate_driver"), "1", str(SCHEDULES)))
+    assert covered["schedules"] == SCHEDULES
+    assert covered["tickets"] > 3 * SCHEDULES
+    assert min(covered.values()) > 100, covered
+
+
+def test_seeded_schedules_under_addresssanitizer(drivers: Drivers):
+    program = Program("simulate_driver", sanitizer="address")
+    ended = drivers.run(program, "100000", "1500")
+    assert numbers(ended)["schedules"] == 1500
+    assert "ERROR" not in ended.stderr
+
+
+def test_a_seed_is_printed_and_plays_the_failure_again(drivers: Drivers):
+    """In a build that frees the slot of a hung read too early."""
+    program = Program("simulate_driver", fault=SLOT_OF_THE_HUNG)
+    ended = drivers.run(program, "1", str(SCHEDULES))
+    assert ended.returncode != 0
+    seed = re.search(r"^seed (\d+)$", ended.stderr, re.MULTILINE)
+    assert seed, ended.stderr
+    again = drivers.run(program, seed[1], "1")
+    assert again.stderr == ended.stderr
+
+
+def test_every_interleaving(drivers: Drivers):
+    interleavings = numbers(drivers.run(Program("interleave_driver")))
+    assert len(interleavings) == SCENES
+    assert sum(interleavings.values()) > 300_000
+    assert min(interleavings.values()) > 1_000
+
+
+@pytest.mark.parametrize(
+    ("fault", "scene"),
+    [
+        pytest.param(LOST_WAKE_UP, "two_waiters", id="notify_one-for-all"),
+        pytest.param(NO_RESERVE, "demand_overtakes_running_reads", id="no-reader-for-demand"),
+        pytest.param(SILENT_RAISE, "raise_overtakes_a_running_read", id="raise-wakes-nobody"),
+    ],
+)
+def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
+    """A mutated core deadlocks, or breaks a promise, in some interleaving, which is named."""
+    ended = drivers.run(Program("interleave_driver", fault=fault), scene)
+    assert ended.returncode != 0
+    assert re.search(r"not true: .*(everybody waits|order.size)", ended.stderr)
+    assert re.search(rf"^scene {scene}, choices( \d+)+$", ended.stderr, re.MULTILINE)

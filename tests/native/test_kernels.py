@@ -1,0 +1,236 @@
+"""The kernels: their paths against each other, against float64, and row against rows.
+
+Does not know files or slots.
+"""
+
+import os
+
+import pytest
+import torch
+
+from moeinf.native import (
+    ExpertKernel,
+    LinearKernel,
+    _native,
+    combine_rows,
+    compute_threads,
+    dequantise_rows,
+    kernel_path,
+    matrix_bytes,
+    quantise_rows,
+    set_compute_threads,
+)
+
+FORMATS = ["q4", "q8", "bf16"]
+PATHS = ["portable", "avx2", "avx512"]
+SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
+
+
+@pytest.fixture(autouse=True)
+def fastest_path():
+    yield
+    assert _native._use_kernels("")
+
+
+def use(path: str) -> bool:
+    """Whether the processor has the path, which is then in use."""
+    return bool(_native._use_kernels(path))
+
+
+def aligned(size: int) -> torch.Tensor:
+    raw = torch.empty(size + 64, dtype=torch.uint8)
+    start = -raw.data_ptr() % 64
+    return raw[start : start + size]
+
+
+def stored(weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 weights in a format: their bytes, and the values that these mean."""
+    rows, columns = weights.shape
+    if form == "bf16":
+        return weights.bfloat16().view(torch.uint8).flatten(), weights.bfloat16().float()
+    data = aligned(matrix_bytes(form, rows, columns))
+    quantise_rows(weights.data_ptr(), rows, columns, True, form, data.data_ptr())
+    values = torch.empty(rows, columns)
+    dequantise_rows(data.data_ptr(), form, rows, columns, values.data_ptr())
+    return data, values
+
+
+def linear(form: str, data: torch.Tensor, shape: tuple[int, int], x: torch.Tensor) -> torch.Tensor:
+    out = torch.full((len(x), shape[0]), 7.0, dtype=x.dtype)
+    kernel = LinearKernel(form, *shape, data.data_ptr())
+    kernel.run(x.data_ptr(), len(x), out.data_ptr(), x.dtype == torch.float32)
+    return out
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paths_agree_in_every_bit_and_rows_do_not_see_each_other(shape, form, dtype):
+    generator = torch.Generator().manual_seed(3)
+    data, values = stored(torch.randn(shape, generator=generator) * 0.02, form)
+    x = torch.randn(17, shape[1], generator=generator).to(dtype)
+    assert use("portable")
+    reference = linear(form, data, shape, x)
+    assert relative(reference, x.double() @ values.double().T) < 0.01
+    for path in [path for path in PATHS if use(path)]:
+        for count in (1, 2, 3, 4, 7, 8, 11, 16, 17):
+            assert torch.equal(linear(form, data, shape, x[:count]), reference[:count]), path
+        for row in (1, 9):
+            alone = x[row : row + 1].clone()
+            assert torch.equal(linear(form, data, shape, alone)[0], reference[row])
+
+
+@pytest.mark.parametrize(("form", "least", "most"), [("q4", 0.07, 0.09), ("q8", 0.004, 0.006)])
+def test_searched_scales_leave_this_much_of_a_normal_matrix(form, least, most):
+    weights = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+    assert least < relative(stored(weights, form)[1], weights) < most
+
+
+def test_q4_is_nearer_than_rounding_to_the_largest_weight():
+    weights = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+    groups = weights.view(64, 16, 32)
+    at = groups.abs().argmax(-1, keepdim=True)
+    scale = (groups.gather(-1, at) / -8).half().float()
+    plain = (groups / scale).round().clamp(-8, 7) * scale
+    ours = relative(stored(weights, "q4")[1], weights)
+    assert ours < 0.95 * relative(plain.view_as(weights), weights)
+
+
+@pytest.mark.parametrize("form", ["q4", "q8"])
+def test_every_path_writes_the_same_tiles(form):
+    weights = torch.randn(40, 100, generator=torch.Generator().manual_seed(2))
+    weights[3, 5], weights[20] = 1e-38, 0.0
+    tiles = [stored(weights, form)[0] for path in PATHS if use(path)]
+    assert all(torch.equal(tile, tiles[0]) for tile in tiles)
+    assert (stored(weights, form)[1][20] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["q4", "q8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_no_number_spoils_its_row_and_no_other(form, bad):
+    weights = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
+    clean = stored(weights, form)[1]
+    weights[4, 40] = bad
+    values = stored(weights, form)[1]
+    assert values[4, 32:].isnan().all()
+    assert torch.equal(values[:4], clean[:4])
+    assert torch.equal(values[5:], clean[5:])
+
+
+@pytest.mark.parametrize("form", ["q4", "q8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form, bad):
+    data, _ = stored(torch.randn(20, 64, generator=torch.Generator().manual_seed(2)), form)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    for path in [path for path in PATHS if use(path)]:
+        clean = linear(form, data, (20, 64), x)
+        spoilt = x.clone()
+        spoilt[1, 40] = bad
+        out = linear(form, data, (20, 64), spoilt)
+        assert out[1].isnan().all(), path
+        assert torch.equal(out[::2], clean[::2])
+
+
+def experts_of(form: str, count: int, hidden: int, inner: int) -> tuple[list, list]:
+    generator = torch.Generator().manual_seed(5)
+    data, values = [], []
+    for _ in range(count):
+        parts = [
+            stored(torch.randn(shape, generator=generator) * 0.05, form)
+            for shape in ((inner, hidden), (inner, hidden), (hidden, inner))
+        ]
+        whole = aligned(sum(len(part) for part, _ in parts))
+        whole.copy_(torch.cat([part for part, _ in parts]))
+        data.append(whole)
+        values.append([value for _, value in parts])
+    return data, values
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (70, 45), (130, 96)])
+def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden, inner):
+    data, values = experts_of(form, 4, hidden, inner)
+    generator = torch.Generator().manual_seed(6)
+    tokens, top_k = 19, 2
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    ids = torch.randint(0, 4, (tokens * top_k,), generator=generator)
+    ids[7] = -1
+    kernel = ExpertKernel(form, hidden, inner)
+    assert kernel.expert_bytes == len(data[0])
+
+    def run(chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.full((tokens * top_k, hidden), 5.0, dtype=torch.bfloat16)
+        groups = [(e, (chosen == e).nonzero().flatten()) for e in range(4)]
+        order = torch.cat([places for _, places in groups])
+        kernel.run(
+            [data[e].data_ptr() for e, _ in groups],
+            [len(places) for _, places in groups],
+            order.data_ptr(), x.data_ptr(), tokens, top_k, out.data_ptr(), False,
+        )  # fmt: skip
+        return out
+
+    assert use("portable")
+    reference = run(ids)
+    assert (reference[7] == 5).all()
+    for place, expert in enumerate(ids.tolist()):
+        if expert >= 0:
+            gate, up, down = (value.double() for value in values[expert])
+            row = x[place // top_k].double()
+            wanted = down @ (torch.nn.functional.silu(gate @ row) * (up @ row))
+            assert relative(reference[place], wanted) < 0.02
+    threads = compute_threads()
+    try:
+        for path in [path for path in PATHS if use(path)]:
+            for count in (1, 2, 3):
+                set_compute_threads(count)
+                assert torch.equal(run(ids), reference), (path, count)
+            one = torch.full_like(ids, -1)
+            one[12] = ids[12]
+            assert torch.equal(run(one)[12], reference[12])
+    finally:
+        set_compute_threads(threads)
+
+
+def test_combining_is_what_torch_does_term_by_term():
+    generator = torch.Generator().manual_seed(8)
+    rows = torch.randn(3, 4, 300, generator=generator).bfloat16()
+    weights = torch.rand(3, 4, generator=generator)
+    out = torch.empty(3, 300, dtype=torch.bfloat16)
+    combine_rows(rows.data_ptr(), weights.data_ptr(), 3, 4, 300, out.data_ptr(), False)
+    total = rows[:, 0].float() * weights[:, 0, None]
+    for k in range(1, 4):
+        total += rows[:, k].float() * weights[:, k, None]
+    assert torch.equal(out, total.bfloat16())
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="no kernel for the format"):
+        matrix_bytes("q5", 1, 1)
+    with pytest.raises(ValueError, match="sizes lie in"):
+        matrix_bytes("q4", 0, 1)
+    with pytest.raises(ValueError, match="multiples of 64"):
+        LinearKernel("q4", 16, 64, aligned(9000).data_ptr() + 32)
+    data, _ = experts_of("q8", 1, 32, 32)
+    x = torch.zeros(1, 32)
+    place = torch.tensor([1])
+    with pytest.raises(IndexError, match="place 1 of 1"):
+        ExpertKernel("q8", 32, 32).run(
+            [data[0].data_ptr()], [1], place.data_ptr(), x.data_ptr(), 1, 1, x.data_ptr(), True
+        )
+    assert not _native._use_kernels("sse")
+    assert kernel_path() in PATHS
+
+
+def test_a_forked_child_computes_with_threads_of_its_own():
+    data, _ = stored(torch.randn(640, 64, generator=torch.Generator().manual_seed(2)), "q4")
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
+    wanted = linear("q4", data, (640, 64), x)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(linear("q4", data, (640, 64), x), wanted) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(linear("q4", data, (640, 64), x), wanted)

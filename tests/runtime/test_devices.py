@@ -1,0 +1,170 @@
+"""Measuring a drive and remembering it: choices from given figures, files, modes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from moeinf.native import SlotPool
+from moeinf.runtime import drive as drives
+from moeinf.runtime import measure as measuring
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.devices import (
+    DEFAULT_READING,
+    Drive,
+    Ram,
+    drive_key,
+    remember,
+    remembered_drive,
+    remembered_ram,
+)
+from moeinf.runtime.drive import WHOLE_BLOCKS, FileRange, Reading, read_once, sweep, written_files
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import Library
+from moeinf.runtime.measure import drive_of, measure
+
+READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9)
+DRIVE = Drive(READING, True, 4 << 20, "2026-01-02T03:04:05+00:00", ("a note",))
+RAM = Ram({"1 thread": 1e10, "2 threads": 2e10}, "2026-01-02T03:04:05+00:00")
+
+
+def nobody(*_: int) -> None:
+    """Progress that is not shown."""
+
+
+def test_a_sweep_reads_real_files_and_leaves_none(tmp_path: Path) -> None:
+    seen = []
+    with written_files(tmp_path, 3 * 4096, 12, nobody) as pieces:
+        assert len(list(tmp_path.iterdir())) == 12
+        assert all(piece.path.stat().st_size == 3 * 4096 for piece in pieces)
+        assert len({piece.path.read_bytes() for piece in pieces}) == 12  # no two alike
+        swept = sweep(pieces, lambda done, total: seen.append((done, total)), (1, 4), rounds=1)
+    assert list(tmp_path.iterdir()) == []
+    assert set(swept.buffered) == {1, 4}
+    assert set(swept.direct) in ({1, 4}, set())
+    assert swept.chosen.bytes_per_s > 0
+    assert swept.chosen.readers >= 4
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_the_fewest_reads_that_are_nearly_best_are_chosen(monkeypatch, tmp_path: Path) -> None:
+    speeds = {(1, True): 10.0, (8, True): 96.0, (32, True): 100.0, (1, False): 50.0}
+    blocks = {WHOLE_BLOCKS: 96.0, 1 << 20: 99.0, 256 << 10: 200.0}
+
+    def given(pieces, arena, in_flight, direct, block_bytes):
+        if block_bytes != WHOLE_BLOCKS:
+            assert (in_flight, direct) == (8, True)
+            return blocks[block_bytes]
+        return speeds.get((in_flight, direct), 20.0)
+
+    monkeypatch.setattr(drives, "read_once", given)
+    monkeypatch.setattr(drives, "drop_from_cache", lambda _: False)
+    swept = sweep([FileRange(tmp_path / "x", 0, 4096)], nobody, (1, 8, 32))
+    assert swept.chosen == Reading(10, 256 << 10, True, 200.0)  # 8 in flight, and for demand 2
+    assert swept.notes == ("the page cache could not be kept out: buffered figures are too high",)
+    blocks[256 << 10] = 98.0
+    assert sweep([FileRange(tmp_path / "x", 0, 4096)], nobody, (1, 8, 32)).chosen.block_bytes == (
+        WHOLE_BLOCKS
+    )
+
+
+def test_a_file_system_without_direct_reads_is_told(monkeypatch, tmp_path: Path) -> None:
+    real = os.open
+
+    def refusing(path, flags, *mode):
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return real(path, flags, *mode)
+
+    with written_files(tmp_path, 4096, 4, nobody) as pieces:
+        monkeypatch.setattr(os, "open", refusing)
+        swept = sweep(pieces, nobody, (1, 2), rounds=1)
+        assert read_once(pieces, SlotPool(2, 4096), 2, True, WHOLE_BLOCKS) is None
+    assert swept.direct == {}
+    assert not swept.chosen.direct
+    assert "refuses O_DIRECT" in swept.notes[0]
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    with written_files(tmp_path, 8192, 2, nobody) as pieces:
+        os.truncate(pieces[1].path, 4096)
+        with pytest.raises(OSError, match="ends early") as caught:
+            read_once(pieces, SlotPool(2, 8192), 2, False, WHOLE_BLOCKS)
+    assert caught.value.errno == errno.ENODATA
+
+
+def test_what_was_measured_is_remembered_per_drive(tmp_path: Path) -> None:
+    settings = Settings(tmp_path / "home")
+    assert remembered_drive(settings, tmp_path) is None
+    assert remembered_ram(settings) is None
+    remember(settings, ram=RAM)
+    remember(settings, drive=(tmp_path / "not" / "yet", DRIVE))
+    assert remembered_drive(settings, tmp_path) == DRIVE
+    assert remembered_ram(settings) == RAM
+    assert RAM.best == ("2 threads", 2e10)
+    path = tmp_path / "home" / "state" / "devices.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    other = Path("/dev/shm")
+    if other.exists() and drive_key(other) != drive_key(tmp_path):
+        assert remembered_drive(settings, other) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"readers": 0},
+        {"readers": 65},
+        {"block_bytes": 5000},
+        {"block_bytes": 0},
+        {"bytes_per_s": 0},
+        {"direct": None, "readers": "many"},
+    ],
+)
+def test_a_note_that_makes_no_sense_is_no_note(tmp_path: Path, change: dict[str, object]) -> None:
+    settings = Settings(tmp_path)
+    remember(settings, drive=(tmp_path, DRIVE))
+    path = tmp_path / "state" / "devices.json"
+    state = json.loads(path.read_text())
+    state["drives"][drive_key(tmp_path)]["reading"].update(change)
+    path.write_text(json.dumps(state))
+    assert remembered_drive(settings, tmp_path) is None
+    path.write_text("nonsense")
+    assert remembered_drive(settings, tmp_path) is None
+
+
+def test_a_first_load_tries_the_drive_once(
+    demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(tmp_path)
+    manifest, folder = Library(Settings(demo_home)).read("demo")
+    monkeypatch.setattr(measuring, "_QUICK_BYTES", 1 << 20)
+    found = drive_of(settings, folder, manifest)
+    assert found is not None
+    assert not found.thorough
+    assert remembered_drive(settings, folder) == found
+    monkeypatch.setattr(measuring, "sweep", None)  # not measured again
+    assert drive_of(settings, folder, manifest) == found
+
+
+def test_an_engine_reads_as_was_measured(demo_home: Path, tmp_path: Path) -> None:
+    settings = Settings(tmp_path)
+    manifest, folder = Library(Settings(demo_home)).read("demo")
+    assert drive_of(settings, folder, manifest) is None  # 9 MB say nothing about a drive
+    assert not (tmp_path / "state").exists()
+    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+        assert any(f"{DEFAULT_READING.readers} readers" in note for note in engine.choices)
+    remember(settings, ram=RAM, drive=(folder, DRIVE))
+    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+        note = (
+            "disk: 5 readers, past the page cache (by `moeinf devices`, 2026-01-02T03:04:05+00:00)"
+        )
+        assert note in engine.choices
+    speeds = measure(settings, folder, manifest)
+    assert (speeds.ram_bytes_per_s, speeds.disk_bytes_per_s) == (2e10, 2e9)
+    assert "2 threads" in speeds.ram_provenance

@@ -1,0 +1,55 @@
+"""Reading the dense weights: in pieces, in any way, never wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moeinf.models.base import ModelDataError
+from moeinf.runtime import loader
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.devices import DEFAULT_READING
+from moeinf.runtime.library import Library
+from moeinf.runtime.loader import DenseWeights
+from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_PIECE", 3 * 4096)
+
+
+def _demo(home: Path) -> tuple[Manifest, Path]:
+    return Library(Settings(home)).read("demo:bf16")
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("direct", [None, False, True])
+def test_pieces_make_the_whole(demo_home: Path, direct: bool | None) -> None:
+    manifest, folder = _demo(demo_home)
+    assert manifest.file(DENSE).data_bytes > 10 * 3 * 4096  # many pieces
+    weights = DenseWeights(folder, manifest, EngineConfig(direct_io=direct), DEFAULT_READING)
+    for name, expected in load_file(folder / DENSE).items():
+        assert torch.equal(weights.tensor(name, *expected.shape), expected)
+    with pytest.raises(ModelDataError, match=r"lacks nothing of shape \[3\]"):
+        weights.tensor("nothing", 3)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("damage", ["first", "last", "short"])
+def test_damage_anywhere_is_found(demo_home: Path, tmp_path: Path, damage: str) -> None:
+    manifest, folder = _demo(demo_home)
+    shutil.copytree(folder, tmp_path / "demo")
+    path = tmp_path / "demo" / DENSE
+    data = bytearray(path.read_bytes())
+    if damage == "short":
+        del data[-1]
+    else:
+        data[4096 if damage == "first" else -1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedModel, match=r"demo:bf16: .*dense\.safetensors"):
+        DenseWeights(tmp_path / "demo", manifest, EngineConfig(), DEFAULT_READING)
