@@ -8,15 +8,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeinf.models import deepseek_v2, mixtral, olmoe, qwen3_moe
+from moeinf.models import (
+    arctic,
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    granitemoe,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moeinf.models.base import Family, ModelDataError
 
 __all__ = ["FAMILIES", "Family", "ModelDataError", "family_of"]
 
 FAMILIES: Mapping[str, Family] = {
+    "arctic": arctic.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
+    "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,
+    "phimoe": phimoe.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }
 

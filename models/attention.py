@@ -92,6 +92,8 @@ class GqaShape:
     kv_heads: int
     head_dim: int
     bias: bool = False  # on all four projections
+    qkv_bias: bool = False  # on q, k and v only
+    scale: float | None = None  # of the scores; head_dim^-0.5 where a family does not say
     clip: float | None = None  # of q, k and v (olmoe's clip_qkv)
     window: int | None = None  # tokens seen, itself included
 
@@ -101,6 +103,10 @@ class GqaShape:
             f"{self.heads} heads cannot share {self.kv_heads} key-value heads",
         )
         require(self.head_dim % 2 == 0, f"a head_dim of {self.head_dim} cannot be rotated")
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def planes(self) -> tuple[tuple[int, int], ...]:
@@ -147,7 +153,7 @@ class GqaCore:
         for span in rows.spans:
             r = span.rows
             keys, values = span.cache.write(self.layer, span.past, k[r], v[r])
-            out[r] = attend(q[r], keys, values, shape.head_dim**-0.5, shape.window)
+            out[r] = attend(q[r], keys, values, shape.softmax_scale, shape.window)
         return out
 
 
@@ -186,10 +192,11 @@ class GqaAttention:
 def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:
     """From `prefix`.{q,k,v,o}_proj."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    bias = shape.bias or shape.qkv_bias
     return Projections(
-        parts.linear(f"{prefix}.q_proj", wide, hidden, shape.bias),
-        parts.linear(f"{prefix}.k_proj", narrow, hidden, shape.bias),
-        parts.linear(f"{prefix}.v_proj", narrow, hidden, shape.bias),
+        parts.linear(f"{prefix}.q_proj", wide, hidden, bias),
+        parts.linear(f"{prefix}.k_proj", narrow, hidden, bias),
+        parts.linear(f"{prefix}.v_proj", narrow, hidden, bias),
         parts.linear(f"{prefix}.o_proj", hidden, wide, shape.bias),
         parts.tuned,
     )

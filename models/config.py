@@ -64,6 +64,30 @@ class Fields:
             raise self._error(name, value, f"must be a list of integers from {low} to {high}")
         return tuple(value)
 
+    def words(self, name: str, *, known: tuple[str, ...], count: int) -> tuple[str, ...] | None:
+        """A list of `count` of the known words, or None when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise self._error(name, value, f"must be a list of {count} words")
+        if any(not isinstance(word, str) or word not in known for word in value):
+            raise self._error(name, value, f"holds a word that is none of {', '.join(known)}")
+        return tuple(value)
+
+    def numbers(self, name: str, *, low: float, high: float, most: int) -> tuple[float, ...]:
+        """A list of 1 … `most` numbers in low … high; required."""
+        value = self._values.get(name)
+        if value is None:
+            raise ModelDataError(f"{self._where} lacks {name}")
+        if (
+            not isinstance(value, list | tuple)
+            or not 1 <= len(value) <= most
+            or any(type(item) not in (int, float) or not low <= item <= high for item in value)
+        ):
+            raise self._error(name, value, f"must be a list of numbers from {low:g} to {high:g}")
+        return tuple(map(float, value))
+
     def number(self, name: str, *, low: float, high: float, default: float | None = None) -> float:
         """A finite number in low … high; required when there is no default."""
         value = self.optional_number(name, low=low, high=high)
@@ -110,6 +134,11 @@ class Fields:
         if value is None or value == {}:
             return None
         return Fields(value, f"{self._where}: {name}")
+
+    def is_word(self, name: str, word: str) -> bool:
+        """Whether the key's value is this word."""
+        value = self._values.get(name)
+        return isinstance(value, str) and value == word
 
     def has(self, name: str) -> bool:
         """Whether the key is present and not null."""

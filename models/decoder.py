@@ -6,7 +6,7 @@ Does not know families: a family's file hands it blocks. Knows experts only as t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,7 @@ from moeinf.models.config import (
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.moe import Router, SparseFfn
-from moeinf.models.norms import RmsNorm
+from moeinf.models.norms import RmsNorm, layer_norm
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
 _HEAD_ROWS = 64  # rows of logits computed at once
@@ -42,12 +42,28 @@ class BodyConfig:
     max_context: int
     tied_embeddings: bool
     rope: RopeConfig
+    layer_norm: bool = False  # the final norm is one, with a bias
+    head_bias: bool = False  # on lm_head
+    embedding_scale: float = 1.0  # embeddings are multiplied with it
+    logits_scale: float = 1.0  # logits are divided by it
 
 
-def parse_body(fields: Fields, *, default_theta: float, default_eps: float) -> BodyConfig:
-    """Raises ModelDataError; also for an activation other than silu and for quantised weights."""
+def parse_body(
+    fields: Fields,
+    *,
+    default_theta: float,
+    default_eps: float,
+    default_partial: float | None = None,
+) -> BodyConfig:
+    """Raises ModelDataError; also for an activation other than silu and for quantised weights.
+
+    Blocks of 8-bit floats are none: what reads the checkpoint widens them. default_partial: see
+    rope.parse_rope.
+    """
     fields.choice("hidden_act", default="silu", known=("silu", "swish"))
-    fields.refuse("quantization_config")
+    quantised = fields.section("quantization_config")
+    if quantised is None or not quantised.is_word("quant_method", "fp8"):
+        fields.refuse("quantization_config")
     max_context = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     return BodyConfig(
         vocab=fields.integer("vocab_size", high=MAX_VOCAB),
@@ -57,23 +73,52 @@ def parse_body(fields: Fields, *, default_theta: float, default_eps: float) -> B
         norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0, default=default_eps),
         max_context=max_context,
         tied_embeddings=fields.flag("tie_word_embeddings"),
-        rope=parse_rope(fields, max_context, default_theta),
+        rope=parse_rope(fields, max_context, default_theta, default_partial),
     )
 
 
 @dataclass(frozen=True)
 class Block:
-    """x += attention(norm(x)); x += ffn(norm(x))."""
+    """x += residual · attention(norm(x)); x += residual · ffn(norm(x))."""
 
     attention_norm: Callable[[Tensor], Tensor]
     attention: Callable[[Tensor, PassRows], Tensor]
     ffn_norm: Callable[[Tensor], Tensor]
     ffn: Callable[[Tensor, Experts], Tensor]
+    residual: float = 1.0
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """[T, D] -> [T, D]."""
+        if self.residual == 1.0:
+            x = x + self.attention(self.attention_norm(x), rows)
+            return x + self.ffn(self.ffn_norm(x), experts)
+        x = x + self.attention(self.attention_norm(x), rows) * self.residual
+        return x + self.ffn(self.ffn_norm(x), experts) * self.residual
+
+
+@dataclass(frozen=True)
+class ParallelBlock:
+    """h = x + attention(norm(x)); out = h + residual(norm(h)) + ffn(norm(x)), as in arctic.
+
+    The experts read x, not h: they are asked first, and loaded while the rest runs.
+    """
+
+    attention_norm: Callable[[Tensor], Tensor]
+    attention: Callable[[Tensor, PassRows], Tensor]
+    residual_norm: Callable[[Tensor], Tensor]
+    residual: Callable[[Tensor], Tensor]
+    ffn_norm: Callable[[Tensor], Tensor]
+    ffn: SparseFfn
+
+    def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
+        """[T, D] -> [T, D]."""
+        pending = self.ffn.start(self.ffn_norm(x), experts)
         x = x + self.attention(self.attention_norm(x), rows)
-        return x + self.ffn(self.ffn_norm(x), experts)
+        x = x + self.residual(self.residual_norm(x))
+        return x + pending.result()
+
+
+Layer = Block | ParallelBlock
 
 
 class Decoder:
@@ -85,7 +130,7 @@ class Decoder:
         moe: MoeShape,
         planes: tuple[tuple[int, int], ...],
         rope_dim: int,
-        blocks: Sequence[Block],
+        blocks: Sequence[Layer],
         parts: Parts,
     ) -> None:
         """planes: what the blocks' attention caches per layer; see kv_cache.py."""
@@ -94,19 +139,11 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         self._embedding = embedding  # [V, D]
-        tuned = (
-            replace(
-                block,
-                attention_norm=parts.tuned(block.attention_norm),
-                ffn_norm=parts.tuned(block.ffn_norm),
-            )
-            for block in blocks
-        )
-        self._blocks = _looking_ahead(tuple(tuned))
-        norm = RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
-        self._norm = parts.tuned(norm)
+        self._blocks = _looking_ahead([_tuned_norms(block, parts) for block in blocks])
+        self._norm = parts.tuned(_final_norm(config, parts))
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._head: Linear = parts.linear(head, config.vocab, config.hidden)
+        self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
+        self._embedding_scale, self._logits_scale = config.embedding_scale, config.logits_scale
         self._rope = Rope(config.rope, rope_dim, embedding.device)
         self._cache = CacheLayout(config.layers, planes, embedding.dtype, embedding.device)
         self.kv_bytes_per_token = self._cache.bytes_per_token
@@ -175,8 +212,11 @@ class Decoder:
         positions = torch.cat(
             [torch.arange(s.past, s.past + s.count, device=ids.device) for s in spans]
         )
-        rows = PassRows(spans, *self._rope(positions))
+        contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
+        rows = PassRows(spans, *self._rope(positions, contexts))
         x = functional.embedding(ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         for block in self._blocks:
             x = block(x, rows, experts)
         return x
@@ -186,11 +226,25 @@ class Decoder:
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
             out[rows] = self._head(self._norm(x[rows]))
+        if self._logits_scale != 1.0:
+            out /= self._logits_scale
 
 
-def _looking_ahead(blocks: Sequence[Block]) -> tuple[Block, ...]:
+def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
+    if config.layer_norm:
+        return layer_norm(parts, "model.norm", config.hidden, config.norm_eps)
+    return RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+
+
+def _tuned_norms(block: Layer, parts: Parts) -> Layer:
+    """The block with whatever the loader puts in the place of its norms."""
+    names = [field.name for field in fields(block) if field.name.endswith("_norm")]
+    return replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
+
+
+def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
     """Tells every MoE layer the router of the next one, so that it can hint."""
-    linked: list[Block] = []
+    linked: list[Layer] = []
     router: Router | None = None
     for block in reversed(blocks):
         if isinstance(block.ffn, SparseFfn):

@@ -13,20 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from moeinf.models.base import ExpertPart, Experts, Family, Model, MoeShape, Parts, Role
-from moeinf.models.config import (
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    Fields,
-    require,
-)
+from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.expert_names import expert_part, expert_pattern
 from moeinf.models.ffn import gated_mlp
-from moeinf.models.mla import MlaAttention, MlaShape
+from moeinf.models.mla import MlaAttention, MlaShape, parse_mla
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.routing import SoftmaxRouter, require_groups
 
 _ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
@@ -46,15 +40,8 @@ class DeepseekV2Config:
     routed_scale: float
 
     def __post_init__(self) -> None:
-        require(self.attention.rope % 2 == 0, f"qk_rope_head_dim {self.attention.rope} is odd")
         if self.groups is not None:
-            groups, kept = self.groups
-            experts, top_k = self.moe.experts, self.moe.top_k
-            require(experts % groups == 0, f"{experts} experts do not form {groups} groups")
-            require(kept <= groups, f"topk_group {kept} of {groups} groups")
-            require(
-                top_k <= experts // groups * kept, f"{kept} groups hold fewer than {top_k} experts"
-            )
+            require_groups(*self.groups, self.moe.experts, self.moe.top_k)
 
 
 def parse(values: Mapping[str, Any]) -> DeepseekV2Config:
@@ -77,7 +64,7 @@ def parse(values: Mapping[str, Any]) -> DeepseekV2Config:
     sparse = range(-(-first // step) * step, body.layers, step)
     return DeepseekV2Config(
         body=body,
-        attention=_parse_mla(fields, body),
+        attention=parse_mla(fields, body.heads, body.rope),
         moe=parse_moe(fields, len(sparse), body.hidden, "moe_intermediate_size"),
         sparse_layers=sparse,
         dense_intermediate=fields.integer("intermediate_size", high=MAX_WIDTH),
@@ -87,27 +74,11 @@ def parse(values: Mapping[str, Any]) -> DeepseekV2Config:
     )
 
 
-def _parse_mla(fields: Fields, body: BodyConfig) -> MlaShape:
-    nope = fields.integer("qk_nope_head_dim", high=MAX_WIDTH)
-    rope = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
-    return MlaShape(
-        heads=body.heads,
-        nope=nope,
-        rope=rope,
-        value=fields.integer("v_head_dim", high=MAX_WIDTH),
-        kv_lora=fields.integer("kv_lora_rank", high=MAX_WIDTH),
-        q_lora=fields.optional_integer("q_lora_rank", high=MAX_WIDTH),
-        scale=(nope + rope) ** -0.5 * body.rope.softmax_factor,
-        bias=fields.flag("attention_bias"),
-    )
-
-
 def build(config: DeepseekV2Config, parts: Parts) -> Model:
     """See base.Family."""
     shape = config.attention
     blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
-    planes = ((1, shape.kv_lora + shape.rope),)
-    return Decoder(config.body, config.moe, planes, shape.rope, blocks, parts)
+    return Decoder(config.body, config.moe, shape.planes, shape.rope, blocks, parts)
 
 
 def _block(config: DeepseekV2Config, parts: Parts, layer: int) -> Block:

@@ -21,9 +21,10 @@ from torch.nn import functional
 
 from moeinf.models.attention import attend, attend_one, head_blocks
 from moeinf.models.base import Linear, Parts
+from moeinf.models.config import MAX_WIDTH, Fields, require
 from moeinf.models.kv_cache import PassRows, Span
 from moeinf.models.norms import RmsNorm
-from moeinf.models.rope import rotate_pairs
+from moeinf.models.rope import RopeConfig, rotate_pairs
 
 _EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
 
@@ -40,6 +41,30 @@ class MlaShape:
     q_lora: int | None  # q_lora_rank
     scale: float
     bias: bool = False  # on q_a_proj, kv_a_proj_with_mqa and o_proj
+
+    def __post_init__(self) -> None:
+        require(self.rope % 2 == 0, f"qk_rope_head_dim {self.rope} is odd")
+
+    @property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """What a layer caches: see kv_cache.py."""
+        return ((1, self.kv_lora + self.rope),)
+
+
+def parse_mla(fields: Fields, heads: int, rope: RopeConfig) -> MlaShape:
+    """Reads the sizes; raises ModelDataError."""
+    nope = fields.integer("qk_nope_head_dim", high=MAX_WIDTH)
+    rotated = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
+    return MlaShape(
+        heads=heads,
+        nope=nope,
+        rope=rotated,
+        value=fields.integer("v_head_dim", high=MAX_WIDTH),
+        kv_lora=fields.integer("kv_lora_rank", high=MAX_WIDTH),
+        q_lora=fields.optional_integer("q_lora_rank", high=MAX_WIDTH),
+        scale=(nope + rotated) ** -0.5 * rope.softmax_factor,
+        bias=fields.flag("attention_bias"),
+    )
 
 
 class MlaAttention:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Experts, MoeShape, Phase
+from moeinf.models.base import Experts, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
 from moeinf.models.ffn import swiglu
 
@@ -130,10 +130,15 @@ class SparseFfn:
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
         """[T, D] -> [T, D]."""
+        pending = self.start(x, experts)
+        shared = self.shared(x) if self.shared is not None else None
+        routed = pending.result()
+        return routed if shared is None else routed + shared
+
+    def start(self, x: Tensor, experts: Experts) -> Pending:
+        """Only the routed experts of x [T, D], for a layer that does more meanwhile."""
         ids, weights = self.router(x)
         pending = experts.submit(self.layer, x, ids, weights)
         if self.ahead is not None and experts.wants_hints:
             experts.hint(self.layer + 1, *self.ahead(x))
-        shared = self.shared(x) if self.shared is not None else None
-        routed = pending.result()
-        return routed if shared is None else routed + shared
+        return pending

@@ -1,4 +1,4 @@
-"""RMSNorm, in the order of operations that the released models were trained with.
+"""RMSNorm and LayerNorm, in the order of operations that the released models were trained with.
 
 Does not know layers or families.
 """
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.base import Parts
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,25 @@ class RmsNorm:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean(x)) / sqrt(var(x) + eps) times the weight [D], plus the bias [D]."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[…, D] -> [… , D]."""
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def layer_norm(parts: Parts, prefix: str, width: int, eps: float) -> LayerNorm:
+    """From `prefix`.weight and `prefix`.bias."""
+    weight, bias = (parts.tensor(f"{prefix}.{name}", width) for name in ("weight", "bias"))
+    return LayerNorm(weight, bias, eps)
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,16 @@ Does not know where weights come from. Math as in transformers 5.23, modeling_qw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Experts, Family, Model, MoeShape, Parts, Role
-from moeinf.models.config import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Fields
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.config import MAX_CONTEXT, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.expert_names import expert_part, expert_pattern
-from moeinf.models.ffn import gated_mlp
-from moeinf.models.moe import SparseFfn, parse_moe
+from moeinf.models.feed_forward import FfnPlan, feed_forward, parse_ffn, parse_sparse_step
 from moeinf.models.norms import HeadNorm, RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 
@@ -31,10 +28,12 @@ class Qwen3MoeConfig:
 
     body: BodyConfig
     attention: GqaShape
-    moe: MoeShape
-    sparse_layers: tuple[int, ...]  # the layers that have experts
-    dense_intermediate: int | None  # of the others; None where there are none
+    ffn: FfnPlan
     renormalise: bool  # norm_topk_prob
+
+    @property
+    def moe(self) -> MoeShape:
+        return self.ffn.moe
 
 
 def parse(values: Mapping[str, Any]) -> Qwen3MoeConfig:
@@ -47,18 +46,10 @@ def parse(values: Mapping[str, Any]) -> Qwen3MoeConfig:
         bias=fields.flag("attention_bias"),
         window=window if fields.flag("use_sliding_window") else None,
     )
-    step = fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
-    dense = set(fields.integers("mlp_only_layers", high=MAX_LAYERS))
-    sparse = tuple(n for n in range(step - 1, body.layers, step) if n not in dense)
-    any_dense = len(sparse) < body.layers
     return Qwen3MoeConfig(
         body=body,
         attention=shape,
-        moe=parse_moe(fields, len(sparse), body.hidden, "moe_intermediate_size"),
-        sparse_layers=sparse,
-        dense_intermediate=(
-            fields.integer("intermediate_size", high=MAX_WIDTH) if any_dense else None
-        ),
+        ffn=parse_ffn(fields, parse_sparse_step(fields, body.layers), body.layers, body.hidden),
         renormalise=fields.flag("norm_topk_prob"),
     )
 
@@ -71,11 +62,16 @@ def build(config: Qwen3MoeConfig, parts: Parts) -> Model:
 
 
 def _block(config: Qwen3MoeConfig, parts: Parts, layer: int) -> Block:
-    body, shape, prefix = config.body, config.attention, f"model.layers.{layer}"
+    body, shape, moe = config.body, config.attention, config.moe
+    prefix = f"model.layers.{layer}"
     attention = f"{prefix}.self_attn"
 
     def norm(name: str, width: int) -> RmsNorm:
         return RmsNorm(parts.tensor(f"{name}.weight", width), body.norm_eps)
+
+    def router() -> SoftmaxRouter:
+        gate = parts.tensor(f"{prefix}.mlp.gate.weight", moe.experts, moe.hidden)
+        return SoftmaxRouter(gate, moe.top_k, config.renormalise)
 
     return Block(
         attention_norm=norm(f"{prefix}.input_layernorm", body.hidden),
@@ -87,26 +83,13 @@ def _block(config: Qwen3MoeConfig, parts: Parts, layer: int) -> Block:
             k_norm=HeadNorm(norm(f"{attention}.k_norm", shape.head_dim)),
         ),
         ffn_norm=norm(f"{prefix}.post_attention_layernorm", body.hidden),
-        ffn=_ffn(config, parts, layer, f"{prefix}.mlp"),
+        ffn=feed_forward(config.ffn, parts, layer, f"{prefix}.mlp", router),
     )
-
-
-def _ffn(
-    config: Qwen3MoeConfig, parts: Parts, layer: int, prefix: str
-) -> Callable[[Tensor, Experts], Tensor]:
-    moe = config.moe
-    if layer in config.sparse_layers:
-        gate = parts.tensor(f"{prefix}.gate.weight", moe.experts, moe.hidden)
-        router = SoftmaxRouter(gate, moe.top_k, config.renormalise)
-        return SparseFfn(config.sparse_layers.index(layer), router)
-    assert config.dense_intermediate is not None
-    mlp = gated_mlp(parts, prefix, moe.hidden, config.dense_intermediate)
-    return lambda x, experts: mlp(x)
 
 
 def expert(name: str, config: Qwen3MoeConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, config.sparse_layers, config.moe.experts)
+    return expert_part(name, _EXPERT, _ROLES, config.ffn.sparse_layers, config.moe.experts)
 
 
 def ignores(name: str, config: Qwen3MoeConfig) -> bool:

@@ -1,12 +1,18 @@
-"""Rotary position embedding: default, linear, yarn and llama3 frequencies, two ways to pair.
+"""Rotary position embedding: five kinds of frequencies, two ways to pair.
 
 Does not know attention: it turns positions into angles and rotates vectors by them.
 Formulas as in transformers 5.23, modeling_rope_utils.py.
+
+longrope (arXiv 2402.13753) has two sets of frequencies: one for texts up to the length of the
+original training, one for longer texts. Keys in a cache cannot change sets when a text grows beyond
+it, and a text may come in chunks. So what a state has room for decides, once: every token of a
+state with more room than the original length turns by the long set.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +20,8 @@ from torch import Tensor
 
 from moeinf.models.config import MAX_CONTEXT, Fields, require
 
-_KINDS = ("default", "linear", "yarn", "llama3")
+_KINDS = ("default", "linear", "yarn", "llama3", "longrope")
+_MAX_PAIRS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,8 @@ class RopeConfig:
     theta: float
     kind: str = "default"
     factor: float = 1.0
-    original_context: int = 0  # yarn, llama3
-    attention_factor: float | None = None  # yarn
+    original_context: int = 0  # yarn, llama3, longrope
+    attention_factor: float | None = None  # yarn, longrope
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -33,6 +40,11 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
+    short: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to original_context
+    long: tuple[float, ...] = ()  # the same beyond it
+    short_mscale: float | None = None  # longrope: attention factors, where a config has them
+    long_mscale: float | None = None
+    partial: float = 1.0  # share of a head's dimensions that turn
 
     def __post_init__(self) -> None:
         require(self.kind in _KINDS, f"rope type {self.kind!r} is not supported")
@@ -46,6 +58,12 @@ class RopeConfig:
             f"low_freq_factor {self.low_freq_factor:g}",
         )
 
+    def turning(self, head_dim: int) -> int:
+        """How many dimensions of a head turn. Raises ModelDataError unless they form pairs."""
+        count = int(head_dim * self.partial)
+        require(count > 0 and count % 2 == 0, f"{count} of {head_dim} dimensions cannot be rotated")
+        return count
+
     @property
     def softmax_factor(self) -> float:
         """What DeepSeek multiplies its softmax scale with: mscale_all_dim's mscale, squared."""
@@ -54,19 +72,27 @@ class RopeConfig:
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
 
-def parse_rope(fields: Fields, max_context: int, default_theta: float) -> RopeConfig:
+def parse_rope(
+    fields: Fields, max_context: int, default_theta: float, default_partial: float | None = None
+) -> RopeConfig:
     """Reads both spellings; `rope_scaling` wins over `rope_parameters`, as in transformers.
 
-    Raises ModelDataError for an unknown type, a partial rotation or an absurd value.
+    default_partial: None for a family whose heads always turn as a whole. Raises ModelDataError
+    for an unknown type, a partial rotation where there is none, or an absurd value.
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({})
     kind = rope.choice("rope_type", "type", default="default", known=_KINDS)
-    for place in (fields, rope):
-        place.refuse("partial_rotary_factor", 1.0, 1)
+    partial = 1.0
+    if default_partial is None:
+        for place in (fields, rope):
+            place.refuse("partial_rotary_factor", 1.0, 1)
+    else:
+        partial = fields.number("partial_rotary_factor", low=0.0, high=1.0, default=default_partial)
+        partial = rope.number("partial_rotary_factor", low=0.0, high=1.0, default=partial)
     theta = fields.number("rope_theta", low=2.0, high=1e12, default=default_theta)
     theta = rope.number("rope_theta", low=2.0, high=1e12, default=theta)
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta, partial=partial)
     original = rope.integer(
         "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
     )
@@ -74,11 +100,18 @@ def parse_rope(fields: Fields, max_context: int, default_theta: float) -> RopeCo
         "original_max_position_embeddings", high=MAX_CONTEXT, default=original
     )
     # Yarn may leave the factor out: it is then the ratio of the two context lengths.
-    ratio = max(max_context / original, 1.0) if kind == "yarn" else None
+    ratio = max(max_context / original, 1.0) if kind in ("yarn", "longrope") else None
     low_high = {
         name: rope.number(name, low=1e-3, high=1e6)
         for name in (("low_freq_factor", "high_freq_factor") if kind == "llama3" else ())
     }
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    if kind == "longrope":
+        short, long = (
+            rope.numbers(name, low=1e-3, high=1e6, most=_MAX_PAIRS)
+            for name in ("short_factor", "long_factor")
+        )
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -90,6 +123,11 @@ def parse_rope(fields: Fields, max_context: int, default_theta: float) -> RopeCo
         mscale=rope.optional_number("mscale", low=0.0, high=1e3),
         mscale_all_dim=rope.optional_number("mscale_all_dim", low=0.0, high=1e3),
         truncate=rope.flag("truncate", default=True),
+        short=short,
+        long=long,
+        short_mscale=rope.optional_number("short_mscale", low=1e-3, high=1e3),
+        long_mscale=rope.optional_number("long_mscale", low=1e-3, high=1e3),
+        partial=partial,
         **low_high,
     )
 
@@ -98,20 +136,40 @@ class Rope:
     """The angles of one model: positions -> cos and sin, computed once per pass."""
 
     def __init__(self, config: RopeConfig, dim: int, device: torch.device) -> None:
-        """dim, the rotated dimensions of a head, must be even."""
+        """dim, the rotated dimensions of a head, must be even. Raises ModelDataError when longrope
+        has not a factor for every pair of them.
+        """
         assert dim % 2 == 0, dim
         self._frequencies = inverse_frequencies(config, dim).to(device)
         self._factor = _attention_factor(config)
+        self._original = config.original_context
+        self._long: tuple[Tensor, float] | None = None
+        if config.kind == "longrope":
+            long = inverse_frequencies(config, dim, beyond_original=True).to(device)
+            self._long = long, _attention_factor(config, beyond_original=True)
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> (cos, sin), each [T, dim/2] float32 and times the attention factor."""
-        angles = positions[:, None].float() * self._frequencies  # [T, dim/2]
-        return angles.cos() * self._factor, angles.sin() * self._factor
+    def __call__(self, positions: Tensor, contexts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """positions [T] -> (cos, sin), each [T, dim/2] float32 and times the attention factor.
+
+        contexts [T]: what the state of each row has room for; only longrope asks.
+        """
+        frequencies: Tensor = self._frequencies
+        factor: Tensor | float = self._factor
+        if self._long is not None:
+            beyond = torch.tensor(contexts, device=positions.device)[:, None] > self._original
+            frequencies = torch.where(beyond, self._long[0], frequencies)  # [T, dim/2]
+            factor = torch.where(beyond, self._long[1], self._factor)  # [T, 1]
+        angles = positions[:, None].float() * frequencies  # [T, dim/2]
+        return angles.cos() * factor, angles.sin() * factor
 
 
-def inverse_frequencies(config: RopeConfig, dim: int) -> Tensor:
+def inverse_frequencies(config: RopeConfig, dim: int, beyond_original: bool = False) -> Tensor:
     """[dim/2] float32: the angle per position of each pair."""
     periods = config.theta ** (torch.arange(0, dim, 2).float() / dim)  # [dim/2]
+    if config.kind == "longrope":
+        factors = config.long if beyond_original else config.short
+        require(len(factors) == dim // 2, f"{len(factors)} longrope factors for {dim // 2} pairs")
+        return 1.0 / (torch.tensor(factors) * periods)
     if config.kind == "yarn":
         return _yarn(config, dim, periods)
     if config.kind == "llama3":
@@ -120,7 +178,14 @@ def inverse_frequencies(config: RopeConfig, dim: int) -> Tensor:
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2]."""
+    """Rotates x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2].
+
+    With fewer angles only the first 2·angles dimensions turn (partial rotary); the rest stays.
+    """
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:
+        turned = rotate_half(x[..., :turning], cos, sin)
+        return torch.cat((turned, x[..., turning:]), -1)
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
@@ -138,8 +203,11 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _attention_factor(config: RopeConfig) -> float:
+def _attention_factor(config: RopeConfig, beyond_original: bool = False) -> float:
     """What cos and sin are multiplied with."""
+    if config.kind == "longrope":
+        given = config.long_mscale if beyond_original else config.short_mscale
+        return _longrope_factor(config) if given is None else given
     if config.kind != "yarn":
         return 1.0
     if config.attention_factor is not None:
@@ -147,6 +215,15 @@ def _attention_factor(config: RopeConfig) -> float:
     if config.mscale and config.mscale_all_dim:
         return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
     return _mscale(config.factor)
+
+
+def _longrope_factor(config: RopeConfig) -> float:
+    """LongRoPE's temperature (arXiv 2402.13753, as in Phi-3's configuration)."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_context))
 
 
 def _yarn(config: RopeConfig, dim: int, periods: Tensor) -> Tensor:

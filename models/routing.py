@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeinf.models.config import require
+
 
 @dataclass(frozen=True)
 class SoftmaxRouter:
@@ -48,3 +50,81 @@ def limit_to_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     best = grouped.amax(-1).topk(kept, dim=-1).indices  # [T, kept]
     mask = torch.zeros_like(grouped[..., 0]).scatter(1, best, 1.0)  # [T, G]
     return (grouped * mask[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class SigmoidRouter:
+    """Sigmoid scores of which a learnt bias chooses the top K, in float32.
+
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), topk_method noaux_tc. The bias only chooses;
+    the weights are the scores without it.
+
+    weight        [E, D] in any dtype
+    bias          [E] e_score_correction_bias
+    groups        (n_group, topk_group): only experts of the best groups count
+    """
+
+    weight: Tensor
+    bias: Tensor
+    top_k: int
+    renormalise: bool
+    scale: float = 1.0
+    groups: tuple[int, int] | None = None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> ids [T, K] int64 and weights [T, K] float32, in the order of choice."""
+        scores = functional.linear(x.float(), self.weight.float()).sigmoid()  # [T, E]
+        choice = scores + self.bias.float()
+        if self.groups is not None:
+            choice = drop_groups(choice, *self.groups)
+        ids = choice.topk(self.top_k, dim=-1).indices  # [T, K]
+        weights = scores.gather(1, ids)
+        if self.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * self.scale
+
+
+def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:
+    """choice [T, E] with -inf outside the `kept` of `groups` equal groups with the best two scores.
+
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a group counts as much as its best two together.
+    """
+    grouped = torch.unflatten(choice, -1, (groups, -1))  # [T, G, E/G]
+    worth = grouped.topk(2, dim=-1).values.sum(-1)  # [T, G]
+    best = worth.topk(kept, dim=-1).indices  # [T, kept]
+    dropped = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)  # [T, G]
+    return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+
+
+def require_groups(groups: int, kept: int, experts: int, top_k: int) -> None:
+    """Raises ModelDataError unless `kept` of `groups` equal groups hold top_k experts."""
+    require(experts % groups == 0, f"{experts} experts do not form {groups} groups")
+    require(kept <= groups, f"topk_group {kept} of {groups} groups")
+    require(top_k <= experts // groups * kept, f"{kept} groups hold fewer than {top_k} experts")
+
+
+@dataclass(frozen=True)
+class SparseMixer:
+    """Phi-3.5-MoE's choice of two experts (arXiv 2409.12136), as it is at inference, in float32.
+
+    The best expert's weight is its softmax among those that come close to it; the second one's is
+    the same without the first. Close means less than 2 · jitter below the best, relative to the
+    larger of the best logit and the magnitude of one's own. The two do not sum to 1.
+    """
+
+    weight: Tensor  # [E, D] in any dtype
+    jitter: float  # router_jitter_noise
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> ids [T, 2] int64 and weights [T, 2] float32, the best first."""
+        logits = functional.linear(x.float(), self.weight.float())  # [T, E]
+        first, first_weight = self._best(logits, logits)
+        second, second_weight = self._best(logits.scatter(1, first, -torch.inf), logits)
+        return torch.cat((first, second), 1), torch.cat((first_weight, second_weight), 1)
+
+    def _best(self, candidates: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best candidate's id and weight, [T, 1] each."""
+        best, ids = candidates.max(-1, keepdim=True)
+        distance = (best - logits) / torch.maximum(logits.abs(), best)
+        close = candidates.masked_fill(distance > 2 * self.jitter, -torch.inf)
+        return ids, close.softmax(-1).gather(1, ids)

@@ -46,6 +46,8 @@ class SourceTensor:
     path: Path
     offset: int  # in the file
     size_bytes: int
+    scales: SourceTensor | None = None  # see fp8.py; the factors of blocks of `block` weights
+    block: tuple[int, int] = (1, 1)
 
     @property
     def elements(self) -> int:

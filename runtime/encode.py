@@ -21,6 +21,7 @@ from moeinf.runtime.checkpoint import (
     memory_of,
     read_exactly,
 )
+from moeinf.runtime.fp8 import wide_rows
 
 
 def encoded(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
@@ -28,7 +29,17 @@ def encoded(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
 
     A block is valid until the next one is taken. Raises BadCheckpoint when the file ends early.
     """
+    if tensor.scales is not None:
+        return _widened(tensor, form)
     return _tiles(tensor, form) if is_tiled(form) else blocks(tensor, form)
+
+
+def _widened(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
+    for rows in wide_rows(tensor, BLOCK_ROWS):
+        if is_tiled(form):
+            yield memory_of(quantise(rows, form))
+        else:
+            yield memory_of(rows.to(TORCH_DTYPE[form]).view(-1))
 
 
 def _tiles(tensor: SourceTensor, form: str) -> Iterator[memoryview]:

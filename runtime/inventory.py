@@ -23,8 +23,10 @@ from moeinf.offload.layout import (
     stored_bytes,
 )
 from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, SourceTensor
+from moeinf.runtime.fp8 import join_scales
 
 _HEAD = "lm_head.weight"
+_CHOOSING = ".e_score_correction_bias"
 
 
 class WantedParts:
@@ -68,8 +70,11 @@ class Inventory:
         """The format of a dense tensor in a model of format `dtype`.
 
         The output head keeps 8 bits, as GGUF files keep it in 6 or 8; what is not a linear's weight
-        (norms, router gates, embeddings) is never quantised.
+        (norms, router gates, embeddings) is never quantised. What only chooses experts keeps all
+        of its bits: in bfloat16 the biases of DeepSeek-V3 would choose others.
         """
+        if name.endswith(_CHOOSING):
+            return "F32"
         if not is_tiled(dtype):
             return dtype
         if name not in self.linear:
@@ -106,7 +111,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in join_scales(checkpoint).items():
         fused = family.fused(name, config)
         if fused is not None:
             for key, role, piece in _unfuse(fused, tensor, model.moe):
@@ -158,5 +163,5 @@ def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
         raise BadCheckpoint(
             f"{tensor.path}: {tensor.name!r} is {list(tensor.shape)}, the config says {list(shape)}"
         )
-    if tensor.dtype not in TORCH_DTYPE:
+    if tensor.dtype not in TORCH_DTYPE and tensor.scales is None:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not a float format")

@@ -56,7 +56,7 @@ class NativeGqa:
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
-            shape.head_dim**-0.5,
+            shape.softmax_scale,
             shape.window or 0,
             _norm(core.q_norm),
             _norm(core.k_norm),
@@ -64,7 +64,8 @@ class NativeGqa:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        if q.dtype != torch.bfloat16:
+        # The step turns whole heads; partial rotary has fewer angles.
+        if q.dtype != torch.bfloat16 or 2 * rows.cos.shape[-1] != self._torch.shape.head_dim:
             return self._torch(q, k, v, rows)
 
         def step(rows: PassRows, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:

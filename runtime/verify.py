@@ -17,6 +17,7 @@ from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
 from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.durable import sync_filesystem
+from moeinf.runtime.fp8 import sources
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
 
@@ -112,7 +113,7 @@ def repair(
                 raise CannotRepair(f"the source has no {damage.path} any more") from error
             _replace(folder, manifest, damage.path, b"", data)
         else:
-            source.bring_tensors(list(target.parts))
+            source.bring_tensors(sources(target.parts))
             parts = (block for n in range(len(target.parts)) for block in target.data(n))
             _replace(folder, manifest, damage.path, target.header, parts)
         progress("repairing", number + 1, len(damages))

@@ -85,6 +85,15 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
     matrices: dict[tuple[int, int], dict[Role, Tensor]] = {}
     dense: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        fused = family.fused(name, config)
+        if fused is not None:
+            for number, matrix in enumerate(tensor):
+                roles = matrices.setdefault((fused.layer, number), {})
+                if fused.role == "down":
+                    roles["down"] = matrix
+                else:
+                    roles["gate"], roles["up"] = matrix.chunk(2)
+            continue
         part = family.expert(name, config)
         if part is not None:
             matrices.setdefault((part.layer, part.expert), {})[part.role] = tensor

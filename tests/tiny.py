@@ -1,4 +1,4 @@
-"""Tiny random-weight models of every family, made and saved by transformers.
+"""Tiny random-weight models of every family, made and saved by transformers or tests/arctic.py.
 
 Does not know moeinf: what is written here looks like a checkpoint from the hub.
 """
@@ -6,7 +6,6 @@ Does not know moeinf: what is written here looks like a checkpoint from the hub.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,186 +13,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.arctic import ArcticConfig, ArcticReference
+from tests.tiny_configs import TINY
+
+__all__ = ["TINY", "save_tiny", "tiny_config", "tiny_reference"]
+
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
 _ROUTER_GAIN = 2.5  # so that experts are not chosen by chance nor by one logit alone
-
-_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 24, "rope_theta": 1e4}
-_DEEPSEEK = {
-    "hidden_size": 36,
-    "num_attention_heads": 3,
-    "intermediate_size": 50,
-    "moe_intermediate_size": 22,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "num_hidden_layers": 3,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """A transformers config class and what it is given."""
-
-    family: str
-    config_class: str
-    settings: dict[str, Any]
-
-
-def _mixtral(**settings: Any) -> Tiny:
-    sizes = {
-        "hidden_size": 48,
-        "intermediate_size": 40,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "num_local_experts": 5,
-    }
-    return Tiny("mixtral", "MixtralConfig", {**sizes, **settings})
-
-
-def _olmoe(**settings: Any) -> Tiny:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-    }
-    return Tiny("olmoe", "OlmoeConfig", {**sizes, **settings})
-
-
-def _deepseek(**settings: Any) -> Tiny:
-    return Tiny("deepseek_v2", "DeepseekV2Config", {**_DEEPSEEK, **settings})
-
-
-def _qwen3(**settings: Any) -> Tiny:
-    sizes = {
-        "hidden_size": 40,
-        "intermediate_size": 28,
-        "moe_intermediate_size": 18,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,  # not hidden_size / heads
-        "num_hidden_layers": 2,
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-    }
-    return Tiny("qwen3_moe", "Qwen3MoeConfig", {**sizes, **settings})
-
-
-TINY: dict[str, Tiny] = {
-    "mixtral": _mixtral(),
-    "mixtral-wide-heads": _mixtral(
-        hidden_size=40,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=10,
-        num_experts_per_tok=1,
-        tie_word_embeddings=True,
-    ),
-    "mixtral-all-experts": _mixtral(
-        num_key_value_heads=1,
-        num_experts_per_tok=5,
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-    ),
-    "mixtral-window": _mixtral(
-        sliding_window=7,
-        rms_norm_eps=0.03,
-        rope_parameters={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 1e4,
-        },
-    ),
-    "olmoe": _olmoe(),
-    "olmoe-renormalised": _olmoe(
-        hidden_size=60,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        norm_topk_prob=True,
-        num_experts_per_tok=7,
-        clip_qkv=0.9,
-        rms_norm_eps=0.03,
-        attention_bias=True,
-        tie_word_embeddings=True,
-    ),
-    "olmoe-yarn": _olmoe(
-        num_key_value_heads=2,
-        num_experts_per_tok=1,
-        rope_parameters={**_YARN, "factor": 5.0, "truncate": False},
-    ),
-    "deepseek-lite": _deepseek(
-        q_lora_rank=None,
-        first_k_dense_replace=1,
-        n_shared_experts=2,
-        rope_parameters={
-            **_YARN,
-            "factor": 40.0,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
-    ),
-    "deepseek-groups": _deepseek(
-        q_lora_rank=14,
-        first_k_dense_replace=2,
-        n_shared_experts=1,
-        topk_method="group_limited_greedy",
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-        rms_norm_eps=0.03,
-        rope_parameters={**_YARN, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
-    ),
-    "deepseek-bare": _deepseek(
-        q_lora_rank=14,
-        first_k_dense_replace=0,
-        n_shared_experts=0,
-        num_experts_per_tok=1,
-        v_head_dim=22,
-        attention_bias=True,
-        tie_word_embeddings=True,
-    ),
-    "qwen3": _qwen3(),
-    "qwen3-sparse-step": _qwen3(
-        num_hidden_layers=6,
-        decoder_sparse_step=2,
-        mlp_only_layers=[3, 4],  # so that layers 1 and 5 have experts
-        norm_topk_prob=False,
-        num_experts_per_tok=1,
-        attention_bias=True,
-        tie_word_embeddings=True,
-        rms_norm_eps=0.03,
-    ),
-    "qwen3-window": _qwen3(
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        num_experts_per_tok=7,
-        use_sliding_window=True,
-        sliding_window=5,
-        mlp_only_layers=[0],
-        num_hidden_layers=3,
-        rope_parameters={**_YARN, "factor": 4.0},
-    ),
-    "deepseek-all-experts": _deepseek(
-        q_lora_rank=None,
-        num_attention_heads=4,
-        num_experts_per_tok=8,
-        num_hidden_layers=2,
-        n_shared_experts=1,
-        rope_parameters={**_YARN, "factor": 4.0, "attention_factor": 0.8},
-    ),
-}
 
 
 def tiny_config(name: str) -> Any:
@@ -201,6 +27,8 @@ def tiny_config(name: str) -> Any:
     tiny = TINY[name]
     common = {"vocab_size": 97, "max_position_embeddings": 128, "pad_token_id": None}
     settings = {key: _copied(value) for key, value in {**common, **tiny.settings}.items()}
+    if tiny.family == "arctic":  # no class in transformers 5
+        return ArcticConfig(**settings)
     return getattr(transformers, tiny.config_class)(**settings)
 
 
@@ -210,16 +38,26 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
     Weights are drawn so that hidden states stay near 1 and routing and attention have a say.
     """
     torch.manual_seed(seed)
-    with warnings.catch_warnings():  # of n_shared_experts = 0
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
-        model = transformers.AutoModelForCausalLM.from_config(
-            tiny_config(name), experts_implementation="eager", attn_implementation="eager"
-        )
+    model = _empty(name)
     draw = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
     return model.eval()
+
+
+def _empty(name: str) -> Any:
+    config = tiny_config(name)
+    if isinstance(config, ArcticConfig):
+        return ArcticReference(config)
+    with warnings.catch_warnings():  # of n_shared_experts = 0
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
+        return transformers.AutoModelForCausalLM.from_config(
+            config, experts_implementation="eager", attn_implementation="eager"
+        )
 
 
 def save_tiny(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -240,6 +78,6 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if "embed_tokens" in name:
         return noise
     gain = _ATTENTION_GAIN if "self_attn" in name else 1.0
-    if name.endswith("mlp.gate.weight"):
+    if name.endswith(("mlp.gate.weight", "moe.gate.weight", "router.weight")):
         gain = _ROUTER_GAIN
     return gain * noise / max(noise.shape[-1], 1) ** 0.5

@@ -15,6 +15,7 @@ from tests.tiny import TINY, tiny_config
 
 CONFIGS: dict[str, dict[str, Any]] = {name: tiny_config(name).to_dict() for name in TINY}
 
+_LONG = {"rope_type": "longrope", "short_factor": [1.0]}
 _SIZES = {
     "mixtral": ["num_key_value_heads", "intermediate_size", "num_local_experts"],
     "olmoe": ["num_key_value_heads", "intermediate_size", "num_experts"],
@@ -87,7 +88,7 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         except ModelDataError:
             continue
         assert math.isfinite(rope.theta)
-        assert rope.kind in ("default", "linear", "yarn", "llama3")
+        assert rope.kind in ("default", "linear", "yarn", "llama3", "longrope")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("mixtral", {"vocab_size": None}, "lacks vocab_size"),
         ("mixtral", {"vocab_size": 10**5000}, "vocab_size = a huge integer"),
         ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ("mixtral", {"rope_scaling": {"type": "longrope"}}, "type = 'longrope' is not supported"),
+        ("mixtral", {"rope_scaling": {"type": "dynamic"}}, "type = 'dynamic' is not supported"),
         ("mixtral", {"rope_scaling": {"type": "linear"}}, "lacks factor"),
         ("mixtral", {"rope_scaling": [1]}, "rope_scaling must be an object"),
         ("olmoe", {"head_dim": 10}, "heads of 10 do not fill hidden_size 32"),
@@ -120,6 +121,31 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("qwen3", {"decoder_sparse_step": 3}, "no layer has experts"),
         ("qwen3", {"mlp_only_layers": [0], "intermediate_size": None}, "lacks intermediate_size"),
         ("qwen3", {"head_dim": 7}, "head_dim of 7"),
+        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave = false is not supported"),
+        ("deepseek-v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("deepseek-v3", {"n_group": 8, "topk_group": 8}, "a group of experts has fewer than two"),
+        ("deepseek-v3", {"n_group": 3}, "8 experts do not form 3 groups"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ("deepseek-v3", {"first_k_dense_replace": 9}, "no layer has experts"),
+        ("deepseek-v3", {"num_mtp_layers": 7}, "disagrees with num_nextn_predict_layers"),
+        ("glm4", {"partial_rotary_factor": 1.5, "rope_parameters": None}, "partial_rotary_factor"),
+        ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": None}, "cannot be rotated"),
+        ("glm4-lite", {"mlp_layer_types": ["dense"] * 3}, "no layer has experts"),
+        ("mixtral", {"rope_scaling": {"type": "longrope"}}, "lacks short_factor"),
+        ("phimoe", {"num_experts_per_tok": 3}, "chooses 2 experts, not 3"),
+        ("phimoe", {"lm_head_bias": True, "tie_word_embeddings": True}, "lm_head_bias with tie"),
+        ("phimoe-longrope", {"rope_parameters": {**_LONG, "long_factor": [0]}}, "long_factor = a"),
+        (
+            "phimoe-longrope",
+            {"rope_parameters": {**_LONG, "long_factor": "x"}},
+            "long_factor = 'x'",
+        ),
+        ("granite", {"logits_scaling": 0}, "logits_scaling = 0"),
+        ("arctic", {"moe_layer_frequency": 2}, "moe_layer_frequency = 2 is not supported"),
+        ("arctic", {"parallel_attn_mlp_res": False}, "parallel_attn_mlp_res = false"),
+        ("qwen2", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate"),
+        ("qwen2-window", {"layer_types": ["full_attention"]}, "must be a list of 4 words"),
+        ("qwen2-window", {"layer_types": ["slow"] * 4}, "holds a word that is none of"),
         ("deepseek-lite", {"norm_topk_prob": True}, "norm_topk_prob = true is not supported"),
         ("deepseek-lite", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         ("deepseek-lite", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
@@ -169,7 +195,7 @@ def test_defaults_of_what_published_configs_omit() -> None:
 
 @pytest.mark.parametrize("values", [[], None, {}, {"model_type": 3}, {"model_type": "llama"}])
 def test_unknown_family(values: Any) -> None:
-    with pytest.raises(ModelDataError, match="deepseek_v2, mixtral, olmoe, qwen3_moe"):
+    with pytest.raises(ModelDataError, match=", ".join(sorted(FAMILIES))):
         family_of(values)
 
 

@@ -108,6 +108,13 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("mixtral", 2 * 2 * 2 * 12),
         ("olmoe", 2 * 2 * 4 * 8),
         ("deepseek-lite", 3 * (20 + 8)),
+        ("deepseek-v3", 3 * (20 + 8)),
+        ("glm4", 3 * 2 * 2 * 12),
+        ("arctic", 2 * 2 * 2 * 8),
+        ("granite", 2 * 2 * 2 * 8),
+        ("phimoe", 2 * 2 * 2 * 12),
+        ("glm4-lite", 3 * (20 + 8)),
+        ("qwen2-window", 4 * 2 * 3 * 12),
         ("qwen3", 2 * 2 * 2 * 12),
     ],
 )

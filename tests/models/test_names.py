@@ -84,7 +84,9 @@ def test_expert_names_that_do_not_fit(name: str) -> None:
         family.expert(name, config)
 
 
-@pytest.mark.parametrize("tiny", ["mixtral", "olmoe", "deepseek-lite", "qwen3"])
+@pytest.mark.parametrize(
+    "tiny", ["mixtral", "olmoe", "deepseek-v3", "glm4", "granite", "phimoe", "qwen2"]
+)
 @given(name=st.text(alphabet="model.layersxptgaw0123456789_", max_size=60))
 def test_any_name_has_an_answer(tiny: str, name: str) -> None:
     family, config = config_of(tiny)
@@ -130,3 +132,16 @@ def test_a_missing_tensor_is_named(make_pair: Callable[[str], Any]) -> None:
     family, config = config_of("olmoe")
     with pytest.raises(ModelDataError, match=r"model\.layers\.0"):
         family.build(config, DictParts({}))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4", "glm4-lite"])
+def test_layers_for_multi_token_prediction_are_left_out(name: str) -> None:
+    """num_hidden_layers is 3, and one layer more is in the checkpoint; a second one is not ours."""
+    family, config = config_of(name)
+    for tensor in ("mlp.experts.0.up_proj.weight", "eh_proj.weight", "shared_head.head.weight"):
+        assert family.expert(f"model.layers.3.{tensor}", config) is None
+        assert family.ignores(f"model.layers.3.{tensor}", config)
+        assert not family.ignores(f"model.layers.2.{tensor}", config)
+    assert not family.ignores("model.layers.4.eh_proj.weight", config)
+    with pytest.raises(ModelDataError, match="no expert 0 in layer 4"):
+        family.expert("model.layers.4.mlp.experts.0.up_proj.weight", config)

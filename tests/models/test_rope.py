@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moeinf.models.base import ModelDataError
 from moeinf.models.config import Fields
 from moeinf.models.rope import Rope, inverse_frequencies, parse_rope, rotate_half, rotate_pairs
 
@@ -66,3 +67,31 @@ def test_rotations(dtype: torch.dtype) -> None:
     assert by_halves.dtype == by_pairs.dtype == dtype
     torch.testing.assert_close(by_halves, torch.cat((halves.real, halves.imag), -1).to(dtype))
     torch.testing.assert_close(by_pairs, torch.view_as_real(pairs).flatten(-2).to(dtype))
+
+
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 2.0],
+    "long_factor": [4.0, 8.0],
+}
+
+
+def test_longrope_by_hand() -> None:
+    """Angle = position / (factor · theta^(2i/dim)), and sqrt(1 + ln 4 / ln 16) on cos and sin."""
+    rope = Rope(parse_rope(Fields({"rope_parameters": _LONG}), 64, 1e4), 4, torch.device("cpu"))
+    cos, sin = rope(torch.tensor([3, 3, 40]), [16, 17, 64])
+    angles = torch.tensor([[3 / 1, 3 / 20], [3 / 4, 3 / 80], [40 / 4, 40 / 80]])
+    factor = (1 + 0.5) ** 0.5
+    torch.testing.assert_close(cos, angles.cos() * factor)
+    torch.testing.assert_close(sin, angles.sin() * factor)
+
+
+def test_longrope_with_given_factors() -> None:
+    values = {**_LONG, "short_mscale": 1.25, "long_mscale": 1.5}
+    rope = Rope(parse_rope(Fields({"rope_scaling": values}), 64, 1e4), 4, torch.device("cpu"))
+    cos, _ = rope(torch.tensor([0, 0]), [16, 17])
+    torch.testing.assert_close(cos, torch.tensor([[1.25, 1.25], [1.5, 1.5]]))
+    with pytest.raises(ModelDataError, match="2 longrope factors for 3 pairs"):
+        Rope(parse_rope(Fields({"rope_scaling": values}), 64, 1e4), 6, torch.device("cpu"))

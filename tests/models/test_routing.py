@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
-from moeinf.models.routing import SoftmaxRouter, limit_to_groups
+from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, limit_to_groups
 
 
 def scores_of(*probabilities: float) -> SoftmaxRouter:
@@ -44,3 +49,45 @@ def test_float32_whatever_the_input() -> None:
     router = SoftmaxRouter(torch.tensor([[1.0], [1.001]]), 1, renormalise=False)
     ids, weights = router(torch.ones(1, 1, dtype=torch.bfloat16))
     assert (ids.item(), weights.dtype) == (1, torch.float32)
+
+
+def sigmoid_router(scores: list[float], bias: list[float], **settings: Any) -> SigmoidRouter:
+    """A router whose sigmoid is `scores` for the input [[1.0]]."""
+    return SigmoidRouter(torch.tensor(scores).logit()[:, None], torch.tensor(bias), **settings)
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    router = sigmoid_router([0.6, 0.5, 0.2, 0.4], [0.0, 0.0, 0.5, 0.0], top_k=2, renormalise=False)
+    ids, weights = router(ONE)
+    assert ids.tolist() == [[2, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[0.2, 0.6]]))
+    router = replace(router, renormalise=True, scale=2.5)
+    torch.testing.assert_close(router(ONE)[1], torch.tensor([[0.625, 1.875]]))
+
+
+def test_a_group_counts_as_much_as_its_best_two() -> None:
+    """Group worths are .9 + .1, .6 + .5, .4 + .4: the best expert's group is not the best."""
+    scores, none = [0.9, 0.1, 0.0001, 0.6, 0.5, 0.3, 0.4, 0.4, 0.2], [0.0] * 9
+    router = sigmoid_router(scores, none, top_k=3, renormalise=False, groups=(3, 1))
+    ids, weights = router(ONE)
+    assert ids.tolist() == [[3, 4, 5]]
+    torch.testing.assert_close(weights, torch.tensor([[0.6, 0.5, 0.3]]))
+
+
+def mix(*logits: float) -> tuple[list[int], list[float]]:
+    ids, weights = SparseMixer(torch.tensor(logits)[:, None], jitter=0.1)(ONE)
+    return ids[0].tolist(), weights[0].tolist()
+
+
+def test_the_sparse_mixer_weighs_against_what_comes_close() -> None:
+    """Close to 2.0 is what is at most 20 % below it, so 1.7 and not 1.5; to 1.7, 1.5 is close."""
+    ids, weights = mix(1.5, 2.0, -5.0, 1.7)
+    assert ids == [1, 3]
+    assert weights == pytest.approx([1 / (1 + math.exp(-0.3)), 1 / (1 + math.exp(-0.2))])
+
+
+def test_the_sparse_mixer_alone_and_below_zero() -> None:
+    assert mix(1.0, 2.0, 0.1) == ([1, 0], [1.0, 1.0])
+    ids, weights = mix(-1.0, -1.1, -2.0)  # relative to 1.1 and 2.0, their own magnitudes
+    assert ids == [0, 1]
+    assert weights == pytest.approx([1 / (1 + math.exp(-0.1)), 1.0])

@@ -1,0 +1,85 @@
+"""DeepSeek-V3 and R1: latent attention, experts chosen by sigmoid scores within groups.
+
+Does not know where weights come from. Math as in transformers 5.23, modeling_deepseek_v3.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
+from moeinf.models.config import MAX_LAYERS, Fields
+from moeinf.models.decoder import Block, BodyConfig, Decoder, parse_body
+from moeinf.models.mla import MlaAttention, MlaShape, parse_mla
+from moeinf.models.norms import RmsNorm
+from moeinf.models.sigmoid_experts import (
+    SigmoidExperts,
+    parse_sigmoid_experts,
+    sigmoid_expert,
+    sigmoid_ffn,
+    sigmoid_ignores,
+)
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config:
+    """config.json, checked."""
+
+    body: BodyConfig
+    attention: MlaShape
+    ffn: SigmoidExperts
+
+    @property
+    def moe(self) -> MoeShape:
+        return self.ffn.plan.moe
+
+
+def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
+    """See base.Family. Only interleaved rope, as all published checkpoints have it."""
+    fields = Fields(values)
+    body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
+    fields.refuse("rope_interleave", True)
+    fields.refuse("num_key_value_heads", body.heads)
+    fields.refuse("moe_layer_freq", 1)
+    first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=3)
+    return DeepseekV3Config(
+        body=body,
+        attention=parse_mla(fields, body.heads, body.rope),
+        ffn=parse_sigmoid_experts(fields, body, range(first, body.layers), default_scale=2.5),
+    )
+
+
+def build(config: DeepseekV3Config, parts: Parts) -> Model:
+    """See base.Family."""
+    shape = config.attention
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    return Decoder(config.body, config.moe, shape.planes, shape.rope, blocks, parts)
+
+
+def _block(config: DeepseekV3Config, parts: Parts, layer: int) -> Block:
+    body, prefix = config.body, f"model.layers.{layer}"
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(parts.tensor(f"{prefix}.{name}.weight", body.hidden), body.norm_eps)
+
+    return Block(
+        attention_norm=norm("input_layernorm"),
+        attention=MlaAttention(layer, config.attention, body.hidden, parts, f"{prefix}.self_attn"),
+        ffn_norm=norm("post_attention_layernorm"),
+        ffn=sigmoid_ffn(config.ffn, parts, layer, f"{prefix}.mlp"),
+    )
+
+
+def expert(name: str, config: DeepseekV3Config) -> ExpertPart | None:
+    """See base.Family."""
+    return sigmoid_expert(name, config.ffn)
+
+
+def ignores(name: str, config: DeepseekV3Config) -> bool:
+    """See base.Family. Layers for multi-token prediction are left out."""
+    return sigmoid_ignores(name, config.ffn, config.body.tied_embeddings)
+
+
+FAMILY = Family("deepseek_v3", parse, build, expert, ignores)

@@ -1,0 +1,59 @@
+"""Decoders in which some layers have experts and others a dense network.
+
+Does not know attention, nor how tokens are routed: a family hands in its routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moeinf.models.base import Experts, MoeShape, Parts
+from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields
+from moeinf.models.ffn import gated_mlp
+from moeinf.models.moe import Router, SparseFfn, parse_moe
+
+FeedForward = Callable[[Tensor, Experts], Tensor]  # [T, D] -> [T, D]
+
+
+@dataclass(frozen=True)
+class FfnPlan:
+    """What a decoder's feed-forward layers are."""
+
+    moe: MoeShape
+    sparse_layers: Sequence[int]  # the layers that have experts, ascending
+    dense_intermediate: int | None  # of the others; None where there are none
+
+
+def parse_ffn(fields: Fields, sparse_layers: Sequence[int], layers: int, hidden: int) -> FfnPlan:
+    """Reads moe_intermediate_size and, where there are dense layers, intermediate_size."""
+    dense = None
+    if len(sparse_layers) < layers:
+        dense = fields.integer("intermediate_size", high=MAX_WIDTH)
+    moe = parse_moe(fields, len(sparse_layers), hidden, "moe_intermediate_size")
+    return FfnPlan(moe, sparse_layers, dense)
+
+
+def parse_sparse_step(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Qwen's way to name the sparse layers: decoder_sparse_step, less mlp_only_layers."""
+    step = fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
+    dense = set(fields.integers("mlp_only_layers", high=MAX_LAYERS))
+    return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
+
+
+def feed_forward(
+    plan: FfnPlan,
+    parts: Parts,
+    layer: int,
+    prefix: str,
+    router: Callable[[], Router],
+    shared: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None,
+) -> FeedForward:
+    """Layer `layer`, from `prefix`.*; router and shared are asked only where it has experts."""
+    if layer in plan.sparse_layers:
+        return SparseFfn(plan.sparse_layers.index(layer), router(), shared())
+    assert plan.dense_intermediate is not None
+    mlp = gated_mlp(parts, prefix, plan.moe.hidden, plan.dense_intermediate)
+    return lambda x, experts: mlp(x)

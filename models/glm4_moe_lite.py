@@ -1,0 +1,38 @@
+"""GLM-4.7-Flash: DeepSeek-V3's layers, with the dense ones named in a list.
+
+Does not know where weights come from. Math as in transformers 5.23, modeling_glm4_moe_lite.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeinf.models.base import Family
+from moeinf.models.config import MAX_LAYERS, Fields
+from moeinf.models.decoder import parse_body
+from moeinf.models.deepseek_v3 import DeepseekV3Config, build, expert, ignores
+from moeinf.models.mla import parse_mla
+from moeinf.models.sigmoid_experts import parse_sigmoid_experts
+
+
+def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
+    """See base.Family. Without mlp_layer_types the first layers are dense: one, if not said."""
+    fields = Fields(values)
+    body = parse_body(fields, default_theta=1e4, default_eps=1e-5)
+    fields.refuse("rope_interleave", True)
+    fields.refuse("num_key_value_heads", body.heads)
+    types = fields.words("mlp_layer_types", known=("dense", "sparse"), count=body.layers)
+    if types is None:
+        first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
+        sparse = tuple(range(first, body.layers))
+    else:
+        sparse = tuple(layer for layer, word in enumerate(types) if word == "sparse")
+    return DeepseekV3Config(
+        body=body,
+        attention=parse_mla(fields, body.heads, body.rope),
+        ffn=parse_sigmoid_experts(fields, body, sparse, default_scale=1.8),
+    )
+
+
+FAMILY = Family("glm4_moe_lite", parse, build, expert, ignores)

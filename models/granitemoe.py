@@ -1,0 +1,115 @@
+"""Granite 3 MoE: four multipliers on a Mixtral-like decoder, experts stored as fused tensors.
+
+Does not know where weights come from. Math as in transformers 5.23, modeling_granitemoe.py: softmax
+over the chosen logits is softmax over all, renormalised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.base import (
+    ExpertPart,
+    Family,
+    FusedPart,
+    Model,
+    ModelDataError,
+    MoeShape,
+    Parts,
+)
+from moeinf.models.config import Fields
+from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.moe import SparseFfn, parse_moe
+from moeinf.models.norms import RmsNorm
+from moeinf.models.routing import SoftmaxRouter
+
+_FUSED = re.compile(
+    r"model\.layers\.(0|[1-9][0-9]{0,8})\.block_sparse_moe\.(input|output)_linear\.weight"
+)
+_ROLES: Mapping[str, Literal["gate_up", "down"]] = {"input": "gate_up", "output": "down"}
+
+
+@dataclass(frozen=True)
+class GraniteMoeConfig:
+    """config.json, checked."""
+
+    body: BodyConfig
+    attention: GqaShape
+    moe: MoeShape
+    residual: float  # residual_multiplier
+
+
+def parse(values: Mapping[str, Any]) -> GraniteMoeConfig:
+    """See base.Family."""
+    fields = Fields(values)
+    body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
+
+    def multiplier(name: str) -> float:
+        return fields.number(name, low=1e-6, high=1e6, default=1.0)
+
+    shape = replace(
+        parse_gqa(fields, body.hidden, body.heads),
+        bias=fields.flag("attention_bias"),
+        scale=multiplier("attention_multiplier"),
+    )
+    return GraniteMoeConfig(
+        body=replace(
+            body,
+            embedding_scale=multiplier("embedding_multiplier"),
+            logits_scale=multiplier("logits_scaling"),
+        ),
+        attention=shape,
+        moe=parse_moe(fields, body.layers, body.hidden, "intermediate_size"),
+        residual=multiplier("residual_multiplier"),
+    )
+
+
+def build(config: GraniteMoeConfig, parts: Parts) -> Model:
+    """See base.Family."""
+    shape = config.attention
+    blocks = [_block(config, parts, layer) for layer in range(config.body.layers)]
+    return Decoder(config.body, config.moe, shape.planes, shape.head_dim, blocks, parts)
+
+
+def _block(config: GraniteMoeConfig, parts: Parts, layer: int) -> Block:
+    body, moe, prefix = config.body, config.moe, f"model.layers.{layer}"
+    gate = parts.tensor(f"{prefix}.block_sparse_moe.router.layer.weight", moe.experts, moe.hidden)
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(parts.tensor(f"{prefix}.{name}.weight", body.hidden), body.norm_eps)
+
+    projections = gqa_projections(parts, f"{prefix}.self_attn", body.hidden, config.attention)
+    return Block(
+        attention_norm=norm("input_layernorm"),
+        attention=GqaAttention(layer, config.attention, projections),
+        ffn_norm=norm("post_attention_layernorm"),
+        ffn=SparseFfn(layer, SoftmaxRouter(gate, moe.top_k, renormalise=True)),
+        residual=config.residual,
+    )
+
+
+def expert(name: str, config: GraniteMoeConfig) -> ExpertPart | None:
+    """See base.Family. No expert has a tensor of its own."""
+    return None
+
+
+def ignores(name: str, config: GraniteMoeConfig) -> bool:
+    """See base.Family."""
+    return ignores_buffers(name, config.body.tied_embeddings)
+
+
+def fused(name: str, config: GraniteMoeConfig) -> FusedPart | None:
+    """See base.Family. Raises ModelDataError for a layer that the config does not have."""
+    match = _FUSED.fullmatch(name)
+    if match is None:
+        return None
+    if int(match[1]) >= config.body.layers:
+        raise ModelDataError(f"{name!r}: the config has no layer {match[1]}")
+    return FusedPart(int(match[1]), _ROLES[match[2]])
+
+
+FAMILY = Family("granitemoe", parse, build, expert, ignores, fused)

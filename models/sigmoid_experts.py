@@ -1,0 +1,103 @@
+"""What DeepSeek-V3 and the GLM families have in common: experts chosen by sigmoid scores.
+
+Does not know attention. Checkpoints of these families carry layers for multi-token prediction
+behind the last one; nothing here runs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moeinf.models.base import ExpertPart, Parts, Role
+from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, Fields, require
+from moeinf.models.decoder import BodyConfig, ignores_buffers
+from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.feed_forward import FeedForward, FfnPlan, feed_forward, parse_ffn
+from moeinf.models.ffn import GatedMlp, gated_mlp
+from moeinf.models.routing import SigmoidRouter, require_groups
+
+_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
+@dataclass(frozen=True)
+class SigmoidExperts:
+    """The feed-forward part of a config, checked."""
+
+    plan: FfnPlan
+    shared_experts: int
+    groups: tuple[int, int] | None  # n_group, topk_group
+    renormalise: bool  # norm_topk_prob
+    scale: float  # routed_scaling_factor
+    extra_layers: range  # of multi-token prediction
+
+    def __post_init__(self) -> None:
+        if self.groups is not None:
+            experts = self.plan.moe.experts
+            require_groups(*self.groups, experts, self.plan.moe.top_k)
+            require(experts // self.groups[0] >= 2, "a group of experts has fewer than two")
+
+
+def parse_sigmoid_experts(
+    fields: Fields, body: BodyConfig, sparse_layers: Sequence[int], default_scale: float
+) -> SigmoidExperts:
+    """Raises ModelDataError. Without n_group, or with one group, every expert may be chosen."""
+    fields.choice("scoring_func", default="sigmoid", known=("sigmoid",))
+    fields.choice("topk_method", default="noaux_tc", known=("noaux_tc",))
+    groups = (
+        fields.integer("n_group", high=MAX_EXPERTS, default=1),
+        fields.integer("topk_group", high=MAX_EXPERTS, default=1),
+    )
+    extra = fields.integer(
+        "num_nextn_predict_layers", "num_mtp_layers", low=0, high=MAX_LAYERS, default=1
+    )
+    return SigmoidExperts(
+        plan=parse_ffn(fields, sparse_layers, body.layers, body.hidden),
+        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=1),
+        groups=None if groups == (1, 1) else groups,
+        renormalise=fields.flag("norm_topk_prob", default=True),
+        scale=fields.number("routed_scaling_factor", low=1e-3, high=1e3, default=default_scale),
+        extra_layers=range(body.layers, body.layers + extra),
+    )
+
+
+def sigmoid_ffn(config: SigmoidExperts, parts: Parts, layer: int, prefix: str) -> FeedForward:
+    """Layer `layer`, from `prefix`.*."""
+    moe = config.plan.moe
+
+    def router() -> SigmoidRouter:
+        gate = parts.tensor(f"{prefix}.gate.weight", moe.experts, moe.hidden)
+        bias = parts.tensor(f"{prefix}.gate.e_score_correction_bias", moe.experts)
+        return SigmoidRouter(gate, bias, moe.top_k, config.renormalise, config.scale, config.groups)
+
+    def shared() -> GatedMlp | None:
+        if not config.shared_experts:
+            return None
+        width = config.shared_experts * moe.intermediate
+        return gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, width)
+
+    return feed_forward(config.plan, parts, layer, prefix, router, shared)
+
+
+def sigmoid_expert(name: str, config: SigmoidExperts) -> ExpertPart | None:
+    """For Family.expert: experts of the extra layers are none of ours."""
+    if _is_extra(name, config):
+        return None
+    return expert_part(name, _EXPERT, _ROLES, config.plan.sparse_layers, config.plan.moe.experts)
+
+
+def sigmoid_ignores(name: str, config: SigmoidExperts, tied_embeddings: bool) -> bool:
+    """For Family.ignores. transformers writes empty shared experts where there are none."""
+    if _is_extra(name, config):
+        return True
+    if not config.shared_experts and ".mlp.shared_experts." in name:
+        return True
+    return ignores_buffers(name, tied_embeddings)
+
+
+def _is_extra(name: str, config: SigmoidExperts) -> bool:
+    match = _LAYER.match(name)
+    return match is not None and int(match[1]) in config.extra_layers

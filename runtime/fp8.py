@@ -1,0 +1,112 @@
+"""Weights stored as blocks of 8-bit floats: which scales belong to them, and their values.
+
+Does not know families. The form is that of DeepSeek-V3 (its README_WEIGHTS.md), used by others too:
+`X.weight` [R, C] is F8_E4M3, `X.weight_scale_inv` [⌈R/a⌉, ⌈C/b⌉] holds the factor of every block of
+a × b weights, and the config's quantization_config names a and b as weight_block_size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moeinf.runtime.checkpoint import (
+    CONFIG,
+    TORCH_DTYPE,
+    BadCheckpoint,
+    Checkpoint,
+    SourceTensor,
+    blocks,
+    read_exactly,
+)
+
+_SCALES = "_scale_inv"
+_ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32
+
+
+def join_scales(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
+    """The checkpoint's tensors, with the scales inside of the weights that they belong to.
+
+    Raises BadCheckpoint for scales that are missing, misshapen or in another file than the weight:
+    files are read one after the other, and may be gone when the next one comes.
+    """
+    quantised = checkpoint.config.get("quantization_config")
+    if not isinstance(quantised, Mapping) or quantised.get("quant_method") != "fp8":
+        return checkpoint.tensors
+    where = checkpoint.folder / CONFIG
+    fmt, sides = quantised.get("fmt", "e4m3"), quantised.get("weight_block_size")
+    if fmt not in ("e4m3", "float8_e4m3fn"):
+        raise BadCheckpoint(f"{where}: fmt {str(fmt)[:40]!r} of 8-bit floats is not supported")
+    if not isinstance(sides, list) or len(sides) != 2 or not all(map(_is_side, sides)):
+        raise BadCheckpoint(f"{where}: quantization_config has no weight_block_size [a, b]")
+    found, block = dict(checkpoint.tensors), (sides[0], sides[1])
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype == "F8_E4M3" and len(tensor.shape) == 2:
+            scales = _checked(tensor, found.pop(name + _SCALES, None), block)
+            found[name] = replace(tensor, scales=scales, block=block)
+    return found
+
+
+def wide_rows(tensor: SourceTensor, multiple: int = 1) -> Iterator[Tensor]:
+    """The weight [R, C] as float32, some rows at a time: a `multiple` of rows, save at the end."""
+    assert tensor.scales is not None
+    scales = _values(tensor.scales)  # [⌈R/a⌉, ⌈C/b⌉]
+    rows, columns = tensor.shape
+    step = max(1, _ITEMS // (columns * multiple)) * multiple
+    buffer = bytearray(min(step, rows) * columns)
+    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            view = memoryview(buffer)[: count * columns]
+            read_exactly(descriptor, view, tensor.offset + first * columns, tensor.path)
+            raw = torch.frombuffer(view, dtype=torch.float8_e4m3fn).view(count, columns)
+            yield widen(raw, scales, tensor.block, first)
+    finally:
+        os.close(descriptor)
+
+
+def widen(raw: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
+    """raw [n, C] are the rows from `first` on of a matrix with `scales` -> [n, C] float32."""
+    high, wide = block
+    at = torch.arange(first, first + len(raw)) // high
+    factors = scales[at].repeat_interleave(wide, 1)[:, : raw.shape[1]]  # [n, C]
+    return raw.float().mul_(factors)
+
+
+def sources(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
+    """Everything that must be read for these weights: they and their scales."""
+    return [piece for t in tensors for piece in (t, t.scales) if piece is not None]
+
+
+def _is_side(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 20
+
+
+def _checked(
+    tensor: SourceTensor, scales: SourceTensor | None, block: tuple[int, int]
+) -> SourceTensor:
+    if scales is None:
+        raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} has no scales")
+    if scales.path != tensor.path:
+        raise BadCheckpoint(
+            f"{tensor.path}: the scales of {tensor.name!r} lie in another file, "
+            f"{scales.path.name}; that is not supported"
+        )
+    shape = tuple(-(-side // step) for side, step in zip(tensor.shape, block, strict=True))
+    if scales.shape != shape or scales.dtype not in TORCH_DTYPE:
+        raise BadCheckpoint(
+            f"{scales.path}: {scales.name!r} is {list(scales.shape)} {scales.dtype}, "
+            f"not {list(shape)} of a float format"
+        )
+    return scales
+
+
+def _values(tensor: SourceTensor) -> Tensor:
+    """The whole tensor as float32; scales are 1/16384 of their weights."""
+    data = bytearray().join(blocks(tensor, "F32"))
+    return torch.frombuffer(data, dtype=torch.float32).view(tensor.shape)

@@ -1,0 +1,137 @@
+"""Snowflake Arctic in plain torch, from its published description: transformers 5 has no class.
+
+Does not know moeinf. One sequence, no cache, every expert by a loop: slow and obvious. It is made
+and called as a transformers model is, so that the tests of all families run on it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class ArcticConfig:
+    """Holds config.json's keys as attributes."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._values = {"model_type": "arctic", "rms_norm_eps": 1e-5, "rope_theta": 1e4, **settings}
+        self._values |= {"moe_layer_frequency": 1, "parallel_attn_mlp_res": True}
+        self.__dict__.update(self._values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+
+class ArcticReference(nn.Module):
+    """The whole model; its parameters have the checkpoint's names."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        d, head = config.hidden_size, config.hidden_size // config.num_attention_heads
+        narrow = config.num_key_value_heads * head
+        shapes = {"model.embed_tokens": (config.vocab_size, d), "lm_head": (config.vocab_size, d)}
+        shapes["model.norm"] = (d,)
+        for layer in range(config.num_hidden_layers):
+            at = f"model.layers.{layer}"
+            for name in ("input", "post_attention", "residual"):
+                shapes[f"{at}.{name}_layernorm"] = (d,)
+            for name, width in (("q", d), ("k", narrow), ("v", narrow), ("o", d)):
+                shapes[f"{at}.self_attn.{name}_proj"] = (width, d)
+            for name in ("w1", "w2", "w3"):
+                shapes[f"{at}.residual_mlp.{name}"] = (d, d)
+            shapes[f"{at}.block_sparse_moe.gate"] = (config.num_local_experts, d)
+            for number in range(config.num_local_experts):
+                for name in ("w1", "w3"):
+                    shape = (config.intermediate_size, d)
+                    shapes[f"{at}.block_sparse_moe.experts.{number}.{name}"] = shape
+                shapes[f"{at}.block_sparse_moe.experts.{number}.w2"] = shape[::-1]
+        # A parameter's name may hold no dot.
+        self.weights = nn.ParameterDict(
+            {name.replace(".", "/"): nn.Parameter(torch.empty(s)) for name, s in shapes.items()}
+        )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in self.weights.items():
+            yield f"{name.replace('/', '.')}.weight", parameter
+
+    def save_pretrained(self, folder: Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        save_file(tensors, Path(folder) / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(self.config.to_dict()))
+
+    def forward(self, ids: Tensor, use_cache: bool = False) -> Any:
+        """ids [1, T] -> logits [1, T, vocab]."""
+        x = self._w("model.embed_tokens")[ids[0]]
+        for layer in range(self.config.num_hidden_layers):
+            at = f"model.layers.{layer}"
+            h = x + self._attention(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")
+            dense = self._mlp(self._norm(h, f"{at}.residual_layernorm"), f"{at}.residual_mlp")
+            read = self._norm(x, f"{at}.post_attention_layernorm")  # x: from before attention
+            x = h + dense + self._experts(read, f"{at}.block_sparse_moe")
+        logits = self._norm(x, "model.norm") @ self._w("lm_head").T
+        return SimpleNamespace(logits=logits[None])
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, max_new_tokens: int, **_: Any) -> Tensor:
+        for _step in range(max_new_tokens):
+            ids = torch.cat((ids, self(ids).logits[:, -1:].argmax(-1)), 1)
+        return ids
+
+    def _w(self, name: str) -> Tensor:
+        return self.weights[name.replace(".", "/")]
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        wide = x.float()
+        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
+        return self._w(name) * wide.to(x.dtype)
+
+    def _mlp(self, x: Tensor, at: str) -> Tensor:
+        gate, up = (x @ self._w(f"{at}.{name}").T for name in ("w1", "w3"))
+        return (functional.silu(gate) * up) @ self._w(f"{at}.w2").T
+
+    def _experts(self, x: Tensor, at: str) -> Tensor:
+        scores = (x @ self._w(f"{at}.gate").T).float().softmax(-1)
+        out = torch.zeros_like(x)
+        for token in range(len(x)):
+            best = scores[token].argsort(descending=True)[: self.config.num_experts_per_tok]
+            weights = scores[token][best] / scores[token][best].sum()
+            for number, weight in zip(best.tolist(), weights, strict=True):
+                row = self._mlp(x[token : token + 1], f"{at}.experts.{number}")[0]
+                out[token] += (weight * row).to(x.dtype)
+        return out
+
+    def _attention(self, x: Tensor, at: str) -> Tensor:
+        config, total = self.config, len(x)
+        q, k, v = (
+            (x @ self._w(f"{at}.{name}_proj").T).view(total, heads, -1).transpose(0, 1)
+            for name, heads in (
+                ("q", config.num_attention_heads),
+                ("k", config.num_key_value_heads),
+                ("v", config.num_key_value_heads),
+            )
+        )  # [heads, T, W]
+        shared = config.num_attention_heads // config.num_key_value_heads
+        q, k = self._turn(q), self._turn(k).repeat_interleave(shared, 0)
+        scores = (q @ k.mT) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(total, total).triu(1).bool(), -torch.inf)
+        weights = scores.softmax(-1, dtype=torch.float32).to(x.dtype)
+        out = weights @ v.repeat_interleave(shared, 0)
+        return out.transpose(0, 1).reshape(total, -1) @ self._w(f"{at}.o_proj").T
+
+    def _turn(self, x: Tensor) -> Tensor:
+        """Half-rotation rope on [heads, T, W]."""
+        width = x.shape[-1]
+        speeds = self.config.rope_theta ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(x.shape[1])[:, None] * speeds
+        a, b = x[..., : width // 2], x[..., width // 2 :]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
