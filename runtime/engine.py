@@ -23,6 +23,7 @@ from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
 from moeinf.runtime.library import Library, NoSuchModel
+from moeinf.runtime.linears import MOST_ROWS
 from moeinf.runtime.live import Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, Manifest
@@ -111,9 +112,20 @@ class Engine:
         """
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[start : start + PREFILL_CHUNK]
+            self._give_torch_threads(len(chunk))
             logits = self.model.extend([(chunk, state)], self.experts)
         values: NDArray[np.float32] = logits[0].numpy()
         return values
+
+    def _give_torch_threads(self, rows: int) -> None:
+        """Few rows are the native kernels' work: torch's threads would spin beside theirs.
+
+        In float32 torch does all of it.
+        """
+        alone = rows <= MOST_ROWS and self.manifest.dtype != "F32"
+        wanted = 1 if alone else self.placement.threads
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
 
     def begin_request(self, state: State) -> int:
         """From here on the rows of `state` belong to a request of their own; its number."""

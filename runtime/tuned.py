@@ -18,8 +18,8 @@ from moeinf.models.kv_cache import PassRows, Span
 from moeinf.models.mla import MlaCore
 from moeinf.models.norms import RmsNorm
 from moeinf.native import GqaStep, MlaStep, rms_norm
+from moeinf.runtime.linears import MOST_ROWS
 
-_FEW_ROWS = 16  # a row's bits do not depend on how many of these travel with it
 _Request = tuple[int, int, int, int, int, int, int]
 
 
@@ -38,7 +38,7 @@ class NativeNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // self._width
-        if rows > _FEW_ROWS or x.dtype != torch.bfloat16:
+        if rows > MOST_ROWS or x.dtype != torch.bfloat16:
             return self._torch(x)
         x = x.contiguous()
         out = torch.empty_like(x)
