@@ -161,8 +161,10 @@ def open_store(
         direct_io=_past_the_cache(config, reading, sample),
         block_bytes=reading.block_bytes,
     )
-    staging = min(manifest.top_k, placement.slots // 2)
-    residency = Residency(placement.slots, manifest.layers * manifest.experts, staging)
+    cells = manifest.layers * manifest.experts
+    all_fit = placement.slots >= cells  # nobody ever leaves: then a policy only costs time
+    staging = 0 if all_fit else min(manifest.top_k, placement.slots // 2)
+    residency = Residency(placement.slots, cells, staging)
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
-    policy = POLICIES[config.policy](Setup(shape, placement.slots))
+    policy = POLICIES["lru" if all_fit else config.policy](Setup(shape, placement.slots))
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())
