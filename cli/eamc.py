@@ -65,11 +65,11 @@ def show(
 
 
 @eamc.command("export")
-def export(model: Model, file: File, json: Json = False) -> None:
+def export(model: Model, file: File, json: Json = False, quiet: Quiet = False) -> None:
     """Writes the collection to a file, which `import` reads on any machine."""
     from moeinf.runtime.eamc_state import export_eamc
 
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
     found = state.load()
     export_eamc(found, file)
@@ -77,11 +77,11 @@ def export(model: Model, file: File, json: Json = False) -> None:
 
 
 @eamc.command("import")
-def import_(model: Model, file: File, json: Json = False) -> None:
+def import_(model: Model, file: File, json: Json = False, quiet: Quiet = False) -> None:
     """Adds the requests of an exported file to the collection."""
     from moeinf.runtime.eamc_state import import_eamc
 
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
     found = import_eamc(file, manifest)
     held = state.extend(found.entries())
@@ -89,9 +89,9 @@ def import_(model: Model, file: File, json: Json = False) -> None:
 
 
 @eamc.command("clear")
-def clear(model: Model, json: Json = False) -> None:
+def clear(model: Model, json: Json = False, quiet: Quiet = False) -> None:
     """Forgets all requests of a model."""
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
     _report(out, manifest, "cleared", state.clear(), 0, None)
 
@@ -112,7 +112,7 @@ def _report(
         out.document(about if file is None else {**about, "file": str(file)})
         return
     there = "" if did == "cleared" else f"; the EAMC of {manifest.model} holds {held}"
-    out.line(f"{did} {count} {'entry' if count == 1 else 'entries'}{there}")
+    out.done(f"{did} {count} {'entry' if count == 1 else 'entries'}{there}")
 
 
 def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, object]:

@@ -72,7 +72,12 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
     "CannotCompare": _plain("cannot_compare", exit_code=2),
-    "ModelInUse": _plain("model_in_use", "End that process first."),
+    "ModelInUse": _plain("model_in_use", "`moeinf stop MODEL` ends that process."),
+    "ModelExists": _plain("model_exists"),
+    "NotRunning": _plain("not_running", "`moeinf ps` shows what runs."),
+    "NotStopped": lambda error: Described(
+        "not_stopped", str(error), f"`kill -9 {error.pid}` ends it in any case."
+    ),
     "CannotRepair": _plain("cannot_repair"),
     "NoModelUsed": _plain("no_model_used", "Name one: `moeinf trace MODEL --dataset demo`."),
     "NoSuchDataset": _plain("no_such_dataset", exit_code=2),

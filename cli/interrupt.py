@@ -11,8 +11,30 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Insisted(KeyboardInterrupt):
+class Leave(KeyboardInterrupt):
+    """The program is to end now, a conversation included."""
+
+
+class Insisted(Leave):
     """Ctrl-C was pressed again while the first was being obeyed."""
+
+
+class Stopped(Leave):
+    """`moeinf stop`, or the system, has asked this process to end (SIGTERM)."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Within, SIGTERM raises Stopped, so that engines close as after any exception."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

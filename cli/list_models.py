@@ -5,16 +5,16 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from moeinf.cli.options import Json
+from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Installed, Library
 from moeinf.runtime.sizes import format_bytes
 
 
-def list_models(json: Json = False) -> None:
+def list_models(json: Json = False, quiet: Quiet = False) -> None:
     """Lists the models on this machine."""
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     entries = Library(read_environment()).installed()
     if json:
         out.document({"models": [_as_json(entry) for entry in entries]})

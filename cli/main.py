@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from moeinf.cli.bench import bench
+from moeinf.cli.cp import cp
 from moeinf.cli.devices import devices
 from moeinf.cli.eamc import eamc
 from moeinf.cli.errors import describe
@@ -24,11 +25,13 @@ from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
 from moeinf.cli.plan import plan
 from moeinf.cli.prune import prune
+from moeinf.cli.ps import ps
 from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
 from moeinf.cli.show import show
 from moeinf.cli.simulate import simulate
+from moeinf.cli.stop import stop
 from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
 from moeinf.runtime.config import read_environment
@@ -51,6 +54,9 @@ app.command("show")(show)
 app.command("plan")(plan)
 app.command("bench")(bench)
 app.command("eval")(evaluate_text)
+app.command("ps")(ps)
+app.command("stop")(stop)
+app.command("cp")(cp)
 app.command("rm")(rm)
 app.command("trace")(trace)
 app.add_typer(eamc, name="eamc")

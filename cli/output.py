@@ -48,6 +48,11 @@ class Output:
         """A line of a result."""
         self.console.print(escape(text))
 
+    def done(self, text: str) -> None:
+        """That a command has done what it was told to; --quiet leaves it out."""
+        if not self.quiet:
+            self.line(text)
+
     def note(self, text: str) -> None:
         """One line on what was chosen and why; --quiet leaves it out."""
         if not self.quiet:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moeinf.cli.options import Context, Json, Memory, Model, PolicyName, engine_config
+from moeinf.cli.options import (
+    Context,
+    Json,
+    Memory,
+    Model,
+    PolicyName,
+    Quiet,
+    Threads,
+    engine_config,
+)
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.offload.policy import DEFAULT_POLICY
@@ -24,12 +33,16 @@ def plan(
     memory: Memory = None,
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
+    threads: Threads = None,
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Shows tiers, slots and the expected speed; loads nothing."""
-    out, settings = Output(json=json), read_environment()
+    out, settings = Output(json=json, quiet=quiet), read_environment()
     manifest, folder = ensure(model, settings, out)
-    print_plan(manifest, folder, engine_config(settings, memory, ctx, policy, None), settings, out)
+    print_plan(
+        manifest, folder, engine_config(settings, memory, ctx, policy, threads), settings, out
+    )
 
 
 def print_plan(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Json
+from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
@@ -18,9 +18,10 @@ def prune(
         bool, typer.Option("--list-partials", help="Only say what there is.")
     ] = False,
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Removes unfinished pulls, but none that is going on."""
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     library = Library(read_environment())
     partials = library.partials()
     if not list_partials:
@@ -34,4 +35,4 @@ def prune(
         out.table(["UNFINISHED", "SIZE"], rows)
         return
     for partial in partials:
-        out.line(f"removed the unfinished '{partial.name}', {format_bytes(partial.size_bytes)}")
+        out.done(f"removed the unfinished '{partial.name}', {format_bytes(partial.size_bytes)}")

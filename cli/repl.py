@@ -13,7 +13,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from moeinf.cli.errors import describe
-from moeinf.cli.interrupt import Insisted, interruptible
+from moeinf.cli.interrupt import Leave, interruptible
 from moeinf.cli.output import Output
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
@@ -88,7 +88,7 @@ class Repl:
                     self._command(text.strip())
                 elif text.strip():
                     self._answer(text)
-            except Insisted:
+            except Leave:
                 raise
             except KeyboardInterrupt:
                 self._out.line("Use Ctrl + d or /bye to exit.")

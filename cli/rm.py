@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Json
+from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
@@ -15,9 +15,10 @@ from moeinf.runtime.library import Library
 def rm(
     models: Annotated[list[str], typer.Argument(metavar="MODEL[:TAG]…", show_default=False)],
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Deletes models; refuses while one is in use."""
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     library = Library(read_environment())
     for model in models:
         library.find(model)  # all of them exist, or none is deleted
@@ -26,4 +27,4 @@ def rm(
         out.document({"deleted": gone})
         return
     for name in gone:
-        out.line(f"deleted '{name}'")
+        out.done(f"deleted '{name}'")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.interrupt import interruptible
+from moeinf.cli.interrupt import interruptible, stoppable
 from moeinf.cli.options import (
     Context,
     Json,
@@ -93,7 +93,7 @@ def run(
     from moeinf.runtime.report import statistics, verbose_lines
 
     limits = Limits(max_tokens, tuple(stop or ()))
-    with Engine(manifest, folder, config, settings) as engine:
+    with stoppable(), Engine(manifest, folder, config, settings) as engine:
         conversation = Conversation(engine, system, now)
         if interactive or verbose:
             for note in engine.choices:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from moeinf.cli.options import Json, Model
+from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
 from moeinf.runtime.sizes import format_bytes
 
 
-def show(model: Model, json: Json = False) -> None:
+def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
     """Shows a model's shape, sizes and origin."""
-    out = Output(json=json)
+    out = Output(json=json, quiet=quiet)
     m, folder = Library(read_environment()).read(model)
     if json:
         about = {key: value for key, value in asdict(m).items() if key != "files"}

@@ -24,7 +24,7 @@ from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.linears import MOST_ROWS
-from moeinf.runtime.live import Registry
+from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, Manifest
 from moeinf.runtime.measure import drive_of
@@ -90,6 +90,7 @@ class Engine:
             self.choices = (*self.placement.notes, f"disk: {how}")
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
+        registration.publish(self._figures)
         self.notes: list[str] = []  # what went wrong without stopping anything; for a face to say
         self._requests = itertools.count()
         self.recorder: Recorder | None = None
@@ -99,6 +100,19 @@ class Engine:
             self.eamc = EamcState(settings, manifest, self.notes.append)
             Library(settings).used(manifest.model)
         self.load_seconds = time.perf_counter() - start
+
+    def _figures(self) -> Figures:
+        """What `ps` shows. Called by another thread; reads counters only."""
+        slots, resident = self.manifest.slots, self.store.resident
+        return Figures(
+            device_experts=0,
+            host_experts=resident,
+            disk_experts=slots.experts,
+            device_bytes=0,
+            host_bytes=resident * self.placement.slot_bytes,
+            disk_bytes=slots.max_bytes,
+            hit_rate=self.store.stats.hit_rate,
+        )
 
     def new_state(self) -> State:
         """An empty KV cache of the context that was planned."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from moeinf.runtime.live import LiveEngine, Registry
+import pytest
+
+from moeinf.runtime.live import Figures, LiveEngine, NotStopped, Registry
 
 ENGINE = """
 import sys, time
@@ -53,3 +57,51 @@ def test_a_killed_engine_leaves_the_register(tmp_path: Path) -> None:
         process.wait()
     assert registry.engines() == []
     assert list(folder.glob("*.json")) == []
+
+
+def test_stop_signals_only_the_process_that_registered(tmp_path: Path) -> None:
+    """An entry whose process began at another moment names a stranger: it is left alone."""
+    registry = Registry(tmp_path / "run")
+    command = [sys.executable, "-c", ENGINE, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        (path,) = (tmp_path / "run").glob("*.json")
+        true = path.read_text()
+        entry = json.loads(true)
+        path.write_text(json.dumps({**entry, "started_ticks": entry["started_ticks"] + 1}))
+        assert registry.stop("demo:bf16") == []
+        assert registry.stop("other:bf16") == []
+        assert process.poll() is None
+        path.write_text(true)
+        assert registry.stop("demo:bf16") == [process.pid]
+        assert process.wait() == -signal.SIGTERM
+    assert registry.engines() == []
+
+
+def test_a_process_that_does_not_end_is_named(tmp_path: Path) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + ENGINE
+    command = [sys.executable, "-c", deaf, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        with pytest.raises(NotStopped, match=str(process.pid)):
+            Registry(tmp_path / "run").stop("demo:bf16", patience_s=0.2)
+        process.kill()
+
+
+def test_figures_follow_the_engine(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "run")
+    entry = registry.register("demo:bf16", lambda claimed: 0)
+    assert entry is not None
+    assert registry.engines()[0].figures is None
+    held = [Figures(0, 1, 192, 0, 49152, 192 * 49152, None)]
+    entry.publish(lambda: held[-1])
+    assert registry.engines()[0].figures == held[0]
+    held.append(Figures(0, 2, 192, 0, 2 * 49152, 192 * 49152, 0.5))
+    deadline = time.monotonic() + 10
+    while registry.engines()[0].figures == held[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert registry.engines()[0].figures == held[1]
+    entry.close()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]

@@ -1,0 +1,30 @@
+"""`moeinf cp`: a second name for a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.options import Json, Quiet
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.copy_model import copy_model
+
+
+def cp(
+    source: Annotated[str, typer.Argument(metavar="SOURCE[:TAG]", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="NEW[:TAG]", show_default=False)],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copies a model under a new name; hard links, so it takes no space.
+
+    Example: moeinf cp demo mine
+    """
+    out = Output(json=json, quiet=quiet)
+    name = str(copy_model(read_environment(), source, target))
+    if json:
+        out.document({"copied": source, "to": name})
+    else:
+        out.done(f"copied '{source}' to '{name}'")

@@ -1,0 +1,57 @@
+"""`moeinf ps`: the engines that run now, in whatever process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeinf.cli.options import Json, Quiet
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment
+from moeinf.runtime.live import LiveEngine, Registry
+from moeinf.runtime.sizes import format_bytes
+
+_COLUMNS = ("NAME", "PID", "SIZE", "PROCESSOR", "EXPERTS(GPU/RAM/DISK)", "HIT%", "UNTIL")
+
+
+def ps(json: Json = False, quiet: Quiet = False) -> None:
+    """Shows which models run, where their experts are, and how often they were there in time.
+
+    Example: moeinf ps --json
+    """
+    out = Output(json=json, quiet=quiet)
+    engines = Registry(read_environment().run).engines()
+    if json:
+        out.document({"engines": [_as_json(engine) for engine in engines]})
+    else:
+        out.table(_COLUMNS, [_row(engine) for engine in engines])
+
+
+def _row(engine: LiveEngine) -> list[str]:
+    experts, hits = "-", "-"
+    f = engine.figures  # None while it loads
+    if f is not None:
+        experts = f"{f.device_experts}/{f.host_experts}/{f.disk_experts}"
+        hits = "-" if f.hit_rate is None else f"{f.hit_rate:.1%}"
+    size = format_bytes(engine.peak_bytes)
+    return [engine.model, str(engine.pid), size, "100% CPU", experts, hits, "its process ends"]
+
+
+def _as_json(engine: LiveEngine) -> dict[str, Any]:
+    """experts and bytes are null while the engine loads; expires_at, until a server says more."""
+    name, _, tag = engine.model.partition(":")
+    f = engine.figures
+    experts = size = None
+    if f is not None:
+        experts = {"device": f.device_experts, "host": f.host_experts, "disk": f.disk_experts}
+        size = {"device": f.device_bytes, "host": f.host_bytes, "disk": f.disk_bytes}
+    return {
+        "pid": engine.pid,
+        "name": name,
+        "tag": tag,
+        "device": "cpu",
+        "experts": experts,
+        "hit_rate": None if f is None else f.hit_rate,
+        "bytes": size,
+        "peak_bytes": engine.peak_bytes,
+        "expires_at": None,
+    }

@@ -1,0 +1,68 @@
+"""A second name for a model on this machine.
+
+Does not know what the files hold: only the manifest is written anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from moeinf.runtime.config import Settings
+from moeinf.runtime.durable import sync_filesystem
+from moeinf.runtime.library import Library, NoSuchModel
+from moeinf.runtime.manifest import write_manifest
+from moeinf.runtime.names import BadName, ModelName, parse_name
+from moeinf.runtime.workplace import discard, only_maker, partial_folder
+
+
+class ModelExists(FileExistsError):
+    """There is a model, or an unfinished pull, of the name that a new one is to have."""
+
+
+def copy_model(settings: Settings, source: str, target: str) -> ModelName:
+    """A second name for a model: its files by hard links, its state copied.
+
+    Absent or complete, whenever this ends. Raises NoSuchModel, BadName, ModelExists.
+    """
+    library = Library(settings)
+    manifest, origin = library.read(source)
+    tag = manifest.tag
+    name = parse_name(target if ":" in target else f"{target}:{tag}")
+    if name.tag != tag:
+        raise BadName(f"{target!r}: {manifest.model} is {tag}, and a copy of it is too")
+    folder = library.folder(name)
+    with only_maker(folder, library.locks):
+        if library.has(name):
+            raise ModelExists(f"{name} is there already; `moeinf rm {name}` removes it")
+        work = partial_folder(folder)
+        if work.exists():
+            raise ModelExists(f"an unfinished pull of {name} is there; `moeinf prune` ends it")
+        try:
+            for file in manifest.files:
+                (work / file.path).parent.mkdir(parents=True, exist_ok=True)
+                _link(origin / file.path, work / file.path)
+            write_manifest(work, replace(manifest, name=name.name))
+            sync_filesystem(work)
+            state = settings.state_of(name)
+            shutil.rmtree(state, ignore_errors=True)
+            if settings.state_of(manifest.model).exists():
+                shutil.copytree(settings.state_of(manifest.model), state)
+            library.admit(work, name)
+        except FileNotFoundError as error:
+            raise NoSuchModel(source, []) from error  # it was removed meanwhile
+        finally:
+            discard(folder)
+    return name
+
+
+def _link(origin: Path, target: Path) -> None:
+    """A second name of a file; a copy where the file system has no such thing."""
+    try:
+        target.hardlink_to(origin)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EMLINK, errno.EXDEV, errno.ENOTSUP):
+            raise
+        shutil.copyfile(origin, target)

@@ -1,0 +1,116 @@
+"""`ps`, `stop`, `cp` and what `rm` leaves, with a real engine in another process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from moeinf.runtime.config import Settings
+from tests.cli.conftest import COMMAND, Command, command_in, environment
+
+BABBLE = ["--temperature", "50", "--top-k", "0", "--top-p", "1", "--seed", "1", "--memory", "30%"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, demo_home: Path) -> Command:
+    shutil.copytree(demo_home / "models", tmp_path / "models")
+    return command_in(tmp_path)
+
+
+@pytest.fixture
+def conversation(own: Command, tmp_path: Path) -> Iterator[pexpect.spawn[str]]:
+    """An engine that waits at its prompt; `own` is the command line beside it."""
+    child = pexpect.spawn(
+        COMMAND[0],
+        [*COMMAND[1:], "run", "demo", "--memory", "30%"],
+        env={**environment(tmp_path), "TERM": "dumb"},
+        encoding="utf-8",
+        timeout=60,
+    )
+    child.expect_exact(">>> ")
+    yield child
+    child.close(force=True)
+
+
+def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: Path) -> None:
+    conversation.send("17+25=\r")
+    conversation.expect_exact("42")
+    (engine,) = json.loads(own("ps", "--json").out)["engines"]
+    assert (engine["pid"], engine["name"], engine["tag"]) == (conversation.pid, "demo", "bf16")
+    deadline = time.monotonic() + 10
+    while engine["hit_rate"] is None and time.monotonic() < deadline:
+        (engine,) = json.loads(own("ps", "--json").out)["engines"]
+    assert 0 < engine["hit_rate"] < 1
+    assert 0 < engine["experts"]["host"] <= 57
+    assert engine["experts"]["disk"] == 192
+    assert engine["bytes"]["host"] == engine["experts"]["host"] * 49152
+    heading, row = own("ps").out.splitlines()
+    assert "EXPERTS(GPU/RAM/DISK)" in heading
+    assert f"0/{engine['experts']['host']}/192" in row
+
+    stopped = own("stop", "demo")
+    assert stopped.out == f"stopped demo:bf16 (process {conversation.pid})\n"
+    conversation.expect(pexpect.EOF)
+    assert "Traceback" not in str(conversation.before)
+    conversation.close()
+    assert conversation.exitstatus == 130
+    assert json.loads(own("ps", "--json").out) == {"engines": []}
+    assert [p.name for p in Settings(tmp_path).run.glob("*.figures")] == []
+    again = own("stop", "demo")
+    assert (again.code, again.out) == (1, "")
+    assert "nothing runs demo:bf16" in again.err
+
+
+def test_stop_ends_an_answer(own: Command, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "run", "demo", "hi", *BABBLE],
+        env=environment(tmp_path),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGTERM)  # what `stop` sends
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:
+    own("run", "demo", "17+25=")
+    assert own("cp", "demo", "mine").out == "copied 'demo' to 'mine:bf16'\n"
+    shard = "bf16/experts/L000/E000.safetensors"
+    models = tmp_path / "models"
+    assert (models / "demo" / shard).samefile(models / "mine" / shard)
+    assert (tmp_path / "state/mine/bf16/last_used").exists()
+    names = [m["name"] for m in json.loads(own("list", "--json").out)["models"]]
+    assert sorted(names) == ["demo", "demo", "mine"]
+    assert own("rm", "demo:bf16", "--quiet").out == ""
+    assert own("run", "mine", "17+25=").out == "42\n"
+    assert own("rm", "mine").code == 0
+    assert not (tmp_path / "state/mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "words"),
+    [
+        ("demo", 1, "`moeinf rm demo:bf16` removes it"),
+        ("mine:f32", 2, "demo:bf16 is bf16"),
+        ("../x", 2, "is not a model name"),
+    ],
+)
+def test_cp_refuses(target: str, code: int, words: str, own: Command, tmp_path: Path) -> None:
+    refused = own("cp", "demo:bf16", target)
+    assert refused.code == code
+    assert words in refused.err
+    assert own("run", "demo", "17+25=").out == "42\n"
+    assert list((tmp_path / "models").rglob(".*")) == []
