@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import Experts, State
-from moeinf.native import set_compute_threads
+from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.trace import Recording
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
@@ -87,7 +87,7 @@ class Engine:
             self.model = load_model(folder, manifest, config, reading)
             self.store = open_store(folder, manifest, self.placement, config, reading)
             how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
-            self.choices = (*self.placement.notes, f"disk: {how}")
+            self.choices = (*self.placement.notes, f"disk: {how}", *_kernels(manifest))
             undo.callback(self.store.close)
             self._opened = undo.pop_all()
         registration.publish(self._figures)
@@ -191,3 +191,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _kernels(manifest: Manifest) -> tuple[str, ...]:
+    """Which kernels compute, and whether that is slow; torch alone computes float32."""
+    if manifest.dtype == "F32":
+        return ()
+    slow = "" if kernels_are_fast() else ", slow: this processor has no AVX2"
+    return (f"kernels: {kernel_path()}{slow}",)

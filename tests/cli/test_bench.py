@@ -31,7 +31,7 @@ def test_table(moeinf: Command) -> None:
     lines = moeinf("bench", "demo", *_SHORT).out.splitlines()
     assert lines[0] == "demo:bf16, prompt of 20 tokens, 8 decoded"
     assert lines[1].split()[:2] == ["POLICY", "MEMORY"]
-    assert lines[2].split()[0] == "lru"
+    assert lines[2].split()[0] == "adaptive"
     assert "100.0%" in lines[2]  # everything resident
 
 

@@ -211,3 +211,13 @@ def test_greedy_equals_transformers_token_for_token(open_engine: Open) -> None:
         prompt = torch.tensor([conversation.prompt(conversation.messages[:1])])
         expected = model.generate(prompt, do_sample=False, max_new_tokens=60)
         assert reply.tokens == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_slow_kernels_are_said(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine("demo") as engine:
+        assert any(note.startswith("kernels: ") for note in engine.choices)
+    monkeypatch.setattr("moeinf.runtime.engine.kernels_are_fast", lambda: False)
+    with open_engine("demo") as engine:
+        assert any("no AVX2" in note for note in engine.choices)
+    with open_engine("demo:f32") as engine:
+        assert not any(note.startswith("kernels: ") for note in engine.choices)
