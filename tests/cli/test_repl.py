@@ -35,6 +35,8 @@ class Terminal:
         self.child.send(line + "\r")
         self.child.expect_exact(PROMPT)
         text = _CONTROL.sub("", str(self.child.before))
+        # The terminal shows the line too when it comes before the line editor has taken over.
+        text = text.replace(f"{line}\n{line}\n", f"{line}\n", 1)
         return text.split("\n", 1)[1].strip() if "\n" in text else text
 
     def leave(self) -> int:
