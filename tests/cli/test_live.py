@@ -14,7 +14,7 @@ import pexpect
 import pytest
 
 from moeinf.runtime.config import Settings
-from tests.cli.conftest import COMMAND, Command, command_in, environment
+from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
 
 BABBLE = ["--temperature", "50", "--top-k", "0", "--top-p", "1", "--seed", "1", "--memory", "30%"]
 
@@ -43,7 +43,9 @@ def conversation(own: Command, tmp_path: Path) -> Iterator[pexpect.spawn[str]]:
 def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: Path) -> None:
     conversation.send("17+25=\r")
     conversation.expect_exact("42")
-    (engine,) = json.loads(own("ps", "--json").out)["engines"]
+    running = json.loads(own("ps", "--json").out)
+    check_document("ps", running)
+    (engine,) = running["engines"]
     assert (engine["pid"], engine["name"], engine["tag"]) == (conversation.pid, "demo", "bf16")
     deadline = time.monotonic() + 10
     while engine["hit_rate"] is None and time.monotonic() < deadline:
@@ -83,6 +85,12 @@ def test_stop_ends_an_answer(own: Command, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_stop_as_json(conversation: pexpect.spawn[str], own: Command) -> None:
+    stopped = json.loads(own("stop", "demo", "--json").out)
+    check_document("stop", stopped)
+    assert stopped == {"model": "demo:bf16", "stopped": [conversation.pid]}
 
 
 def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:
