@@ -126,7 +126,7 @@ class Conversation:
         # At least one token is computed anew: its logits are what the answer starts from.
         known = min(_common_prefix(self._cached, ids), len(ids) - 1)
         self._state.truncate(known)
-        self._cached = ids[:known]
+        self._cached = ids[: self._state.length]
         sampler = Sampler(options, self._engine.sampling)
 
         def settle(generation: Generation) -> None:

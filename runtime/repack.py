@@ -239,6 +239,7 @@ def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workp
         max_context=inventory.max_context,
         files=tuple(files),
         layout=LAYOUT_VERSIONS[dtype],
+        state_bytes=inventory.state_bytes,
     )
 
 
