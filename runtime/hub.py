@@ -43,6 +43,7 @@ from moeinf.runtime.checkpoint import (
     parse_object,
 )
 from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
+from moeinf.runtime.fp8 import files_of, join_scales
 from moeinf.runtime.repack import KEPT_FILES, MAX_KEPT_BYTES, Progress
 from moeinf.runtime.workplace import Workplace
 
@@ -191,9 +192,19 @@ class HubSource:
         return {"repository": self._repository.name, "commit": self._repository.commit}
 
     def space_bytes(self) -> int:
-        """One file being repacked and the next on its way."""
-        largest = sorted((file.size_bytes for file in self.files), reverse=True)[:2]
-        return sum(largest) + sum(file.size_bytes for file in self.small)
+        """At the worst moment: files being repacked or waiting for others, and the next one."""
+        place = {file.name: number for number, file in enumerate(self.files)}
+        last = list(range(len(self.files)))  # with which file each is done
+        for tensor in join_scales(self.checkpoint).values():
+            places = [place[path.name] for path in files_of(tensor)]
+            for number in places:
+                last[number] = max(last[number], *places)
+        sizes = [file.size_bytes for file in self.files]
+        held = (
+            sum(sizes[n] for n in range(now + 1) if last[n] >= now) + sum(sizes[now + 1 : now + 2])
+            for now in range(len(sizes))
+        )
+        return max(held, default=0) + sum(file.size_bytes for file in self.small)
 
     def small_files(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, So
 from moeinf.runtime.fp8 import join_scales
 
 _HEAD = "lm_head.weight"
-# What only chooses experts: in bfloat16 the biases of DeepSeek-V3 would choose others. And the rates
+# What only chooses experts: in bfloat16 the biases of DeepSeek-V3 would choose others. And rates
 # of forgetting: an error in them counts once for every token since.
 _EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
 

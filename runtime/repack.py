@@ -198,11 +198,17 @@ def _assemble(
         progress("repacking", assembler.bytes, total)
 
     tell()
+    held: list[Path] = []  # fed; some wait for the scales of their weights
     for path in source.bring(work, progress):
         assembler.feed(path, source.is_here, tell)
-        work.add_done(path.name)
+        held.append(path)
+        spent = [file for file in held if assembler.spent(file)]
+        for file in spent:
+            work.add_done(file.name)
         work.commit()  # before the source may go
-        source.release(path)
+        for file in spent:
+            held.remove(file)
+            source.release(file)
     tell()
 
 

@@ -124,9 +124,9 @@ def test_long_texts_and_what_is_left_of_them(name: str) -> None:
     before = state.snapshot()
     state.truncate(170)
     assert state.length == 128
-    for state, text in ((state, other), (before, [*ids, 5])):
-        start = state.length
-        logits = ours.model.extend([(text[start:], state)], ours.experts, "all")
+    for kept, text in ((state, other), (before, [*ids, 5])):
+        start = kept.length
+        logits = ours.model.extend([(text[start:], kept)], ours.experts, "all")
         with torch.no_grad():
             expected = reference(torch.tensor([text]), use_cache=False).logits[0, start:]
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)

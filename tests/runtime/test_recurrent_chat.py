@@ -1,4 +1,4 @@
-"""Conversations with a model whose memory is recurrent: what a later turn reuses, and that it may."""
+"""Conversations with a model whose memory is recurrent: what a later turn reuses."""
 
 from __future__ import annotations
 
