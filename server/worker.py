@@ -172,8 +172,11 @@ class Worker:
         answer = Answer(engine, prompt, sampler, job.limits, context - len(prompt))
         known = [_shared_chunks(place.prefilled, prompt) for place in self._free]
         place = self._free.pop(known.index(max(known)))
-        shared = max(known)
-        place.state.truncate(shared)
+        place.state.truncate(max(known))
+        shared = place.state.length  # some states cannot go back to everywhere
+        if shared % PREFILL_CHUNK:
+            place.state.truncate(0)
+            shared = 0
         place.prefilled = place.prefilled[:shared]
         request = engine.begin_request(place.state)
         return _Running(job, place, answer, constraint, len(prompt), shared, request)
