@@ -17,7 +17,6 @@ from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
-from moeinf.offload.policy.usage import UsageKnobs
 from moeinf.offload.simulate import Conditions, Outcome, Replay
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Pass, Recording
@@ -36,9 +35,9 @@ class Case:
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
-_KNOBS = frozenset(
-    knob.name for kind in (AdaptiveKnobs, UsageKnobs, EamcKnobs) for knob in fields(kind)
-) - {"usage"} | {"eamc_capacity"}
+_KNOBS = frozenset(knob.name for kind in (AdaptiveKnobs, EamcKnobs) for knob in fields(kind)) | {
+    "eamc_capacity"
+}
 
 
 def run_case(
@@ -62,8 +61,7 @@ def run_case(
         if case.policy == "belady":
             return Belady(setup, _events(recording))
         if case.policy == "adaptive":
-            knobs = _chosen(AdaptiveKnobs(), case.knobs)
-            return Adaptive(setup, replace(knobs, usage=_chosen(UsageKnobs(), case.knobs)))
+            return Adaptive(setup, _chosen(AdaptiveKnobs(), case.knobs))
         if case.policy == "eamc":
             return EamcPolicy(setup, _chosen(EamcKnobs(), case.knobs))
         return POLICIES[case.policy](setup)
@@ -108,5 +106,5 @@ def _events(recording: Recording) -> Iterator[tuple[int, Any]]:
 
 
 def _chosen(defaults: Any, knobs: dict[str, Any]) -> Any:
-    mine = {knob.name for knob in fields(defaults)} - {"usage"}
+    mine = {knob.name for knob in fields(defaults)}
     return replace(defaults, **{name: value for name, value in knobs.items() if name in mine})

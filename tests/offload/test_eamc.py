@@ -44,9 +44,9 @@ def test_cosine_on_the_observed_rows_only() -> None:
     B: 4/(√26·√32) = .1387, C: (8+16)/(√26·√24) = .9608."""
     matcher = Matcher(of(9, A, B, C), "prefill")
     assert matcher.similarity().tolist() == [0, 0, 0]
-    matcher.observe(0, np.array([3, 1, 0]))
+    matcher.observe(0, np.array([[0], [0], [0], [1]]))
     assert_allclose(matcher.similarity(), [0.9487, 0.3162, 0.8944], atol=1e-4)
-    matcher.observe(1, np.array([4, 0, 0]))
+    matcher.observe(1, np.array([[0], [0], [0], [0]]))
     assert_allclose(matcher.similarity(), [0.4160, 0.1387, 0.9608], atol=1e-4)
 
 
@@ -55,22 +55,22 @@ def test_rows_of_later_layers_count_with_earlier_passes_once_they_ran() -> None:
     [2, 0, 0] alone, so A: 8/(2·4) = 1, C: 4/(2·√8) = .7071. Then layer 1 routes 0: rows
     [2, 0, 0], [1, 1, 0]; A: (8+4)/(√6·√32) = .8660, C: (4+4)/(√6·√24) = .6667."""
     matcher = Matcher(of(9, A, C), "prefill")
-    matcher.observe_ids(0, np.array([0]))
-    matcher.observe_ids(1, np.array([1]))
+    matcher.observe(0, np.array([[0]]))
+    matcher.observe(1, np.array([[1]]))
     matcher.begin_pass()
     assert matcher.similarity().tolist() == [0, 0]
-    matcher.observe_ids(0, np.array([0]))
+    matcher.observe(0, np.array([[0]]))
     assert_allclose(matcher.similarity(), [1, 0.7071], atol=1e-4)
-    matcher.observe_ids(1, np.array([0]))
+    matcher.observe(1, np.array([[0]]))
     assert_allclose(matcher.similarity(), [0.8660, 0.6667], atol=1e-4)
 
 
 def test_ties_go_to_the_newest() -> None:
     eamc = of(9, A, B, 3 * A)
     matcher = Matcher(eamc, "prefill")
-    matcher.observe(0, np.array([1, 0, 0]))
+    matcher.observe(0, np.array([[0]]))
     assert eamc.best(matcher.similarity(), 3) == [2, 0, 1]
-    assert eamc.newest_of_best(matcher.similarity()) == 2
+    assert eamc.best(matcher.similarity()) == [2]
 
 
 def test_a_full_collection_replaces_the_closest() -> None:
@@ -139,7 +139,7 @@ def test_the_running_match_is_the_cosine(seed: int, count: int, data: st.DataObj
             ids = data.draw(st.lists(st.integers(0, 4), max_size=12))
             if not ids and data.draw(st.booleans()):
                 continue
-            matcher.observe_ids(layer, np.array(ids, np.int64))
+            matcher.observe(layer, np.array([ids], np.int64))
             np.add.at(history[layer], ids, 1)
             if data.draw(st.integers(0, 5)) == 0:
                 eamc.add(*np.random.default_rng(seed + layer).poisson(1, (2, 3, 5)))
