@@ -37,7 +37,10 @@ def plan(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Shows tiers, slots and the expected speed; loads nothing."""
+    """Shows tiers, slots and the expected speed; loads nothing.
+
+    Example: moeinf plan demo --memory 30%
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     manifest, folder = ensure(model, settings, out)
     print_plan(

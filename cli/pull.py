@@ -47,8 +47,10 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo; README names the families. TAG is q4, q8, bf16 (the default) or f32. An
+    folder, or demo. TAG is q4, q8, bf16 (the default) or f32. An
     interrupted pull goes on where it was; a model that is up to date is left alone.
+
+    Example: moeinf pull olmoe:q4
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     wanted, source = find_source(model, name, settings, out, revision, token, workers)

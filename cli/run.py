@@ -66,7 +66,10 @@ def run(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Runs a model: with PROMPT (or piped text) one answer, else a conversation."""
+    """Runs a model: with PROMPT (or piped text) one answer, else a conversation.
+
+    Example: moeinf run demo --memory 30% --verbose "17+25="
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
     config = engine_config(settings, memory, ctx, policy, threads, trace=not no_trace)
