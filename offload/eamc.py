@@ -7,6 +7,10 @@ entries. What the paper leaves open: an entry is the pair (prefill rEAM, decode 
 request; the distance of two entries is the mean of the cosine distances of their parts; equally
 close entries rank by age, the newest first.
 
+How many entries: the paper fixes a capacity. `Eamc.automatic` chooses it by the workload: a
+request that is less than ALIKE like every stored one is added, any other takes the place of those
+that it is so like, up to a ceiling that matching and memory set. docs/study.md has measurements.
+
 Counts lie twice: as [N, L, E], an entry in one piece to be summed, and as [L, E, N], so that one
 routed expert is one contiguous row of N numbers: matching adds K of them per layer instead of
 reading N whole matrices.
@@ -27,16 +31,32 @@ from moeinf.offload.trace import Phase, RequestEam
 KIND = "eamc"
 VERSION = 1
 
+ALIKE = 0.97  # cosine from which two requests say the same
+MOST_ENTRIES = 512  # what a token can afford to be matched with
+MOST_BYTES = 64 << 20
+
 Floats = NDArray[np.float32]
 _PARTS = ("prefill", "decode")
 
 
-class Eamc:
-    """At most `capacity` entries of L layers x E experts; a full one replaces the most similar."""
+def ceiling(layers: int, experts: int) -> int:
+    """Entries that an automatic EAMC has at most: each takes 16·L·E bytes of memory."""
+    return max(1, min(MOST_ENTRIES, MOST_BYTES // (16 * layers * experts)))
 
-    def __init__(self, capacity: int, layers: int, experts: int) -> None:
+
+class Eamc:
+    """At most `capacity` entries of L layers x E experts; a full one replaces the most similar.
+
+    With `alike`, a new entry also replaces all those whose cosine to it is at least that. Adding
+    the entries of such a collection, oldest first, to an empty one restores it just the same.
+    """
+
+    def __init__(
+        self, capacity: int, layers: int, experts: int, alike: float | None = None
+    ) -> None:
         assert capacity > 0, "an EAMC holds at least one entry"
         self.capacity, self.layers, self.experts = capacity, layers, experts
+        self._alike = alike
         self._size = 0
         self._room = 0
         self._entries: dict[str, Floats] = {
@@ -53,16 +73,22 @@ class Eamc:
         self._next_stamp = 0
         self.changes = 0  # entries that came or were replaced, ever: running matches check it
 
+    @classmethod
+    def automatic(cls, layers: int, experts: int) -> Eamc:
+        """As many entries as the workload has different requests, within the ceiling."""
+        return cls(ceiling(layers, experts), layers, experts, ALIKE)
+
     def __len__(self) -> int:
         return self._size
 
     def add(self, prefill: NDArray[np.integer], decode: NDArray[np.integer]) -> int:
         """Stores the rEAMs [L, E] of a finished request; returns the place that they took.
 
-        When full, the stored entry with the smallest distance to the new one goes.
+        When full, the stored entry with the smallest distance to the new one goes; with `alike`,
+        those that it is so like go in any case.
         """
         new = {"prefill": prefill.astype(np.float32), "decode": decode.astype(np.float32)}
-        place = self._size if self._size < self.capacity else self._closest(new)
+        place = self._place_for(new)
         if place == self._room:
             self._grow(min(self.capacity, max(16, 2 * self._room)))
         self._size = max(self._size, place + 1)
@@ -150,8 +176,28 @@ class Eamc:
             found.add(*pair)
         return found
 
-    def _closest(self, new: dict[str, Floats]) -> int:
-        return self.best(self.similarity(new["prefill"], new["decode"]))[0]
+    def _place_for(self, new: dict[str, Floats]) -> int:
+        full = self._size == self.capacity
+        if not full and self._alike is None:
+            return self._size
+        similarity = self.similarity(new["prefill"], new["decode"])
+        if self._alike is not None:
+            places = np.flatnonzero(similarity >= self._alike).tolist()
+            for place in reversed(places[1:]):
+                self._fill(place)
+            if places:
+                return int(places[0])
+        return self.best(similarity)[0] if full else self._size
+
+    def _fill(self, place: int) -> None:
+        """Forgets an entry: the last one moves to its place."""
+        last = self._size - 1
+        for part in _PARTS:
+            self._entries[part][place] = self._entries[part][last]
+            self._counts[part][:, :, place] = self._counts[part][:, :, last]
+            self._squares[part][:, place] = self._squares[part][:, last]
+        self._stamps[place] = self._stamps[last]
+        self._size = last
 
     def _grow(self, room: int) -> None:
         more = room - self._room

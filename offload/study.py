@@ -31,7 +31,7 @@ class Case:
 
     policy: str
     share: float
-    eamc_capacity: int = 100
+    eamc_capacity: int | None = None  # None: automatic
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,7 +55,9 @@ def run_case(
     shape = recording.shape
     slots = max(1, round(case.share * shape.layers * shape.experts))
     capacity = case.knobs.get("eamc_capacity", case.eamc_capacity)
-    eamc = eamc or Eamc(capacity, shape.layers, shape.experts)
+    if eamc is None:
+        size = shape.layers, shape.experts
+        eamc = Eamc.automatic(*size) if capacity is None else Eamc(capacity, *size)
 
     def make(setup: Setup) -> Policy:
         if case.policy == "belady":

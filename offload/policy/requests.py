@@ -72,7 +72,8 @@ class RunningRequests:
     """All requests that live, and those of the running pass."""
 
     def __init__(self, shape: RoutingShape, eamc: Eamc | None) -> None:
-        self.eamc = eamc or Eamc(1, shape.layers, shape.experts)
+        # An empty collection is false, and fills while requests run.
+        self.eamc = Eamc(1, shape.layers, shape.experts) if eamc is None else eamc
         self._all: dict[int, RunningRequest] = {}
         self._rows: dict[int, NDArray[np.intp]] = {}  # of the running pass
 

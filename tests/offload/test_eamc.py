@@ -12,6 +12,7 @@ from moeinf.offload.container import BadContainer, pack
 from moeinf.offload.eamc import (
     Eamc,
     Matcher,
+    ceiling,
     distance_weights,
     eviction_priorities,
     normalised,
@@ -81,6 +82,51 @@ def test_a_full_collection_replaces_the_closest() -> None:
     assert eamc.entry(0).prefill.tolist() == [[3, 1, 0], [0, 4, 0]]
     assert eamc.entry(1).prefill.tolist() == B.tolist()
     assert [e.prefill.tolist() for e in eamc.entries()] == [B.tolist(), [[3, 1, 0], [0, 4, 0]]]
+
+
+def test_automatic_capacity_grows_with_what_is_different() -> None:
+    """3A is like A (cosine 1) and takes its place; B and C are not (.5 and less) and join."""
+    eamc = Eamc(9, 2, 3, alike=0.97)
+    places = [eamc.add(prefill, NONE) for prefill in (A, B, 3 * A, C, 2 * B)]
+    assert places == [0, 1, 0, 2, 1]
+    assert [e.prefill.tolist() for e in eamc.entries()] == [
+        (3 * A).tolist(), C.tolist(), (2 * B).tolist(),
+    ]  # fmt: skip
+
+
+def test_an_entry_replaces_all_that_it_is_alike() -> None:
+    """A and C have cosine 8/(√32·√24) = .29; A + C has .86 and .73 to them, .28 to B."""
+    eamc = Eamc(9, 2, 3, alike=0.7)
+    for prefill in (A, B, C):
+        eamc.add(prefill, NONE)
+    assert eamc.add(A + C, NONE) == 0
+    assert [e.prefill.tolist() for e in eamc.entries()] == [B.tolist(), (A + C).tolist()]
+    matcher = Matcher(eamc, "prefill")
+    matcher.observe(0, np.array([[1]]))
+    assert eamc.best(matcher.similarity(), 2) == [eamc.best(matcher.similarity())[0], 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 30), st.integers(1, 12))
+def test_an_automatic_collection_is_restored_by_its_entries(
+    seed: int, count: int, capacity: int
+) -> None:
+    """What a rewritten log relies on: added again, oldest first, nothing is merged or lost."""
+    random = np.random.default_rng(seed)
+    first, again = (Eamc(capacity, 2, 3, alike=0.9) for _ in range(2))
+    for _ in range(count):
+        first.add(*random.poisson(2, (2, 2, 3)))
+    for entry in first.entries():
+        again.add(entry.prefill, entry.decode)
+    assert len(again) == len(first) <= capacity
+    for ours, theirs in zip(first.entries(), again.entries(), strict=True):
+        assert ours.prefill.tolist() == theirs.prefill.tolist()
+
+
+def test_the_ceiling_is_set_by_matching_or_memory() -> None:
+    assert ceiling(26, 64) == 512
+    assert ceiling(58, 256) == (64 << 20) // (16 * 58 * 256) == 282
+    assert ceiling(1000, 100_000) == 1
 
 
 def test_distance_of_pairs_is_the_mean_of_both_parts() -> None:
