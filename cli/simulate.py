@@ -32,7 +32,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="KNOB=1,2",
-            help="eamc_capacity, or a knob of adaptive or eamc: hysteresis, matches, worth, "
+            help="eamc_capacity, or a knob of adaptive or eamc: hysteresis, matches, worth, sure, "
             "step, prompt, decays (λ/λ), epsilon. Repeat for several.",
             show_default=False,
         ),

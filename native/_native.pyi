@@ -448,6 +448,7 @@ class AdaptiveCore:
         *,
         hysteresis: float,
         worth: float,
+        sure: float,
         decays: Sequence[float],
         step: float,
         prompt: float,

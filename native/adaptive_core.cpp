@@ -3,6 +3,7 @@
 #include "adaptive_core.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace moeinf {
 namespace {
@@ -24,6 +25,8 @@ AdaptiveCore::AdaptiveCore(AdaptiveSizes sizes, AdaptiveKnobs knobs, UsageKnobs 
       least_(layers_, kNone),
       hints_(layers_),
       hint_class_(layers_ * experts_, -1),
+      foreseen_(layers_),
+      is_foreseen_(layers_ * experts_),
       counts_(experts_) {}
 
 void AdaptiveCore::begin_prefill() {
@@ -100,7 +103,7 @@ bool AdaptiveCore::keeps(int cell) {
     return kept_ < keep_at_most_ || deserves(cell, least_kept());
 }
 
-std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) const {
+std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
     const auto absent = [&](int cell) {
         return place_[static_cast<std::size_t>(cell)] == Place::kAbsent;
     };
@@ -126,8 +129,12 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) const {
     const auto score = usage_.score();
     for (std::size_t i = first; i < score.size(); ++i) {
         const int cell = static_cast<int>(i);
-        if (score[i] >= kSure && absent(cell) && !is_hinted(cell)) found.push_back({cell, false});
+        if (score[i] < knobs_.sure || !absent(cell) || is_hinted(cell)) continue;
+        found.push_back({cell, false});
+        if (!std::exchange(is_foreseen_[i], char{1})) foreseen_[i / experts_].push_back(cell);
     }
+    if (lookahead_.precision() < double{knobs_.sure})
+        found.erase(found.begin() + gated, found.end());
     std::stable_sort(found.begin() + gated, found.end(), likelier);
     if (found.size() > most) found.resize(most);
     return found;
@@ -135,7 +142,7 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) const {
 
 double AdaptiveCore::hint_precision(float score) const {
     const Class& kind = classes_[static_cast<std::size_t>(class_of(score))];
-    return kind.right / kind.seen;
+    return kind.precision();
 }
 
 bool AdaptiveCore::deserves(int cell, int loser) const {
@@ -215,13 +222,19 @@ void AdaptiveCore::unkeep(int cell) {
 }
 
 void AdaptiveCore::judge(std::size_t layer, std::span<const int> cells) {
+    const auto came = [&](int cell) {
+        return std::find(cells.begin(), cells.end(), cell) != cells.end();
+    };
     for (const int cell : hints_[layer]) {
         Class& kind = classes_[static_cast<std::size_t>(hint_class_[static_cast<std::size_t>(cell)])];
-        const bool right = std::find(cells.begin(), cells.end(), cell) != cells.end();
-        kind.right = kind.right * kHintMemory + (right ? 1 : 0);
-        kind.seen = kind.seen * kHintMemory + 1;
+        kind.judge(came(cell));
     }
     forget_hints(layer);
+    for (const int cell : foreseen_[layer]) {
+        lookahead_.judge(came(cell));
+        is_foreseen_[static_cast<std::size_t>(cell)] = 0;
+    }
+    foreseen_[layer].clear();
 }
 
 void AdaptiveCore::forget_hints(std::size_t layer) {

@@ -18,6 +18,7 @@
 // it is more probably right than wrong. Hints are judged by what is routed afterwards, whether or
 // not they were acted upon, in classes by how probable their expert was anyway. Hinted experts are
 // not evicted before their layer has run, unless nothing else may go, and are settled only then.
+// Lookahead is judged in the same way, and stops while it is less often right than it claims.
 //
 // least_ remembers the least probable kept cell of each layer; a row is searched again when its
 // scores or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
@@ -37,7 +38,6 @@ namespace moeinf {
 
 inline constexpr std::array kSurprise{0.01, 0.03, 0.1, 0.3};  // borders of the classes of hints
 inline constexpr double kHintMemory = 0.99;  // how long success is remembered: ~100 hints
-inline constexpr float kSure = 0.5F;  // lookahead reads only what is likelier used than not
 
 struct AdaptiveSizes {
     std::size_t layers, experts;
@@ -47,6 +47,7 @@ struct AdaptiveSizes {
 struct AdaptiveKnobs {
     double hysteresis;  // ε
     double worth;       // the probability from which a hinted read is worth its while
+    float sure;         // the one from which lookahead reads: 0.5, what is likelier used than not
 };
 
 using Evictable = std::function<bool(int cell)>;
@@ -78,7 +79,7 @@ class AdaptiveCore {
     void admitted(int cell);
     std::optional<int> victim(const Evictable& evictable);
     bool keeps(int cell);
-    std::vector<CellWish> wishes(std::size_t most) const;
+    std::vector<CellWish> wishes(std::size_t most);
 
     // Share of recent hints that came true, among those of experts about as probable.
     double hint_precision(float score) const;
@@ -89,6 +90,12 @@ class AdaptiveCore {
 
     struct Class {
         double right = 1, seen = 1;
+
+        void judge(bool came) {
+            right = right * kHintMemory + (came ? 1 : 0);
+            seen = seen * kHintMemory + 1;
+        }
+        double precision() const { return right / seen; }
     };
 
     float score(int cell) const { return usage_.score()[static_cast<std::size_t>(cell)]; }
@@ -119,6 +126,9 @@ class AdaptiveCore {
     std::vector<std::vector<int>> hints_;   // [L]: cells, the surest first
     std::vector<signed char> hint_class_;   // [L·E]; -1: not hinted
     std::array<Class, kSurprise.size() + 1> classes_;
+    std::vector<std::vector<int>> foreseen_;  // [L]: cells of lookahead, to be judged
+    std::vector<char> is_foreseen_;           // [L·E]
+    Class lookahead_;
     std::vector<int> scratch_, counts_;
 };
 

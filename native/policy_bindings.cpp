@@ -76,10 +76,10 @@ py::array_t<T> view(std::vector<py::ssize_t> shape, const T* data, const py::han
 class Adaptive {
   public:
     Adaptive(std::size_t layers, std::size_t experts, std::size_t keep_at_most, double hysteresis,
-             double worth, std::vector<float> decays, double step, double prompt)
+             double worth, float sure, std::vector<float> decays, double step, double prompt)
         : layers_(checked(layers, experts)),
           experts_(experts),
-          core_({layers, experts, keep_at_most}, {hysteresis, worth},
+          core_({layers, experts, keep_at_most}, {hysteresis, worth, sure},
                 {std::move(decays), step, prompt}) {}
 
     void routed(std::size_t layer, const py::array& ids) {
@@ -104,7 +104,7 @@ class Adaptive {
         return core_.keeps(cell);
     }
 
-    std::vector<std::pair<int, bool>> wishes(std::size_t most) const {
+    std::vector<std::pair<int, bool>> wishes(std::size_t most) {
         std::vector<std::pair<int, bool>> found;
         for (const auto& [cell, urgent] : core_.wishes(most)) found.emplace_back(cell, urgent);
         return found;
@@ -208,10 +208,10 @@ std::vector<std::size_t> best(const Floats& similarity, const py::array_t<std::i
 
 void bind_policies(py::module_& m) {
     py::class_<Adaptive>(m, "AdaptiveCore", py::is_final())
-        .def(py::init<std::size_t, std::size_t, std::size_t, double, double, std::vector<float>,
+        .def(py::init<std::size_t, std::size_t, std::size_t, double, double, float, std::vector<float>,
                       double, double>(),
              py::arg("layers"), py::arg("experts"), py::arg("keep_at_most"), py::kw_only(),
-             py::arg("hysteresis"), py::arg("worth"), py::arg("decays"), py::arg("step"),
+             py::arg("hysteresis"), py::arg("worth"), py::arg("sure"), py::arg("decays"), py::arg("step"),
              py::arg("prompt"))
         .def("begin_prefill", [](Adaptive& self) { self.core().begin_prefill(); })
         .def(

@@ -31,13 +31,14 @@ from moeinf.offload.trace import Phase
 @dataclass(frozen=True)
 class AdaptiveKnobs:
     """hysteresis: ε of admission. matches: EAMC entries that are averaged. worth: the probability
-    from which a hinted read is worth its while. decays: λ per token of the decayed shares. step:
-    how far a token moves the weights of the estimates, at least. prompt: how many decode tokens a
-    prompt token counts for in the decayed shares."""
+    from which a hinted read is worth its while. sure: the one from which lookahead reads. decays:
+    λ per token of the decayed shares. step: how far a token moves the weights of the estimates, at
+    least. prompt: how many decode tokens a prompt token counts for in the decayed shares."""
 
     hysteresis: float = 0.25
     matches: int = 5
     worth: float = 0.25
+    sure: float = 0.5
     decays: tuple[float, ...] = (0.8, 0.95, 0.98)
     step: float = 0.05
     prompt: float = 1.0
@@ -57,6 +58,7 @@ class Adaptive:
             keep_at_most=setup.slots - min(shape.top_k, max(1, setup.slots // 4)),
             hysteresis=knobs.hysteresis,
             worth=knobs.worth,
+            sure=knobs.sure,
             decays=knobs.decays,
             step=knobs.step,
             prompt=knobs.prompt,

@@ -88,6 +88,8 @@ class PlainAdaptive:
         self.hints: dict[int, list[int]] = {}
         self.hint_class: dict[int, int] = {}
         self.right, self.seen = [1.0] * 5, [1.0] * 5
+        self.foreseen: dict[int, list[int]] = {}
+        self.lookahead = [1.0, 1.0]  # right, seen
         self.insertions = 0
         self.decoding, self.layer = False, -1
 
@@ -118,6 +120,9 @@ class PlainAdaptive:
             kind = self.hint_class.pop(cell)
             self.right[kind] = self.right[kind] * 0.99 + (cell in cells)
             self.seen[kind] = self.seen[kind] * 0.99 + 1
+        for cell in self.foreseen.pop(layer, []):
+            right, seen = self.lookahead
+            self.lookahead = [right * 0.99 + (cell in cells), seen * 0.99 + 1]
         for cell in cells:
             if cell in self.staged:
                 self.settle(cell)
@@ -191,8 +196,21 @@ class PlainAdaptive:
                     kind = bisect(SURPRISE, self.score(cell))
                     if self.right[kind] / self.seen[kind] >= self.knobs.worth:
                         found.append((cell, True))
+        if len(found) >= most:
+            return found[:most]
         following = self.layer + 1
         first = 0 if following == self.layers else following * self.experts
-        sure = [c for c in range(first, self.layers * self.experts) if self.score(c) >= F(0.5)]
-        found += [(c, False) for c in by_score(sure) if absent(c) and c not in self.hint_class]
+        sure = [
+            cell
+            for cell in by_score(list(range(first, self.layers * self.experts)))
+            if self.score(cell) >= F(self.knobs.sure)
+            and absent(cell)
+            and cell not in self.hint_class
+        ]
+        for cell in sure:
+            noted = self.foreseen.setdefault(cell // self.experts, [])
+            if cell not in noted:
+                noted.append(cell)
+        if self.lookahead[0] / self.lookahead[1] >= float(F(self.knobs.sure)):
+            found += [(cell, False) for cell in sure]
         return found[:most]

@@ -25,6 +25,7 @@ def core(layers: int, experts: int, keep_at_most: int, knobs: AdaptiveKnobs) -> 
         keep_at_most,
         hysteresis=knobs.hysteresis,
         worth=knobs.worth,
+        sure=knobs.sure,
         decays=knobs.decays,
         step=knobs.step,
         prompt=knobs.prompt,
@@ -82,6 +83,7 @@ KNOBS = st.builds(
     hysteresis=st.sampled_from((0.0, 0.25, 1.0)),
     worth=st.sampled_from((0.0, 0.25, 0.9)),
     decays=st.sampled_from(((0.5,), (0.8, 0.95, 0.98))),
+    sure=st.sampled_from((0.1, 0.5, 2.0)),
     step=st.sampled_from((0.0, 0.05, 0.5)),
     prompt=st.sampled_from((0.5, 1.0)),
 )
@@ -196,3 +198,19 @@ def test_who_cannot_leave_may_raise() -> None:
     with pytest.raises(RuntimeError, match="asked"):
         policy.victim(broken)
     assert policy.victim(lambda _: True) == 1
+
+
+def test_lookahead_stops_while_it_is_wrong_more_often_than_not() -> None:
+    """The past swears by expert 0 of layer 1, which never comes: the mixture needs a while to
+    lose its trust, the judge of what was read ahead does not wait for that."""
+    policy = core(2, 8, 4, AdaptiveKnobs(step=0.0, decays=(0.5,)))
+    asked = []
+    for token in range(40):
+        policy.past[:] = 0
+        policy.past[1, 0] = 1.2
+        policy.begin_decode(token)
+        policy.routed(0, np.array([[1]]))
+        asked.append(policy.wishes(4))
+        policy.routed(1, np.array([[1 + token % 7]]))
+    assert asked[0] == [(8, False)]
+    assert asked[-1] == []
