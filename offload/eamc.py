@@ -108,7 +108,11 @@ class Eamc:
 
     def entries(self) -> list[RequestEam]:
         """All entries, oldest first: adding them to an empty EAMC in this order restores it."""
-        return [self.entry(int(place)) for place in np.argsort(self._stamps[: self._size])]
+        return [self.entry(int(place)) for place in self.oldest_first()]
+
+    def oldest_first(self) -> NDArray[np.intp]:
+        """The places [N] in the order in which their entries came."""
+        return np.argsort(self._stamps[: self._size])
 
     def similarity(self, prefill: NDArray[np.number], decode: NDArray[np.number]) -> Floats:
         """[N]: 1 - distance of a pair of EAMs [L, E] to every entry.
