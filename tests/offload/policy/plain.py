@@ -207,7 +207,7 @@ class PlainAdaptive:
             and absent(cell)
             and cell not in self.hint_class
         ]
-        for cell in sure:
+        for cell in sorted(sure):  # judged in this order
             noted = self.foreseen.setdefault(cell // self.experts, [])
             if cell not in noted:
                 noted.append(cell)
