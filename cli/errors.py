@@ -25,6 +25,9 @@ class Described(NamedTuple):
 
 
 def _no_such_model(error: Any) -> Described:
+    if error.tags:
+        pull = f"`moeinf pull {error.wanted}` adds the other"
+        return Described("model_not_found", str(error), f"Type {error.tags[0]}; {pull}.")
     near = f"Did you mean {', '.join(error.nearest)}? " if error.nearest else ""
     add = f"`moeinf pull ./folder --name {error.wanted}` adds one."
     return Described("model_not_found", str(error), f"{near}`moeinf list` shows all; {add}")

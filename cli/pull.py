@@ -10,9 +10,9 @@ import typer
 from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
-from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.names import TAGS, ModelName, expand, is_path, parse_name
+from moeinf.runtime.names import DEMO, TAGS, ModelName, expand, is_path, parse_name
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.workplace import PullInProgress, downloads_of
 
@@ -47,8 +47,8 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4, q8, bf16 (the default) or f32. An
-    interrupted pull goes on where it was; a model that is up to date is left alone.
+    folder, or demo. TAG is q4 (the default; the demo: bf16), q8, bf16 or f32. An interrupted
+    pull goes on where it was; a model that is up to date is left alone.
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     wanted, source = find_source(model, name, settings, out, revision, token, workers)
@@ -69,14 +69,22 @@ def pull(
 
 
 def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]:
-    """The model's manifest and folder; what is absent and can be had is pulled first."""
+    """The model's manifest and folder; what is absent and can be had is pulled first.
+
+    Without a tag nothing is fetched where another tag of the model is here: NoSuchModel names it.
+    """
     library = Library(settings)
     try:
         return library.read(model)
-    except NoSuchModel:
-        if not (parse_name(model).name == DEMO or "/" in model or _short_name(model)):
+    except NoSuchModel as error:
+        is_demo = parse_name(model).name == DEMO
+        if not (is_demo or "/" in model or _short_name(model)):
+            raise
+        if error.tags and ":" not in model and not is_demo:
             raise
     wanted, source = find_source(model, None, settings, out)
+    if library.has(wanted):  # MODEL was another spelling of it
+        return library.read(str(wanted))
     try:
         _pull(wanted, source, settings, out)
     except (ModelInUse, PullInProgress):  # somebody else had the same idea

@@ -266,6 +266,14 @@ def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, o
 def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
     """Row blocks of q8 or q4 -> out [count, columns], always float32. Raises ValueError."""
 
+def gather_rows(
+    blocks: int, format: str, rows: int, columns: int, ids: int, count: int, out: int, f32: bool
+) -> None:
+    """Rows ids [count] int64 of a q8 or q4 matrix [rows, columns] -> out [count, columns].
+
+    bf16 is rounded to once. Raises IndexError for a row that there is not.
+    """
+
 def combine_rows(
     rows: int, weights: int, tokens: int, top_k: int, width: int, out: int, f32: bool
 ) -> None:

@@ -103,8 +103,8 @@ def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:
     names = [m["name"] for m in json.loads(own("list", "--json").out)["models"]]
     assert sorted(names) == ["demo", "demo", "mine"]
     assert own("rm", "demo:bf16", "--quiet").out == ""
-    assert own("run", "mine", "17+25=").out == "42\n"
-    assert own("rm", "mine").code == 0
+    assert own("run", "mine:bf16", "17+25=").out == "42\n"
+    assert own("rm", "mine:bf16").code == 0
     assert not (tmp_path / "state/mine").exists()
 
 
