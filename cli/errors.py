@@ -107,6 +107,9 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "RepositoryError": _plain("hub", "`moeinf pull --help` says how models are named."),
     "DownloadFailed": _plain("download_failed", "Type the same again: what has arrived is kept."),
     "PullInProgress": _plain("pull_in_progress", "Wait for it to end."),
+    "NewerModel": _plain(
+        "newer_model", "Update moeinf, or `moeinf rm MODEL` and `moeinf pull MODEL` again."
+    ),
     "DamagedModel": _damaged,
     "ExpertReadError": _read_error,
     "BadCheckpoint": _plain(

@@ -247,6 +247,10 @@ def set_compute_threads(threads: int) -> None:
     """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
 
 BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that lie together
+TILE_COLUMNS: Final[int]  # 64: columns of a tile
+GROUP: Final[int]  # 32: weights that share a scale
+Q4_ZERO: Final[int]  # 8: the code of zero
+Q8_ZERO: Final[int]  # 128
 
 def kernel_path() -> str:
     """What kernels run on: avx512, avx2 or portable."""

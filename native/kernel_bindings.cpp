@@ -180,6 +180,10 @@ void bind_kernels(py::module_& m) {
         py::arg("blocks"), py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("ids"),
         py::arg("count"), py::arg("out"), py::arg("f32"), no_gil);
     m.attr("BLOCK_ROWS") = kBlockRows;
+    m.attr("GROUP") = kGroup;
+    m.attr("TILE_COLUMNS") = kTileColumns;
+    m.attr("Q4_ZERO") = kQ4Zero;
+    m.attr("Q8_ZERO") = kQ8Zero;
 }
 
 }  // namespace moeinf
