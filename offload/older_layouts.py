@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeinf.native import GROUP, TILE_COLUMNS
 from moeinf.offload.layout import OLDER_VERSIONS
-from moeinf.offload.quantise import GROUP, TILE_COLUMNS, tiled
+from moeinf.offload.quantise import tiled
 
 
 class _Reader(NamedTuple):

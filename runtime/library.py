@@ -17,7 +17,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.durable import sync_folder
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
-from moeinf.runtime.names import TAGS, ModelName, parse_name
+from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
 from moeinf.runtime.workplace import PullInProgress, discard, only_maker
 
 _LAST_USED = "last_used"  # an empty file: its time is what counts
@@ -106,7 +106,8 @@ class Library:
             raise NoSuchModel(str(name), [], tags)
         known = [entry.name for entry in self.installed()]
         near = difflib.get_close_matches(name.name, {entry.name for entry in known}, 3, 0.5)
-        raise NoSuchModel(text, [str(entry) for entry in known if entry.name in near][:3])
+        likely = sorted(known, key=lambda entry: entry.tag != default_tag(entry.name))
+        raise NoSuchModel(text, [str(entry) for entry in likely if entry.name in near][:3])
 
     def read(self, text: str) -> tuple[Manifest, Path]:
         """As `find`, and its manifest. Raises DamagedModel besides."""

@@ -147,7 +147,7 @@ def test_killed_anywhere_it_goes_on(models, tmp_path, monkeypatch):
     today, older, name = models
     monkeypatch.setattr(retiling, "_BATCH_BYTES", 1 << 20)
     points = 0
-    for point in (1, 2, 7, 60, 120, 260, 380, 420):
+    for point in (1, 7, 120, 260, 420):
         home = tmp_path / str(point)
         shutil.copytree(older, home)
         library = Library(Settings(home=home))
@@ -155,7 +155,7 @@ def test_killed_anywhere_it_goes_on(models, tmp_path, monkeypatch):
         assert killed_at(3, library, name) or point > 300  # and again, going on
         retile(library, name, lambda *_: None)
         assert files_of(home, name) == files_of(today, name)
-    assert points >= 6
+    assert points >= 3
 
 
 def test_a_file_of_neither_layout_is_named(models, tmp_path):
