@@ -49,6 +49,8 @@ def pull(
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
     folder, or demo. TAG is q4 (the default; the demo: bf16), q8, bf16 or f32. An interrupted
     pull goes on where it was; a model that is up to date is left alone.
+
+    Example: moeinf pull olmoe:q4
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     wanted, source = find_source(model, name, settings, out, revision, token, workers)
@@ -97,10 +99,8 @@ def _find_or_pull(
     try:
         return library.read(model)
     except NoSuchModel as error:
-        is_demo = parse_name(model).name == DEMO
-        if not (is_demo or "/" in model or _short_name(model)):
-            raise
-        if error.tags and ":" not in model and not is_demo:
+        another = error.tags and ":" not in model and parse_name(model).name != DEMO
+        if another or not can_be_had(model):
             raise
     wanted, source = find_source(model, None, settings, out)
     if library.has(wanted):  # MODEL was another spelling of it
@@ -111,6 +111,11 @@ def _find_or_pull(
         out.note(f"another process is pulling {wanted}; waiting for it")
         library.wait_for_maker(wanted)
     return library.read(str(wanted))
+
+
+def can_be_had(model: str) -> bool:
+    """Whether `ensure` would look for a model that is not here. Raises BadName."""
+    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
 
 
 def find_source(

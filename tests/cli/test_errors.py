@@ -1,4 +1,4 @@
-"""The table of errors: every exception that can reach a person has words, a code and a next step."""
+"""Every exception that can reach a person has a code, words, and what to type next."""
 
 from __future__ import annotations
 

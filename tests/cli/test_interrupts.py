@@ -16,9 +16,7 @@ from tests.cli.conftest import COMMAND, environment
 SLOWLY = [COMMAND[0], "-X", "importtime", *COMMAND[1:]]
 
 
-@pytest.mark.parametrize(
-    "module", ["importlib.metadata", "typer", "rich.console", "moeinf.cli.output"]
-)
+@pytest.mark.parametrize("module", ["importlib.metadata", "rich.console", "moeinf.cli.output"])
 def test_while_it_is_imported(module: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*SLOWLY, "list"], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -122,3 +122,15 @@ def test_cp_refuses(target: str, code: int, words: str, own: Command, tmp_path: 
     assert words in refused.err
     assert own("run", "demo", "17+25=").out == "42\n"
     assert list((tmp_path / "models").rglob(".*")) == []
+
+
+def test_cp_beside_what_others_left(own: Command, tmp_path: Path) -> None:
+    left = tmp_path / "models/mine/.bf16.partial"
+    left.mkdir(parents=True)
+    (left / "journal.jsonl").write_text("{}\n")  # a pull's: somebody waited for those bytes
+    refused = own("cp", "demo", "mine")
+    assert (refused.code, "`moeinf prune` ends it" in refused.err) == (1, True)
+    (left / "journal.jsonl").rename(left / "manifest.json")  # a copy's that was killed
+    assert own("cp", "demo", "mine").code == 0
+    assert own("run", "mine", "17+25=").out == "42\n"
+    assert not left.exists()
