@@ -25,6 +25,9 @@ class Described(NamedTuple):
 
 
 def _no_such_model(error: Any) -> Described:
+    if error.tags:
+        pull = f"`moeinf pull {error.wanted}` adds the other"
+        return Described("model_not_found", str(error), f"Type {error.tags[0]}; {pull}.")
     near = f"Did you mean {', '.join(error.nearest)}? " if error.nearest else ""
     add = f"`moeinf pull ./folder --name {error.wanted}` adds one."
     return Described("model_not_found", str(error), f"{near}`moeinf list` shows all; {add}")
@@ -104,6 +107,9 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "RepositoryError": _plain("hub", "`moeinf pull --help` says how models are named."),
     "DownloadFailed": _plain("download_failed", "Type the same again: what has arrived is kept."),
     "PullInProgress": _plain("pull_in_progress", "Wait for it to end."),
+    "NewerModel": _plain(
+        "newer_model", "Update moeinf, or `moeinf rm MODEL` and `moeinf pull MODEL` again."
+    ),
     "DamagedModel": _damaged,
     "ExpertReadError": _read_error,
     "BadCheckpoint": _plain(

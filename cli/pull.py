@@ -10,9 +10,9 @@ import typer
 from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
-from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
-from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.names import TAGS, ModelName, expand, is_path, parse_name
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
+from moeinf.runtime.manifest import Manifest, is_current
+from moeinf.runtime.names import DEMO, TAGS, ModelName, expand, is_path, parse_name
 from moeinf.runtime.registry import entry_of, registry
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.workplace import PullInProgress, downloads_of
@@ -48,8 +48,8 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4, q8, bf16 (the default) or f32. An
-    interrupted pull goes on where it was; a model that is up to date is left alone.
+    folder, or demo. TAG is q4 (the default; the demo: bf16), q8, bf16 or f32. An interrupted
+    pull goes on where it was; a model that is up to date is left alone.
 
     Example: moeinf pull olmoe:q4
     """
@@ -58,8 +58,10 @@ def pull(
     if dry_run:
         _print_sizes(wanted, source, out)
         return
-    manifest = Library(settings).made_of(wanted, source.origin, source.revision)
+    library = Library(settings)
+    manifest = library.made_of(wanted, source.origin, source.revision)
     if manifest is not None:
+        manifest = _in_todays_layout(library, manifest, out)
         out.note(f"{wanted} is up to date")
     else:
         manifest = _pull(wanted, source, settings, out)
@@ -72,14 +74,38 @@ def pull(
 
 
 def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]:
-    """The model's manifest and folder; what is absent and can be had is pulled first."""
+    """The model's manifest and folder; what is absent and can be had is pulled first.
+
+    Without a tag nothing is fetched where another tag of the model is here: NoSuchModel names it.
+    A model in an older layout is re-tiled, without a download.
+    """
     library = Library(settings)
+    manifest, folder = _find_or_pull(model, library, settings, out)
+    return _in_todays_layout(library, manifest, out), folder
+
+
+def _in_todays_layout(library: Library, manifest: Manifest, out: Output) -> Manifest:
+    if is_current(manifest):
+        return manifest
+    from moeinf.runtime.retile import retile  # imports torch
+
+    out.note(f"{manifest.model} has an older layout: re-tiling it, nothing is downloaded")
+    with out.progress(str(manifest.model)) as progress:
+        return retile(library, manifest.model, progress)
+
+
+def _find_or_pull(
+    model: str, library: Library, settings: Settings, out: Output
+) -> tuple[Manifest, Path]:
     try:
         return library.read(model)
-    except NoSuchModel:
-        if not can_be_had(model):
+    except NoSuchModel as error:
+        another = error.tags and ":" not in model and parse_name(model).name != DEMO
+        if another or not can_be_had(model):
             raise
     wanted, source = find_source(model, None, settings, out)
+    if library.has(wanted):  # MODEL was another spelling of it
+        return library.read(str(wanted))
     try:
         _pull(wanted, source, settings, out)
     except (ModelInUse, PullInProgress):  # somebody else had the same idea

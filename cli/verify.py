@@ -11,8 +11,9 @@ import typer
 from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.names import DEMO
 from moeinf.runtime.workplace import only_maker, partial_folder
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down"]
@@ -62,6 +64,20 @@ class Experts(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Embedding:
+    """ids [T] int64 -> rows [T, D] of `dtype`, on `device`."""
+
+    rows: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Embedding:
+        """The rows of weight [V, D]."""
+        return cls(lambda ids: functional.embedding(ids, weight), weight.dtype, weight.device)
+
+
 class Parts(Protocol):
     """Hands a family its dense weights, by checkpoint name. The loader decides their form."""
 
@@ -73,6 +89,10 @@ class Parts(Protocol):
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
         """x @ `prefix`.weight.T (+ `prefix`.bias), with weight [out_features, in_features]."""
+        ...
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        """The rows of `prefix`.weight [count, width]; tied heads ask for it as a linear, too."""
         ...
 
     def tuned(self, piece: Piece) -> Piece:

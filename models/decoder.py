@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moeinf.models.base import ContextFull, Experts, Linear, MoeShape, Parts, State
 from moeinf.models.config import (
@@ -142,8 +141,8 @@ class Decoder:
         self.moe = moe
         self.vocab_size = config.vocab
         self.max_context = config.max_context
-        embedding = parts.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
-        self._embedding = embedding  # [V, D]
+        embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
+        self._embedding = embedding
         self._blocks = _looking_ahead([_tuned_norms(block, parts) for block in blocks])
         self._norm = parts.tuned(_final_norm(config, parts))
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
@@ -223,7 +222,7 @@ class Decoder:
         )
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
         rows = PassRows(spans, *self._rope(positions, contexts))
-        x = functional.embedding(ids, self._embedding)
+        x = self._embedding.rows(ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         for block in self._blocks:

@@ -249,6 +249,10 @@ def set_compute_threads(threads: int) -> None:
     """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
 
 BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that lie together
+TILE_COLUMNS: Final[int]  # 64: columns of a tile
+GROUP: Final[int]  # 32: weights that share a scale
+Q4_ZERO: Final[int]  # 8: the code of zero
+Q8_ZERO: Final[int]  # 128
 
 def kernel_path() -> str:
     """What kernels run on: avx512, avx2 or portable."""
@@ -267,6 +271,14 @@ def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, o
 
 def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
     """Row blocks of q8 or q4 -> out [count, columns], always float32. Raises ValueError."""
+
+def gather_rows(
+    blocks: int, format: str, rows: int, columns: int, ids: int, count: int, out: int, f32: bool
+) -> None:
+    """Rows ids [count] int64 of a q8 or q4 matrix [rows, columns] -> out [count, columns].
+
+    bf16 is rounded to once. Raises IndexError for a row that there is not.
+    """
 
 def combine_rows(
     rows: int, weights: int, tokens: int, top_k: int, width: int, out: int, f32: bool

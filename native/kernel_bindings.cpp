@@ -165,7 +165,25 @@ void bind_kernels(py::module_& m) {
         },
         py::arg("blocks"), py::arg("format"), py::arg("count"), py::arg("columns"), py::arg("out"),
         no_gil);
+    m.def(
+        "gather_rows",
+        [](std::uintptr_t blocks, const std::string& format, std::size_t rows, std::size_t columns,
+           std::uintptr_t ids, std::size_t count, std::uintptr_t out, bool f32) {
+            const std::span wanted{at<const std::int64_t>(ids), count};
+            for (const std::int64_t id : wanted)
+                if (id < 0 || static_cast<std::size_t>(id) >= rows)
+                    throw std::out_of_range("row " + std::to_string(id) + " of " +
+                                            std::to_string(rows));
+            gather_rows(at(blocks), quantised_format(format), columns, wanted, at(out),
+                        dtype_of(f32));
+        },
+        py::arg("blocks"), py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("ids"),
+        py::arg("count"), py::arg("out"), py::arg("f32"), no_gil);
     m.attr("BLOCK_ROWS") = kBlockRows;
+    m.attr("GROUP") = kGroup;
+    m.attr("TILE_COLUMNS") = kTileColumns;
+    m.attr("Q4_ZERO") = kQ4Zero;
+    m.attr("Q8_ZERO") = kQ8Zero;
 }
 
 }  // namespace moeinf

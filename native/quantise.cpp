@@ -170,6 +170,31 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) void quantise_avx512(
 }
 #endif
 
+// Columns first … first + 31 of a row, as far as there are any; first is a multiple of 32.
+void dequantise_group(const std::byte* blocks, Format format, std::size_t row,
+                      std::size_t columns, std::size_t first, float* out) noexcept {
+    const std::size_t tile_size = tile_bytes(format);
+    const std::size_t scales = tile_size - 2 * kTileGroups * kBlockRows;
+    const std::size_t half = first % kTileColumns / kGroup, r = row % kBlockRows;
+    const std::byte* const tile = blocks + row / kBlockRows * block_bytes(format, columns) +
+                                  first / kTileColumns * tile_size;
+    const std::byte* const codes = tile + half * (scales / kTileGroups) + 4 * r;
+    std::uint16_t bits;
+    std::memcpy(&bits, tile + scales + 2 * (half * kBlockRows + r), 2);
+    const float scale = half_to_float(bits);
+    const std::size_t there = std::min(kGroup, columns - first);
+    for (std::size_t k = 0; k < there; ++k) {
+        int code;
+        if (format == Format::kQ4) {
+            const int both = std::to_integer<int>(codes[k % 16 / 4 * 64 + k % 4]);
+            code = (k < 16 ? both & 15 : both >> 4) - kQ4Zero;
+        } else {
+            code = std::to_integer<int>(codes[k / 4 * 64 + k % 4]) - kQ8Zero;
+        }
+        out[k] = scale * static_cast<float>(code);
+    }
+}
+
 }  // namespace
 
 void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
@@ -189,26 +214,22 @@ void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::s
 
 void dequantise_rows(const std::byte* blocks, Format format, std::size_t count,
                      std::size_t columns, float* out) noexcept {
-    const std::size_t scales = tile_bytes(format) - 2 * kTileGroups * kBlockRows;
-    for (std::size_t row = 0; row < count; ++row)
-        for (std::size_t k = 0; k < columns; ++k) {
-            const std::byte* const tile =
-                blocks + row / kBlockRows * block_bytes(format, columns) +
-                k / kTileColumns * tile_bytes(format);
-            const std::size_t r = row % kBlockRows, half = k % kTileColumns / kGroup;
-            const std::size_t i = k % kGroup;
-            std::uint16_t scale;
-            std::memcpy(&scale, tile + scales + 2 * (half * kBlockRows + r), 2);
-            int code;
-            if (format == Format::kQ4) {
-                code = std::to_integer<int>(tile[256 * half + i % 16 / 4 * 64 + 4 * r + i % 4]);
-                code = (i < 16 ? code & 15 : code >> 4) - kQ4Zero;
-            } else {
-                code = std::to_integer<int>(tile[512 * half + i / 4 * 64 + 4 * r + i % 4]);
-                code -= kQ8Zero;
-            }
-            *out++ = half_to_float(scale) * static_cast<float>(code);
+    for (std::size_t row = 0; row < count; ++row, out += columns)
+        for (std::size_t first = 0; first < columns; first += kGroup)
+            dequantise_group(blocks, format, row, columns, first, out + first);
+}
+
+void gather_rows(const std::byte* blocks, Format format, std::size_t columns,
+                 std::span<const std::int64_t> ids, std::byte* out, Dtype dtype) noexcept {
+    const std::size_t row_bytes = columns * (dtype == Dtype::kF32 ? 4 : 2);
+    for (const std::int64_t id : ids) {
+        for (std::size_t first = 0; first < columns; first += kGroup) {
+            float values[kGroup];
+            dequantise_group(blocks, format, static_cast<std::size_t>(id), columns, first, values);
+            store_row(values, std::min(kGroup, columns - first), out, dtype, first);
         }
+        out += row_bytes;
+    }
 }
 
 std::uint16_t float_to_half(float value) noexcept {

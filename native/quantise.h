@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "activations.h"
 #include "tiles.h"
@@ -28,6 +29,11 @@ void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::s
 // Row blocks back to rows of f32.
 void dequantise_rows(const std::byte* blocks, Format format, std::size_t count,
                      std::size_t columns, float* out) noexcept;
+
+// The rows of a matrix [rows, columns] that `ids` name, as f32 or rounded once to bf16: what an
+// embedding is read with. Every id is below `rows`; the caller has checked.
+void gather_rows(const std::byte* blocks, Format format, std::size_t columns,
+                 std::span<const std::int64_t> ids, std::byte* out, Dtype dtype) noexcept;
 
 std::uint16_t float_to_half(float value) noexcept;  // to nearest even; beyond the range: infinity
 

@@ -11,14 +11,15 @@ import hashlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.offload.layout import ExpertLayout, is_tiled, stored_bytes
+from moeinf.offload.layout import LAYOUT_VERSIONS, ExpertLayout, is_tiled, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
 from moeinf.runtime.checkpoint import SourceTensor
 from moeinf.runtime.encode import encoded
@@ -66,22 +67,39 @@ def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
 
 def _dense_target(inventory: Inventory, dtype: str) -> Target:
     dense = inventory.dense
-    forms = {name: inventory.form_of(name, dtype) for name in dense}
-    sizes = {name: stored_bytes(forms[name], tensor.shape) for name, tensor in dense.items()}
+    slices = {n: Slice(inventory.form_of(n, dtype), tensor.shape) for n, tensor in dense.items()}
+    header, order = dense_header(slices, dtype)
+    parts = tuple(dense[name] for name in order)
+    return Target(DENSE, header, parts, tuple(slices[name].form for name in order))
+
+
+class Slice(NamedTuple):
+    """A dense tensor as it will be stored."""
+
+    form: str
+    shape: tuple[int, ...]
+
+
+def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[str]]:
+    """The header of dense.safetensors of a model of format `dtype`, and the order of its tensors.
+
+    Tiles are named U8 of one dimension, and the header then names the version of their layout.
+    """
+    sizes = {name: stored_bytes(*piece) for name, piece in slices.items()}
     # Sizes that are no multiple of the alignment go last, or they would displace all behind them.
-    order = sorted(dense, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
-    header: dict[str, object] = {"__metadata__": {"format": "moeinf"}}
+    order = sorted(slices, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
+    about = {"format": "moeinf"}
+    if is_tiled(dtype):
+        about["layout"] = str(LAYOUT_VERSIONS[dtype])
+    header: dict[str, object] = {"__metadata__": about}
     offset = 0
     for name in order:
         span = [offset, offset + sizes[name]]
-        tiled = is_tiled(forms[name])
-        shape = [sizes[name]] if tiled else list(dense[name].shape)
-        kind = "U8" if tiled else forms[name]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": span}
+        form, shape = slices[name]
+        described = ("U8", [sizes[name]]) if is_tiled(form) else (form, list(shape))
+        header[name] = {"dtype": described[0], "shape": described[1], "data_offsets": span}
         offset = span[1]
-    parts = tuple(dense[name] for name in order)
-    in_order = tuple(forms[name] for name in order)
-    return Target(DENSE, padded_header(header, SHARD_DATA_OFFSET), parts, in_order)
+    return padded_header(header, SHARD_DATA_OFFSET), order
 
 
 class Assembler:

@@ -26,7 +26,7 @@ from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.linears import MOST_ROWS
 from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
-from moeinf.runtime.manifest import MANIFEST, Manifest
+from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.measure import drive_of
 from moeinf.runtime.memory import available_bytes, core_count, return_large_blocks, rss_bytes
 from moeinf.runtime.plan import place
@@ -73,6 +73,8 @@ class Engine:
         set_compute_threads(self.placement.threads)
         with ExitStack() as undo:  # in reverse, should anything below fail
             undo.callback(registration.close)
+            if not is_current(manifest):
+                raise DamagedModel(f"{manifest.model} has an older layout; `moeinf pull` mends it")
             check_small_files(folder, manifest)
             self.tokenizer = Tokenizer(folder)
             self.template: TemplateWorker | None = None

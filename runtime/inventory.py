@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import Family
-from moeinf.models.base import FusedPart, Linear, MoeShape, Piece
+from moeinf.models.base import Embedding, FusedPart, Linear, MoeShape, Piece
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import (
     ITEM_BYTES,
@@ -37,6 +37,7 @@ class WantedParts:
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.tensors: set[str] = set()  # asked for as they are: they cannot be quantised
+        self.embeddings: set[str] = set()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.shapes[name] = shape
@@ -50,6 +51,12 @@ class WantedParts:
         if bias:
             self.tensor(f"{prefix}.bias", out_features)
         return lambda x: x.new_empty(*x.shape[:-1], out_features)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        self.shapes[f"{prefix}.weight"] = (count, width)
+        self.embeddings.add(f"{prefix}.weight")
+        weight = torch.empty(count, width, device="meta")
+        return Embedding.of(weight)
 
     def tuned(self, piece: Piece) -> Piece:
         return piece
@@ -66,22 +73,23 @@ class Inventory:
     state_bytes: int
     dense: Mapping[str, SourceTensor]
     experts: Mapping[ExpertKey, Mapping[str, SourceTensor]]
-    linear: frozenset[str] = frozenset()  # the dense tensors that are only multiplied with
+    tileable: frozenset[str] = frozenset()  # dense tensors that are linears' or embeddings'
+    embeddings: frozenset[str] = frozenset()  # those whose rows are looked up
     unused: list[str] = field(default_factory=list)
 
     def form_of(self, name: str, dtype: str) -> str:
         """The format of a dense tensor in a model of format `dtype`.
 
-        The output head keeps 8 bits, as GGUF files keep it in 6 or 8; what is not a linear's weight
-        (norms, router gates, embeddings) is never quantised.
+        The output head and the embedding keep 8 bits (docs/log.md), so that they can be tied; what
+        is neither a linear's weight nor an embedding (norms, router gates) is never quantised.
         """
         if name.endswith(_EXACT):
             return "F32"
         if not is_tiled(dtype):
             return dtype
-        if name not in self.linear:
+        if name not in self.tileable:
             return plain_form(dtype)
-        return "Q8" if name == _HEAD else dtype
+        return "Q8" if name == _HEAD or name in self.embeddings else dtype
 
     def dense_bytes(self, dtype: str) -> int:
         """Bytes of the weights that every token uses, in the format `dtype`."""
@@ -145,7 +153,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")
     items = model.kv_bytes_per_token // torch.get_default_dtype().itemsize
-    linear = frozenset(wanted.shapes.keys() - wanted.tensors)
+    tileable = frozenset(wanted.shapes.keys() - wanted.tensors)
     return Inventory(
         family,
         model.moe,
@@ -154,7 +162,8 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         model.state_bytes,
         dense,
         experts,
-        linear,
+        tileable,
+        frozenset(wanted.embeddings),
         unused,
     )
 

@@ -17,21 +17,22 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.durable import sync_folder
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
-from moeinf.runtime.names import TAGS, ModelName, parse_name
+from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
 from moeinf.runtime.workplace import PullInProgress, discard, only_maker
 
-DEMO = "demo"
 _LAST_USED = "last_used"  # an empty file: its time is what counts
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
 
 
 class NoSuchModel(LookupError):
-    """No model of that name is on this machine."""
+    """No model of that name is on this machine. tags: the ones of that name that are."""
 
-    def __init__(self, wanted: str, nearest: list[str]) -> None:
-        super().__init__(f"there is no model {wanted!r} on this machine")
+    def __init__(self, wanted: str, nearest: list[str], tags: tuple[str, ...] = ()) -> None:
+        only = f", only {' and '.join(tags)}" if tags else ""
+        super().__init__(f"there is no model {wanted!r} on this machine{only}")
         self.wanted = wanted
         self.nearest = nearest
+        self.tags = tags
 
 
 class ModelInUse(RuntimeError):
@@ -92,19 +93,21 @@ class Library:
         return [entry for _, entry in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
 
     def find(self, text: str) -> tuple[ModelName, Path]:
-        """The model that a person means by `name[:tag]`; without a tag, the only one there is.
+        """The model that a person means by `name[:tag]`; without a tag, it has the default one.
 
-        Raises BadName, or NoSuchModel with the nearest names.
+        Raises BadName, or NoSuchModel with other tags of that name, or else the nearest names.
         """
         name = parse_name(text)
         if self.has(name):
             return name, self.folder(name)
-        tags = [ModelName(name.name, tag) for tag in TAGS if self.has(ModelName(name.name, tag))]
-        if tags and ":" not in text:
-            return tags[0], self.folder(tags[0])
-        known = [str(entry.name) for entry in self.installed()]
-        near = [str(tag) for tag in tags] or difflib.get_close_matches(str(name), known, 3, 0.5)
-        raise NoSuchModel(text, near)
+        others = (ModelName(name.name, tag) for tag in TAGS)
+        tags = tuple(str(other) for other in others if self.has(other))
+        if tags:
+            raise NoSuchModel(str(name), [], tags)
+        known = [entry.name for entry in self.installed()]
+        near = difflib.get_close_matches(name.name, {entry.name for entry in known}, 3, 0.5)
+        likely = sorted(known, key=lambda entry: entry.tag != default_tag(entry.name))
+        raise NoSuchModel(text, [str(entry) for entry in likely if entry.name in near][:3])
 
     def read(self, text: str) -> tuple[Manifest, Path]:
         """As `find`, and its manifest. Raises DamagedModel besides."""

@@ -1,4 +1,4 @@
-"""Dense linear layers on the native kernels: `Linear` callables over weights of any format.
+"""Dense linear layers on the native kernels, and embeddings, over weights of any format.
 
 Does not know names of tensors or files.
 """
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.base import Linear
-from moeinf.native import LinearKernel
+from moeinf.models.base import Embedding, Linear
+from moeinf.native import LinearKernel, gather_rows
 
 MOST_ROWS = 16  # of bf16: more are faster in torch; up to here a row does not see the others
 
@@ -26,6 +26,21 @@ def tiled_linear(
         return _run(kernel, x, out_features, bias)
 
     return apply
+
+
+def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Embedding:
+    """Rows of Q8 or Q4 tiles, as exact as bfloat16 can say them."""
+
+    def rows(ids: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), width, dtype=torch.bfloat16)
+        gather_rows(
+            tiles.data_ptr(), form.lower(), count, width,
+            ids.data_ptr(), len(ids), out.data_ptr(), False,
+        )  # fmt: skip
+        return out
+
+    return Embedding(rows, torch.bfloat16, tiles.device)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:

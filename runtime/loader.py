@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.models.base import Linear, Model, ModelDataError, Piece
+from moeinf.models.base import Embedding, Linear, Model, ModelDataError, Piece
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.layout import stored_bytes
@@ -34,7 +34,7 @@ from moeinf.runtime.checkpoint import (
 )
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.drive import Reading
-from moeinf.runtime.linears import plain_linear, tiled_linear
+from moeinf.runtime.linears import plain_linear, tiled_embedding, tiled_linear
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
@@ -72,13 +72,25 @@ class DenseWeights:
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
-        name, shape = f"{prefix}.weight", (out_features, in_features)
+        tiles = self._tiles(f"{prefix}.weight", out_features, in_features)
+        if tiles is not None:
+            return tiled_linear(*tiles, out_features, in_features, offset)
+        return plain_linear(self.tensor(f"{prefix}.weight", out_features, in_features), offset)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        tiles = self._tiles(f"{prefix}.weight", count, width)
+        if tiles is not None:
+            return tiled_embedding(*tiles, count, width)
+        return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
+
+    def _tiles(self, name: str, rows: int, columns: int) -> tuple[Tensor, str] | None:
+        """The tiles of a matrix and their format; None when it is not stored so."""
         found = self._tensors.get(name)
-        if found is not None and found.dtype == "U8":
-            for form in ("Q4", "Q8"):
-                if found.size_bytes == stored_bytes(form, shape):
-                    return tiled_linear(self._bytes_of(found), form, *shape, offset)
-        return plain_linear(self.tensor(name, *shape), offset)
+        if found is None or found.dtype != "U8":
+            return None
+        forms = (f for f in ("Q4", "Q8") if found.size_bytes == stored_bytes(f, (rows, columns)))
+        form = next(forms, None)
+        return None if form is None else (self._bytes_of(found), form)
 
     def _bytes_of(self, found: SourceTensor) -> Tensor:
         start = found.offset - self._data_offset

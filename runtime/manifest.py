@@ -12,7 +12,7 @@ from typing import Any
 
 from moeinf.native import PAGE_BYTES
 from moeinf.offload.budget import SlotBudget
-from moeinf.offload.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
+from moeinf.offload.layout import LAYOUT_VERSIONS, OLDER_VERSIONS, ExpertKey, ExpertLayout
 from moeinf.offload.shards import FileRecord, shard_path
 from moeinf.runtime.durable import write_text_durably
 from moeinf.runtime.names import ModelName
@@ -29,6 +29,10 @@ _COUNTS = (
 
 class DamagedModel(ValueError):
     """A file of a pulled model is not what the manifest says it is."""
+
+
+class NewerModel(DamagedModel):
+    """A newer moeinf has written the model, in a way that this one does not know."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,13 @@ def read_manifest(folder: Path) -> Manifest:
         if path.stat().st_size > _MAX_BYTES:
             raise DamagedModel(f"{path} is too large to be a manifest")
         raw = json.loads(path.read_bytes())
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT_VERSION:
-            raise DamagedModel(f"{path} is of format {_get(raw, 'format')}, not {FORMAT_VERSION}")
+        if not isinstance(raw, dict):
+            raise DamagedModel(f"{path} is no manifest")
+        _check_version(path, "format", raw.get("format"), FORMAT_VERSION)
         form = str(raw.get("dtype"))
-        if raw.get("layout") != LAYOUT_VERSIONS.get(form):
-            version = LAYOUT_VERSIONS.get(form)
-            raise DamagedModel(f"{path}: {form} layout {raw.get('layout')}, not {version}")
+        if (form, raw.get("layout")) not in OLDER_VERSIONS:
+            layout = f"{form} layout"
+            _check_version(path, layout, raw.get("layout"), LAYOUT_VERSIONS.get(form, 0))
         raw["files"] = tuple(_record(file) for file in raw["files"])
         manifest = Manifest(**raw)
         for field in _COUNTS:
@@ -126,7 +131,8 @@ def read_manifest(folder: Path) -> Manifest:
             if not isinstance(raw[field], str):
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
         data_bytes = manifest.expert_layout.data_bytes
-        if any(shard.data_bytes != data_bytes for shard in manifest.shards()):
+        shards = manifest.shards()
+        if is_current(manifest) and any(shard.data_bytes != data_bytes for shard in shards):
             raise DamagedModel(f"{path}: a shard is not of the size of an expert")
         return manifest
     except DamagedModel:
@@ -137,8 +143,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedModel(f"{path} is damaged: {error}") from error
 
 
-def _get(raw: Any, key: str) -> Any:
-    return raw.get(key) if isinstance(raw, dict) else None
+def is_current(manifest: Manifest) -> bool:
+    """Whether its files have today's layout; older ones must be re-tiled before they can run."""
+    return manifest.layout == LAYOUT_VERSIONS[manifest.dtype]
+
+
+def _check_version(path: Path, what: str, version: Any, ours: int) -> None:
+    if type(version) is int and version > ours > 0:
+        raise NewerModel(f"{path}: {what} {version} is newer than this moeinf, which knows {ours}")
+    if version != ours:
+        raise DamagedModel(f"{path}: {what} {version}, not {ours}")
 
 
 def _record(raw: dict[str, Any]) -> FileRecord:

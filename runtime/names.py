@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAGS = ("q4", "q8", "bf16", "f32")
-DEFAULT_TAG = "bf16"
+DEFAULT_TAG = "q4"
+DEMO = "demo"  # the model inside the package
+_DEFAULT_TAGS = {DEMO: "bf16"}  # it is small, and shows what was trained
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
 
@@ -24,7 +26,7 @@ class ModelName:
     """name:tag, in lower case; a hub id org/name is stored as org--name."""
 
     name: str
-    tag: str = DEFAULT_TAG
+    tag: str
 
     def __str__(self) -> str:
         return f"{self.name}:{self.tag}"
@@ -33,6 +35,11 @@ class ModelName:
 def is_path(text: str) -> bool:
     """Whether MODEL means a local checkpoint folder."""
     return text in (".", "..", "~") or text.startswith(("./", "../", "/", "~/"))
+
+
+def default_tag(name: str) -> str:
+    """What a name without a tag means."""
+    return _DEFAULT_TAGS.get(name, DEFAULT_TAG)
 
 
 def parse_name(text: str) -> ModelName:
@@ -52,7 +59,8 @@ def parse_name(text: str) -> ModelName:
         )
     if colon and tag not in TAGS:
         raise BadName(f"{text!r}: there is no tag {tag!r}; the tags are {', '.join(TAGS)}")
-    return ModelName("--".join(parts), tag or DEFAULT_TAG)
+    name = "--".join(parts)
+    return ModelName(name, tag or default_tag(name))
 
 
 def expand(text: str) -> Path:

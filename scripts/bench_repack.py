@@ -1,9 +1,10 @@
 """How fast a checkpoint is repacked, beside what copying it takes on the same disk in the same run.
 
-Run: python scripts/bench_repack.py [--gigabytes 6] [--rounds 3] [--folder .]
+Run: python scripts/bench_repack.py [--gigabytes 6] [--rounds 3] [--folder .] [--tags q4,q8]
 Each round, in turn: `cp` of the checkpoint's files and a sync of the disk, and `moeinf pull` of it,
 as processes of their own, with the page cache of the checkpoint dropped before each. Prints bytes
-per second of both and the ratio, round by round, and the median ratio.
+per second of both and the ratio, round by round, and the median ratio. With --tags, a round also
+pulls the checkpoint as those, and their ratios are to the pull in bf16; all count source bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--tags", default="", help="such as q4,q8: pulled besides bf16")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         source, copy, home = (Path(place).absolute() / name for name in ("source", "copy", "home"))
@@ -51,19 +54,28 @@ def main() -> None:
         size = make_checkpoint(source, config(layers, 64, 2048, 1024, 8))
         environment = {**os.environ, "MOEINF_HOME": str(home)}
         both = f'cp -r "{source}" "{copy}" && sync -f "{copy}"'
-        ratios = []
+        ratios: dict[str, list[float]] = defaultdict(list)
+
+        def by_pull(tag: str) -> float:
+            forget(source)
+            pull = [*MOEINF, "pull", str(source), "--name", f"bench:{tag}", "--quiet"]
+            speed = size / timed(pull, environment)
+            shutil.rmtree(home)
+            return speed
+
         for number in range(options.rounds):
             forget(source)
             by_cp = size / timed(["sh", "-c", both], environment)
             shutil.rmtree(copy)
-            forget(source)
-            pull = [*MOEINF, "pull", str(source), "--name", "bench", "--quiet"]
-            by_pull = size / timed(pull, environment)
-            shutil.rmtree(home)
-            ratios.append(by_pull / by_cp)
-            speeds = f"cp {by_cp / 1e6:.0f} MB/s, pull {by_pull / 1e6:.0f} MB/s"
-            print(f"round {number + 1}: {speeds}, ratio {ratios[-1]:.2f}", flush=True)
-        print(f"{size} bytes, median ratio {statistics.median(ratios):.2f}")
+            speeds = {"cp": by_cp, "bf16": by_pull("bf16")}
+            ratios["bf16 / cp"].append(speeds["bf16"] / by_cp)
+            for tag in filter(None, options.tags.split(",")):
+                speeds[tag] = by_pull(tag)
+                ratios[f"{tag} / bf16"].append(speeds[tag] / speeds["bf16"])
+            said = ", ".join(f"{name} {speed / 1e6:.0f} MB/s" for name, speed in speeds.items())
+            print(f"round {number + 1}: {said}", flush=True)
+        medians = (f"{name} {statistics.median(found):.2f}" for name, found in ratios.items())
+        print(f"{size} bytes, median ratios: {', '.join(medians)}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from moeinf.runtime.workplace import downloads_of
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.hub_server import Hub, serve
 
-NAME = ModelName("victim")
+NAME = ModelName("victim", "bf16")
 FULL = 28  # exit code of a child that met a full disk, and said so
 _FREEING = (os.unlink,)  # these never fail for want of room
 POINTS = ("write", "pwrite", "fsync", "rename", "replace", "unlink")

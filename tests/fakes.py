@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from moeinf.models import family_of
 from moeinf.models.base import (
+    Embedding,
     Experts,
     Family,
     Linear,
@@ -53,6 +54,9 @@ class DictParts:
         weight = self.tensor(f"{prefix}.weight", out_features, in_features)
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
         return lambda x: functional.linear(x, weight, offset)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
 
     def tuned(self, piece: Piece) -> Piece:
         return piece

@@ -103,8 +103,8 @@ def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:
     names = [m["name"] for m in json.loads(own("list", "--json").out)["models"]]
     assert sorted(names) == ["demo", "demo", "mine"]
     assert own("rm", "demo:bf16", "--quiet").out == ""
-    assert own("run", "mine", "17+25=").out == "42\n"
-    assert own("rm", "mine").code == 0
+    assert own("run", "mine:bf16", "17+25=").out == "42\n"
+    assert own("rm", "mine:bf16").code == 0
     assert not (tmp_path / "state/mine").exists()
 
 
@@ -132,5 +132,5 @@ def test_cp_beside_what_others_left(own: Command, tmp_path: Path) -> None:
     assert (refused.code, "`moeinf prune` ends it" in refused.err) == (1, True)
     (left / "journal.jsonl").rename(left / "manifest.json")  # a copy's that was killed
     assert own("cp", "demo", "mine").code == 0
-    assert own("run", "mine", "17+25=").out == "42\n"
+    assert own("run", "mine:bf16", "17+25=").out == "42\n"
     assert not left.exists()

@@ -107,7 +107,10 @@ def test_pull_a_local_folder(own: Command, tmp_path: Path) -> None:
     shutil.copytree(DEMO_CHECKPOINT, folder)
     result = own("pull", str(folder), "--name", "mine:f32", "--json")
     assert json.loads(result.out)["name"] == "mine"
-    assert own("run", "mine", "17+25=").out == "42\n"
+    other = own("run", "mine", "17+25=")
+    assert other.code == 1
+    assert "no model 'mine:q4' on this machine, only mine:f32" in other.err
+    assert "Type mine:f32; `moeinf pull mine:q4` adds the other." in other.err
     assert own("run", "mine:f32", "17+25=").out == "42\n"
     unnamed = own("pull", str(folder))
     assert unnamed.code == 2
@@ -121,7 +124,7 @@ def test_pull_says_when_bits_are_lost(own: Command, tmp_path: Path) -> None:
     shutil.copytree(DEMO_CHECKPOINT, folder)
     tensors = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors")
-    assert "more bits than bf16 keeps" in own("pull", str(folder), "--name", "wide").err
+    assert "more bits than bf16 keeps" in own("pull", str(folder), "--name", "wide:bf16").err
     assert own("pull", str(folder), "--name", "wide:f32").code == 0
     assert "more bits" not in own("pull", str(folder), "--name", "wide:f32").err
 

@@ -105,7 +105,7 @@ def test_pull_and_run(machine: Machine, hub: Hub) -> None:
     hub.requests.clear()
     assert machine("run", "org/demo-moe", "17+25=").out == "42\n"
     assert hub.requests == []
-    folder = machine.home / "models/org--demo-moe/bf16"
+    folder = machine.home / "models/org--demo-moe/q4"
     assert {p.name for p in folder.iterdir()} == {
         "manifest.json", "config.json", "generation_config.json", "tokenizer.json",
         "tokenizer_config.json", "chat_template.jinja", "dense.safetensors", "experts",
@@ -117,11 +117,11 @@ def test_pulling_again(machine: Machine, hub: Hub) -> None:
     """Up to date: nothing is fetched, even while in use. Changed: refused while in use."""
     assert machine("pull", "Org/Demo-MoE").code == 0
     registry = Registry(Settings(machine.home).run)
-    registration = registry.register("org--demo-moe:bf16", lambda claimed: 0)
+    registration = registry.register("org--demo-moe:q4", lambda claimed: 0)
     assert registration is not None
     again = machine("pull", "Org/Demo-MoE")
     assert (again.code, "is up to date" in again.err) == (0, True)
-    manifest = machine.home / "models/org--demo-moe/bf16/manifest.json"
+    manifest = machine.home / "models/org--demo-moe/q4/manifest.json"
     manifest.write_text(manifest.read_text().replace(COMMIT, COMMIT[::-1]))
     hub.requests.clear()
     refused = machine("pull", "Org/Demo-MoE")
@@ -140,7 +140,7 @@ def test_hub_and_local_folder_give_the_same_files(machine: Machine, repository: 
     assert machine("pull", str(repository), "--name", "local").code == 0
 
     def shas(name: str) -> dict[str, str]:
-        manifest = json.loads((machine.home / f"models/{name}/bf16/manifest.json").read_text())
+        manifest = json.loads((machine.home / f"models/{name}/q4/manifest.json").read_text())
         return {file["path"]: file["sha256"] for file in manifest["files"]}
 
     assert shas("local") == shas("org--demo-moe")
@@ -156,7 +156,7 @@ def test_peak_disk_is_the_model_and_two_source_files(tmp_path: Path) -> None:
         peaks, sources = [], []
 
         def look(_: Request) -> None:
-            partial = machine.home / "models/org--demo-moe/.bf16.partial"
+            partial = machine.home / "models/org--demo-moe/.q4.partial"
             peaks.append(disk_bytes(partial))
             sources.append(len({p.name[:11] for p in partial.glob("source/*model-*")}))
 
@@ -180,8 +180,8 @@ def disk_bytes(folder: Path) -> int:
 def test_run_pulls_what_is_absent(machine: Machine) -> None:
     result = machine("run", "Org/Demo-MoE", "17+25=")
     assert result.out == "42\n"
-    assert "downloading org--demo-moe:bf16" in result.err
-    assert "repacking org--demo-moe:bf16" in result.err
+    assert "downloading org--demo-moe:q4" in result.err
+    assert "repacking org--demo-moe:q4" in result.err
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3, 0.8, 1.5])
@@ -197,7 +197,7 @@ def test_kill_and_rerun(pause: float, machine: Machine, hub: Hub) -> None:
     listed = json.loads(machine("list", "--json").out)["models"]
     if not listed:
         partials = json.loads(machine("prune", "--list-partials", "--json").out)["partials"]
-        assert [p["name"] for p in partials] == ["org--demo-moe:bf16"]
+        assert [p["name"] for p in partials] == ["org--demo-moe:q4"]
     assert machine("pull", "Org/Demo-MoE").code == 0
     assert machine("run", "org/demo-moe", "17+25=").out == "42\n"
     assert json.loads(machine("prune", "--list-partials", "--json").out)["partials"] == []
@@ -211,7 +211,7 @@ def test_two_pulls_at_once(machine: Machine, hub: Hub) -> None:
     second = machine("pull", "Org/Demo-MoE")
     assert first.wait() == 0
     if second.code:  # else it came when the first had ended, and made the model anew
-        assert "another process is pulling org--demo-moe:bf16" in second.err
+        assert "another process is pulling org--demo-moe:q4" in second.err
         weights = [r for r in hub.requests if r.stop - r.start > 500_000]
         assert len({(r.file, r.start) for r in weights}) == len(weights)
     assert machine("verify", "org--demo-moe").code == 0

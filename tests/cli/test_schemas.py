@@ -40,7 +40,7 @@ DOCUMENTS = (
     ("eamc-clear", "eamc clear demo"),
     ("verify", "verify demo"),
     ("cp", "cp demo other"),
-    ("rm", "rm other mine:q8"),
+    ("rm", "rm other:bf16 mine:q8"),
     ("prune", "prune"),
     ("error", "show nothing"),
     ("error", "show"),

@@ -78,7 +78,7 @@ def test_from_the_hub_only_the_bytes_of_what_is_damaged(tmp_path: Path) -> None:
         run = command_in(tmp_path / "home")
         variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
         assert run("pull", "Org/M", **variables).code == 0
-        damage(tmp_path / "home/models/org--m/bf16")
+        damage(tmp_path / "home/models/org--m/q4")
         hub.requests.clear()
         assert run("verify", "org--m", "--repair", **variables).code == 0
         assert sum(r.stop - r.start for r in hub.requests) < 3 * 49152 + 100_000
@@ -89,7 +89,7 @@ def test_a_source_that_has_changed_or_gone(own: Command, tmp_path: Path) -> None
     source = tmp_path / "source"
     shutil.copytree(DEMO_CHECKPOINT, source)
     assert own("pull", str(source), "--name", "mine").code == 0
-    damage(tmp_path / "models/mine/bf16")
+    damage(tmp_path / "models/mine/q4")
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
     refused = own("verify", "mine", "--repair")
     assert refused.code == 1

@@ -14,9 +14,9 @@ from moeinf.runtime.names import BadName, ModelName, is_path, parse_name
     [
         ("demo", ModelName("demo", "bf16")),
         ("Demo:F32", ModelName("demo", "f32")),
-        ("deepseek-v2-lite", ModelName("deepseek-v2-lite")),
+        ("deepseek-v2-lite", ModelName("deepseek-v2-lite", "q4")),
         ("org/Model.v1_x:f32", ModelName("org--model.v1_x", "f32")),
-        ("org--model.v1_x", ModelName("org--model.v1_x")),
+        ("org--model.v1_x", ModelName("org--model.v1_x", "q4")),
     ],
 )
 def test_names(text: str, name: ModelName) -> None:

@@ -1,0 +1,159 @@
+"""Whether four bits are better spent symmetrically: errors of weights, and the demo's answers.
+
+Run: python scripts/compare_q4.py [--per-kind 40]
+All schemes have groups of 32. KL and top-1 are those of the demo in float32 with only linears and
+experts rounded (not embedding, head, routers), against itself, on held-out answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from moeinf.offload.quantise import dequantise, quantise
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.tokenizer import Tokenizer
+from tests.fakes import from_tensors
+
+GROUP, SUPER = 32, 8  # weights in a group, groups in a super-block
+_KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+
+
+def nearest(weights: Tensor) -> Tensor:
+    """Symmetric, the scale from the largest weight, as GGUF's Q4_0 has it: 4.5 bits."""
+    groups = weights.view(-1, GROUP)
+    at = groups.abs().argmax(-1, keepdim=True)
+    scale = (groups.gather(-1, at) / -8).half().float()
+    scale = torch.where(scale == 0, 1.0, scale)
+    return ((groups / scale).round().clamp(-8, 7) * scale).view_as(weights)
+
+
+def searched(weights: Tensor) -> Tensor:
+    """Symmetric with a searched scale, what moeinf writes: 4.5 bits."""
+    return dequantise(quantise(weights.contiguous(), "Q4"), "Q4", *weights.shape)
+
+
+def _fit(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, offset and codes 0 … 15 of each group with the least squared error of a search."""
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    best = torch.full_like(low, torch.inf)
+    found = (low, low, groups)
+    for shrink_low in (1.0, 0.95, 0.9, 0.85, 0.8):
+        for shrink_high in (1.0, 0.95, 0.9, 0.85, 0.8):
+            middle = (low + high) / 2
+            a, b = middle + (low - middle) * shrink_low, middle + (high - middle) * shrink_high
+            step = ((b - a) / 15).clamp_min(1e-12)
+            codes = ((groups - a) / step).round().clamp(0, 15)
+            mean, mean_codes = groups.mean(-1, keepdim=True), codes.mean(-1, keepdim=True)
+            spread = (codes - mean_codes).square().sum(-1, keepdim=True).clamp_min(1e-12)
+            step = ((codes - mean_codes) * (groups - mean)).sum(-1, keepdim=True) / spread
+            offset = mean - step * mean_codes
+            error = (step * codes + offset - groups).square().sum(-1, keepdim=True)
+            better = error < best
+            best = torch.where(better, error, best)
+            found = tuple(
+                torch.where(better, new, old)
+                for new, old in zip((step, offset, codes), found, strict=True)
+            )
+    return found
+
+
+def _coded(groups: Tensor, step: Tensor, offset: Tensor) -> Tensor:
+    safe = torch.where(step == 0, 1.0, step)
+    return step * ((groups - offset) / safe).round().clamp(0, 15) + offset
+
+
+def asymmetric(weights: Tensor) -> Tensor:
+    """Scale and offset searched, float16 each: 5 bits."""
+    groups = weights.view(-1, GROUP)
+    step, offset, _ = _fit(groups)
+    return _coded(groups, step.half().float(), offset.half().float()).view_as(weights)
+
+
+def asymmetric_small(weights: Tensor) -> Tensor:
+    """The same in 6 bits each under two float16 per 256 weights, as GGUF's Q4_K: 4.5 bits."""
+    lacking = -weights.numel() % (GROUP * SUPER)
+    flat = torch.cat((weights.flatten(), weights.new_zeros(lacking)))
+    groups = flat.view(-1, GROUP)
+    step, offset, _ = _fit(groups)
+    step, offset = step.clamp_min(0).view(-1, SUPER), offset.clamp_max(0).view(-1, SUPER)
+    for_step = (step.amax(-1, keepdim=True) / 63).half().float().clamp_min(1e-7)
+    for_offset = (offset.amin(-1, keepdim=True) / 63).half().float().clamp_max(-1e-7)
+    step = (step / for_step).round().clamp(0, 63) * for_step
+    offset = (offset / for_offset).round().clamp(0, 63) * for_offset
+    values = _coded(groups, step.view(-1, 1), offset.view(-1, 1))
+    return values.view(-1)[: weights.numel()].view_as(weights)
+
+
+SCHEMES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "symmetric, largest": (4.5, nearest),
+    "symmetric, searched": (4.5, searched),
+    "asymmetric, 6-bit scales": (4.5, asymmetric_small),
+    "asymmetric": (5.0, asymmetric),
+}
+
+
+def error_of(scheme: Callable[[Tensor], Tensor], weights: Tensor) -> float:
+    return float((scheme(weights) - weights).norm() / weights.norm())
+
+
+def rounded(tensors: dict[str, Tensor], scheme: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {
+        name: t if t.dim() == 1 or name.endswith(_KEPT) else scheme(t)
+        for name, t in tensors.items()
+    }
+
+
+def exercises(per_kind: int) -> Iterator[tuple[str, str]]:
+    counts: Counter[str] = Counter()
+    for line in (DEMO_CHECKPOINT / "heldout.jsonl").read_text().splitlines():
+        item = json.loads(line)
+        counts[item["kind"]] += 1
+        if counts[item["kind"]] <= per_kind:
+            yield f"<|user|>{item['prompt']}<|assistant|>", item["answer"] + "<|end|>"
+
+
+def logits(tensors: dict[str, Tensor], per_kind: int) -> Tensor:
+    """Of every token of every answer, the words before it being right: [tokens, vocab]."""
+    loaded = from_tensors(json.loads((DEMO_CHECKPOINT / "config.json").read_text()), tensors)
+    tokenizer = Tokenizer(DEMO_CHECKPOINT)
+    found = []
+    for prompt, answer in exercises(per_kind):
+        before = tokenizer.encode_text(prompt)
+        whole = tokenizer.encode_text(prompt + answer)[:-1]
+        out = loaded.model.extend([(whole, loaded.model.new_state(512))], loaded.experts, "all")
+        found.append(out[len(before) - 1 :].double())
+    return torch.cat(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--per-kind", type=int, default=40)
+    options = parser.parse_args()
+    draw = torch.Generator().manual_seed(1)
+    normal = torch.randn(512, 2048, generator=draw)
+    chi = torch.randn(5, 512, 2048, generator=draw).square().mean(0).sqrt()
+    student = torch.randn(512, 2048, generator=draw) / chi  # of five degrees of freedom
+    tensors = {n: t.float() for n, t in load_file(DEMO_CHECKPOINT / "model.safetensors").items()}
+    reference = logits(tensors, options.per_kind).log_softmax(-1)
+    print(f"{len(reference)} tokens of answers")
+    for name, (bits, scheme) in SCHEMES.items():
+        errors = f"normal {error_of(scheme, normal):.2%}, t5 {error_of(scheme, student):.2%}"
+        found = logits(rounded(tensors, scheme), options.per_kind).log_softmax(-1)
+        divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
+        same = float((found.argmax(-1) == reference.argmax(-1)).double().mean())
+        print(f"{name:25} {bits} bits  {errors}  KL {divergence:.5f}  top-1 {same:.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
