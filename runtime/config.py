@@ -52,6 +52,10 @@ class Settings:
         return self.home / "conversations"
 
     @property
+    def logs(self) -> Path:
+        return self.home / "logs"
+
+    @property
     def history(self) -> Path:
         return self.home / "history"
 

@@ -61,7 +61,7 @@ def test_verbose_lines(moeinf: Command) -> None:
     for label in (
         "total duration", "load duration", "prompt eval count", "prompt eval duration",
         "prompt eval rate", "eval count", "eval duration", "eval rate", "expert hit rate",
-        "experts loaded", "read", "stall share", "resident",
+        "experts loaded", "read", "stall share", "prefetch accuracy", "resident",
     ):  # fmt: skip
         assert label in labels
     assert "57 of 192 experts" in result.err
