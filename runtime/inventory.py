@@ -84,8 +84,12 @@ class Inventory:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in the format `dtype`."""
         dense = sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
-        layout = ExpertLayout(self.moe.hidden, self.moe.intermediate, dtype)
-        return dense + len(self.experts) * layout.data_bytes
+        return dense + len(self.experts) * self.expert_layout(dtype).data_bytes
+
+    def expert_layout(self, dtype: str) -> ExpertLayout:
+        """How an expert lies in a model of format `dtype`."""
+        moe = self.moe
+        return ExpertLayout(moe.hidden, moe.intermediate, dtype, moe.activation, moe.biased)
 
     def disk_bytes(self, dtype: str) -> int:
         """What they take on disk: every file has a header and ends in the middle of a block."""
@@ -119,8 +123,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             continue
         part = family.expert(name, config)
         if part is not None:
-            sides = (model.moe.intermediate, model.moe.hidden)
-            _check(tensor, sides if part.role != "down" else sides[::-1])
+            _check(tensor, model.moe.parts[part.role])
             experts.setdefault(ExpertKey(part.layer, part.expert), {})[part.role] = tensor
         elif name in wanted.shapes:
             _check(tensor, wanted.shapes[name])
@@ -133,7 +136,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             have = experts.get(ExpertKey(layer, expert), {})
             missing += [
                 f"{role} of expert {expert} in MoE layer {layer}"
-                for role in ("gate", "up", "down")
+                for role in model.moe.parts
                 if role not in have
             ]
     if missing:

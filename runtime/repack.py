@@ -239,6 +239,8 @@ def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workp
         max_context=inventory.max_context,
         files=tuple(files),
         layout=LAYOUT_VERSIONS[dtype],
+        activation=moe.activation,
+        biased=moe.biased,
     )
 
 
