@@ -47,7 +47,7 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4, q8, bf16 (the default) or f32. An
+    folder, or demo. TAG is q4, q8, mxfp4 (gpt-oss), bf16 (the default) or f32. An
     interrupted pull goes on where it was; a model that is up to date is left alone.
 
     Example: moeinf pull olmoe:q4

@@ -125,11 +125,17 @@ class ExpertPart:
 class FusedPart:
     """A source tensor that holds all experts of MoE layer `layer`, one after the other.
 
-    gate_up is [E, 2F, D], each expert's gate rows before its up rows; down is [E, D, F].
+    gate_up is [E, 2F, D], each expert's gate rows before its up rows; down is [E, D, F]; their
+    biases are [E, 2F] and [E, D].
+
+    transposed    gate_up is [E, D, 2F] and down [E, F, D]; blocks of MXFP4 never are
+    interleaved   rows of gate and up take turns, gate first
     """
 
     layer: int
-    role: Literal["gate_up", "down"]
+    role: Literal["gate_up", "down", "gate_up_bias", "down_bias"]
+    transposed: bool = False
+    interleaved: bool = False
 
 
 class State(Protocol):

@@ -29,6 +29,20 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
+class WideRmsNorm:
+    """The same, multiplied with the weight [D] before the cast."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[…, D] -> [… , D]."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     """(x - mean(x)) / sqrt(var(x) + eps) times the weight [D], plus the bias [D]."""
 

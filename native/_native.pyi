@@ -386,10 +386,12 @@ class GqaStep:
         q_norm: tuple[int, int, float] | None,
         k_norm: tuple[int, int, float] | None,
         clip: float,
+        sinks: int = 0,
     ) -> None:
         """A norm is (address of its weight, width, eps); width divides the whole projection.
 
-        A window or clip of 0 means none. Weights must stay where they are. Raises ValueError.
+        sinks: see DecodeAttention. A window or clip of 0 means none. Weights must stay where they
+        are. Raises ValueError.
         """
 
     def __call__(

@@ -3,7 +3,7 @@
 //
 // One row of K activations, as kernels read it:
 //
-//   for q4, q8   per group of 32:  { int32 start = −zero · Σ q,  float scale,  int8 q[32] }
+//   for tiles    per group of 32:  { int32 start = −zero · Σ q,  float scale,  int8 q[32] }
 //   for bf16     per 32:           { float even[16] = k 0 2 … 30,  float odd[16] = k 1 3 … 31 }
 //
 // A row is padded with zeros to a multiple of 64. A group with an infinity or a NaN gets scale NaN

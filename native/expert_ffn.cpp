@@ -90,6 +90,11 @@ void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t coun
         for (std::size_t t = 0; t < count; ++t) fill(t);
 }
 
+QuantLoop loop_of(const Kernels& kernels, Format format) {
+    if (format == Format::kMxfp4) return kernels.mxfp4;
+    return format == Format::kQ4 ? kernels.q4 : kernels.q8;
+}
+
 // out[t][r] += the bias of row first + r, as far as there are rows.
 void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
               float (*out)[kBlockRows]) noexcept {
@@ -124,9 +129,9 @@ void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
             const QuantGroup* rows[kMaxRows];
             for (std::size_t i = 0; i < now; ++i)
                 rows[i] = reinterpret_cast<const QuantGroup*>(x[t + i]);
-            const QuantLoop loop = matrix.format == Format::kQ4 ? kernels.q4 : kernels.q8;
-            loop(matrix.data + block * block_bytes(matrix.format, matrix.columns),
-                 ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
+            loop_of(kernels, matrix.format)(
+                matrix.data + block * block_bytes(matrix.format, matrix.columns),
+                ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
         }
     }
     add_bias(matrix, first, count, out);

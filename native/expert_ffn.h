@@ -13,7 +13,7 @@
 // Pieces share nothing but what they read, and every output is one sum in one order (kernels.h):
 // the threads, and how many rows or experts travel together, never change a bit.
 //
-// All pointers are borrowed for the call. Weights of q4 and q8 lie at multiples of 64 bytes.
+// All pointers are borrowed for the call. Weights in tiles lie at multiples of 64 bytes.
 #pragma once
 
 #include <cstddef>

@@ -24,6 +24,7 @@ constexpr std::size_t kMaxSide = std::size_t{1} << 24;
 Format format_of(const std::string& name) {
     if (name == "q4") return Format::kQ4;
     if (name == "q8") return Format::kQ8;
+    if (name == "mxfp4") return Format::kMxfp4;
     if (name == "bf16") return Format::kBf16;
     throw std::invalid_argument("no kernel for the format '" + name + "'");
 }
@@ -38,6 +39,7 @@ Activation activation_of(const std::string& name) {
 Format quantised_format(const std::string& name) {
     const Format format = format_of(name);
     if (format == Format::kBf16) throw std::invalid_argument("bf16 has no tiles");
+    if (format == Format::kMxfp4) throw std::invalid_argument("mxfp4 is sorted, not quantised");
     return format;
 }
 
@@ -52,7 +54,7 @@ T* at(std::uintptr_t address) {
 
 const std::byte* weights_at(std::uintptr_t address, Format format) {
     if (address == 0 || address % (format == Format::kBf16 ? 2 : 64) != 0)
-        throw std::invalid_argument("weights of q4 and q8 lie at multiples of 64 bytes");
+        throw std::invalid_argument("weights in tiles lie at multiples of 64 bytes");
     return at(address);
 }
 

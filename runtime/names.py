@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-TAGS = ("q4", "q8", "bf16", "f32")
+TAGS = ("q4", "q8", "mxfp4", "bf16", "f32")
 DEFAULT_TAG = "bf16"
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems

@@ -28,11 +28,12 @@ from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import DENSE, Manifest, write_manifest
 from moeinf.runtime.memory import return_large_blocks
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.picked import MXFP4
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.workplace import Workplace, discard, workplace
 
-DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "bf16": "BF16", "f32": "F32"}
+DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (
     CONFIG,
     "generation_config.json",
@@ -126,6 +127,11 @@ def repack(
     return_large_blocks()
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     dtype = DTYPE_OF_TAG[name.tag]
+    if dtype == MXFP4 and not inventory.has_mxfp4:
+        raise BadCheckpoint(
+            f"{source.origin} does not store its experts as MXFP4: there is nothing to keep; "
+            "the tag q4 quantises them"
+        )
     announce(inventory, name, note)
     library.check_unused(name)
     target = library.folder(name)
@@ -165,7 +171,11 @@ def measure_source(source: Source) -> SourceSizes:
     for tensor in source.checkpoint.tensors.values():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
     fetched = sum(sizes.values()) if source.space_bytes() else 0
-    disk = {tag: inventory.disk_bytes(dtype) for tag, dtype in DTYPE_OF_TAG.items()}
+    disk = {
+        tag: inventory.disk_bytes(dtype)
+        for tag, dtype in DTYPE_OF_TAG.items()
+        if dtype != MXFP4 or inventory.has_mxfp4
+    }
     return SourceSizes(sorted(sizes.items()), fetched, disk, source.space_bytes())
 
 

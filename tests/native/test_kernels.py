@@ -21,8 +21,9 @@ from moeinf.native import (
     quantise_rows,
     set_compute_threads,
 )
+from moeinf.runtime.picked import tile_blocks
 
-FORMATS = ["q4", "q8", "bf16"]
+FORMATS = ["q4", "q8", "mxfp4", "bf16"]
 PATHS = ["portable", "avx2", "avx512"]
 SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
 
@@ -50,10 +51,57 @@ def stored(weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor
     if form == "bf16":
         return weights.bfloat16().view(torch.uint8).flatten(), weights.bfloat16().float()
     data = aligned(matrix_bytes(form, rows, columns))
+    if form == "mxfp4":
+        blocks, scales, values = mxfp4(weights)
+        return data.copy_(tile_blocks(blocks, scales)), values
     quantise_rows(weights.data_ptr(), rows, columns, True, form, data.data_ptr())
     values = torch.empty(rows, columns)
     dequantise_rows(data.data_ptr(), form, rows, columns, values.data_ptr())
     return data, values
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks, scales and values of some MXFP4 matrix near the weights."""
+    rows, columns = weights.shape
+    groups = torch.nn.functional.pad(weights, (0, -columns % 32)).view(rows, -1, 32)
+    power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil().clamp(-127, 127)
+    codes = (groups.abs() / 2**power)[..., None].sub(E2M1).abs().argmin(-1)  # [R, G, 32]
+    values = E2M1[codes] * 2**power * groups.sign()
+    codes += 8 * (groups < 0)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return blocks, (power[..., 0] + 127).to(torch.uint8), values.flatten(1)[:, :columns]
+
+
+def test_mxfp4_tiles_are_drawn_as_in_tiles_h():
+    blocks = torch.randint(256, (19, 3, 16), generator=torch.Generator().manual_seed(4))
+    scales = torch.randint(255, (19, 3), generator=torch.Generator().manual_seed(5))
+    tiles = tile_blocks(blocks.to(torch.uint8), scales.to(torch.uint8))
+    assert len(tiles) == matrix_bytes("mxfp4", 19, 96) == 2 * 2 * 544
+    for row in range(19):
+        for k in range(96):
+            tile = tiles[544 * (2 * (row // 16) + k // 64) :]
+            half, at, r = k % 64 // 32, k % 32, row % 16
+            byte = int(tile[256 * half + at % 16 // 4 * 64 + 4 * r + at % 4])
+            wanted = int(blocks[row, k // 32, at // 2]) >> 4 * (at % 2) & 15
+            assert (byte & 15 if at < 16 else byte >> 4) == wanted
+            assert tile[512 + 16 * half + r] == scales[row, k // 32]
+
+
+def test_every_mxfp4_scale_is_the_power_that_it_names():
+    """A matrix of ones with every scale but 255, which is no number, times a row that is exact."""
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    data = aligned(matrix_bytes("mxfp4", 255, 32))
+    data.copy_(tile_blocks(torch.full((255, 1, 16), 0x22, dtype=torch.uint8), scales))
+    x = torch.full((1, 32), 127.0) * (torch.arange(32) == 5)
+    for path in [path for path in PATHS if use(path)]:
+        out = linear("mxfp4", data, (255, 32), x)[0].double()
+        wanted = 127 * 2.0 ** (torch.arange(255).double() - 127)
+        within = wanted < 2.0**128  # else infinite
+        assert torch.equal(out[within][1:], wanted[within][1:]), path
+        assert out[~within].isinf().all()
 
 
 def linear(form: str, data: torch.Tensor, shape: tuple[int, int], x: torch.Tensor) -> torch.Tensor:
