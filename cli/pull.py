@@ -76,7 +76,7 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
     try:
         return library.read(model)
     except NoSuchModel:
-        if not (parse_name(model).name == DEMO or "/" in model or _short_name(model)):
+        if not can_be_had(model):
             raise
     wanted, source = find_source(model, None, settings, out)
     try:
@@ -85,6 +85,11 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
         out.note(f"another process is pulling {wanted}; waiting for it")
         library.wait_for_maker(wanted)
     return library.read(str(wanted))
+
+
+def can_be_had(model: str) -> bool:
+    """Whether `ensure` would look for a model that is not here. Raises BadName."""
+    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
 
 
 def find_source(
@@ -170,9 +175,12 @@ def _print_sizes(name: ModelName, source: Source, out: Output) -> None:
         return
     out.table(["SOURCE FILE", "SIZE"], [[n, format_bytes(size)] for n, size in sizes.files])
     out.line()
-    models = [str(ModelName(name.name, tag)) for tag in TAGS]
-    on_disk = [format_bytes(sizes.disk_bytes[tag]) for tag in TAGS]
-    out.table(["MODEL", "ON DISK"], list(zip(models, on_disk, strict=True)))
+    on_disk = [
+        [str(ModelName(name.name, tag)), format_bytes(sizes.disk_bytes[tag])]
+        for tag in TAGS
+        if tag in sizes.disk_bytes
+    ]
+    out.table(["MODEL", "ON DISK"], on_disk)
     out.line()
     out.fields(
         [

@@ -74,8 +74,7 @@ def run(
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
     config = engine_config(settings, memory, ctx, policy, threads, trace=not no_trace)
     if dry_run:
-        manifest, folder = ensure(model, settings, out)
-        print_plan(manifest, folder, config, settings, out)
+        print_plan(model, config, settings, out)
         return 0
     piped = _piped_text()
     if piped is not None and not raw:

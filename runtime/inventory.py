@@ -89,10 +89,13 @@ class Inventory:
             return plain_form(dtype)
         return "Q8" if name == _HEAD or dtype == MXFP4 else dtype
 
+    def dense_bytes(self, dtype: str) -> int:
+        """Bytes of the weights that every token uses, in the format `dtype`."""
+        return sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
+
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in the format `dtype`."""
-        dense = sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
-        return dense + len(self.experts) * self.expert_layout(dtype).data_bytes
+        return self.dense_bytes(dtype) + len(self.experts) * self.expert_layout(dtype).data_bytes
 
     def expert_layout(self, dtype: str) -> ExpertLayout:
         """How an expert lies in a model of format `dtype`."""

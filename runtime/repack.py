@@ -13,7 +13,7 @@ import datetime
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import DENSE, Manifest, write_manifest
+from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import return_large_blocks
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.picked import MXFP4
@@ -127,11 +127,7 @@ def repack(
     return_large_blocks()
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     dtype = DTYPE_OF_TAG[name.tag]
-    if dtype == MXFP4 and not inventory.has_mxfp4:
-        raise BadCheckpoint(
-            f"{source.origin} does not store its experts as MXFP4: there is nothing to keep; "
-            "the tag q4 quantises them"
-        )
+    _check_format(source, inventory, dtype)
     announce(inventory, name, note)
     library.check_unused(name)
     target = library.folder(name)
@@ -142,7 +138,8 @@ def repack(
             _keep_small_files(source.small_files(), work)
             Tokenizer(work.folder)  # raises now rather than at the first run
             _assemble(source, inventory, dtype, work, progress)
-            manifest = _manifest(source, inventory, name, work)
+            files = sorted(work.files.values(), key=lambda file: file.path)
+            manifest = _manifest(source, inventory, name, files)
             work.commit()
             write_manifest(work.folder, manifest)
             library.admit(work.folder, name)
@@ -177,6 +174,14 @@ def measure_source(source: Source) -> SourceSizes:
         if dtype != MXFP4 or inventory.has_mxfp4
     }
     return SourceSizes(sorted(sizes.items()), fetched, disk, source.space_bytes())
+
+
+def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
+    if dtype == MXFP4 and not inventory.has_mxfp4:
+        raise BadCheckpoint(
+            f"{source.origin} does not store its experts as MXFP4: there is nothing to keep; "
+            "the tag q4 quantises them"
+        )
 
 
 def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
@@ -228,9 +233,24 @@ def _keep_small_files(folder: Path, work: Workplace) -> None:
         work.add_file(write_file(work.folder, name, b"", [memoryview(path.read_bytes())]))
 
 
-def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workplace) -> Manifest:
+def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
+    """The manifests that `repack` would write, but for their files, by tag: those that can be.
+
+    Raises like `repack` for `name`, and writes nothing.
+    """
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    _check_format(source, inventory, DTYPE_OF_TAG[name.tag])
+    return {
+        tag: _manifest(source, inventory, ModelName(name.name, tag), ())
+        for tag, dtype in DTYPE_OF_TAG.items()
+        if dtype != MXFP4 or inventory.has_mxfp4
+    }
+
+
+def _manifest(
+    source: Source, inventory: Inventory, name: ModelName, files: Sequence[FileRecord]
+) -> Manifest:
     dtype, moe = DTYPE_OF_TAG[name.tag], inventory.moe
-    files: list[FileRecord] = sorted(work.files.values(), key=lambda file: file.path)
     return Manifest(
         name=name.name,
         tag=name.tag,
@@ -244,7 +264,7 @@ def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workp
         hidden=moe.hidden,
         intermediate=moe.intermediate,
         dtype=dtype,
-        dense_bytes=work.files[DENSE].data_bytes,
+        dense_bytes=inventory.dense_bytes(dtype),
         kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
         max_context=inventory.max_context,
         files=tuple(files),

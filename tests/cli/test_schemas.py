@@ -16,6 +16,7 @@ from tests.cli.conftest import SCHEMAS, check_document
 # In this order, in one home: later ones use what earlier ones left. FOLDER is a checkpoint.
 DOCUMENTS = (
     ("pull-dry-run", "pull demo --dry-run"),
+    ("plan", "plan demo:q4 --memory 200KiB"),
     ("pull", "pull FOLDER --name mine:q8"),
     ("pull", "pull demo"),
     ("list", "list"),

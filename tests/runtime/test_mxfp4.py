@@ -23,7 +23,7 @@ from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
-from tests.tiny import TINY, tiny_reference
+from tests.tiny import TINY, save_tiny, tiny_reference
 
 D, F, E = 64, 32, 6
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -158,6 +158,13 @@ def test_a_source_tensor_is_what_it_says(model_and_checkpoint):
     assert torch.equal(picked_values(parts["up"]), experts.gate_up_proj[4, :, 1::2].T)
     assert torch.equal(picked_values(parts["down"]), experts.down_proj[4].T)
     assert torch.equal(picked_values(parts["up_bias"]), experts.gate_up_proj_bias[4, 1::2])
+
+
+def test_a_checkpoint_without_mxfp4_has_nothing_to_keep(tmp_path):
+    save_tiny("gpt-oss", tmp_path / "checkpoint")
+    byte_tokenizer().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
+    with pytest.raises(BadCheckpoint, match="does not store its experts as MXFP4"):
+        pull(tmp_path / "checkpoint", Settings(tmp_path), "tiny:mxfp4")
 
 
 def test_what_is_no_mxfp4_is_refused(model_and_checkpoint, tmp_path):
