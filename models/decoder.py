@@ -23,7 +23,7 @@ from moeinf.models.config import (
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.moe import Router, SparseFfn
-from moeinf.models.norms import RmsNorm, centred_norm, layer_norm
+from moeinf.models.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.recurrent import RecurrentLayout
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
@@ -43,7 +43,8 @@ class BodyConfig:
     tied_embeddings: bool
     rope: RopeConfig
     layer_norm: bool = False  # the final norm is one, with a bias
-    centred_norm: bool = False  # the final norm is a CentredNorm
+    centred_norm: bool = False  # the final norm holds what its weight has beyond 1
+    wide_norm: bool = False  # the final norm is a WideRmsNorm
     head_bias: bool = False  # on lm_head
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     logits_scale: float = 1.0  # logits are divided by it
@@ -58,12 +59,14 @@ def parse_body(
 ) -> BodyConfig:
     """Raises ModelDataError; also for an activation other than silu and for quantised weights.
 
-    Blocks of 8-bit floats are none: what reads the checkpoint widens them. default_partial: see
-    rope.parse_rope.
+    Blocks of 8-bit or MXFP4 floats are none: what reads the checkpoint widens or keeps them.
+    default_partial: see rope.parse_rope.
     """
     fields.choice("hidden_act", default="silu", known=("silu", "swish"))
     quantised = fields.section("quantization_config")
-    if quantised is None or not quantised.is_word("quant_method", "fp8"):
+    if quantised is None or not any(
+        quantised.is_word("quant_method", word) for word in ("fp8", "mxfp4")
+    ):
         fields.refuse("quantization_config")
     max_context = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     return BodyConfig(
@@ -243,7 +246,8 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
         return layer_norm(parts, "model.norm", config.hidden, config.norm_eps)
     if config.centred_norm:
         return centred_norm(parts, "model.norm", config.hidden, config.norm_eps)
-    return RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+    kind = WideRmsNorm if config.wide_norm else RmsNorm
+    return kind(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 
 def _tuned_norms(block: Layer, parts: Parts) -> Layer:

@@ -33,7 +33,7 @@ from moeinf.models.delta_net import DeltaNet, DeltaShape, parse_delta
 from moeinf.models.expert_names import expert_part, expert_pattern
 from moeinf.models.ffn import gated_mlp
 from moeinf.models.moe import SparseFfn, parse_moe
-from moeinf.models.norms import CentredNorm, HeadNorm, centred_norm
+from moeinf.models.norms import HeadNorm, WideRmsNorm, centred_norm
 from moeinf.models.routing import SoftmaxRouter
 
 _ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
@@ -129,7 +129,7 @@ def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
     gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
     router = SoftmaxRouter(gate, moe.top_k, renormalise=True)
 
-    def norm(name: str) -> CentredNorm:
+    def norm(name: str) -> WideRmsNorm:
         return centred_norm(parts, f"{prefix}.{name}", body.hidden, body.norm_eps)
 
     return Block(

@@ -52,6 +52,7 @@ class NativeGqa:
     def __init__(self, core: GqaCore) -> None:
         shape = core.shape
         self._torch, self._layer = core, core.layer
+        self._sinks = None if core.sinks is None else core.sinks.float().contiguous()
         self._step = GqaStep(
             shape.heads,
             shape.kv_heads,
@@ -61,6 +62,7 @@ class NativeGqa:
             _norm(core.q_norm),
             _norm(core.k_norm),
             shape.clip or 0.0,
+            0 if self._sinks is None else self._sinks.data_ptr(),
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
