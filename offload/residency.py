@@ -23,7 +23,7 @@ Used by the engine's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 
 class Residency:
@@ -54,6 +54,10 @@ class Residency:
 
     def is_resident(self, cell: int) -> bool:
         return self._slot_of[cell] >= 0 and cell not in self._loading
+
+    def are_cached(self, cells: Set[int]) -> bool:
+        """Whether all of them are in the cache: neither staged nor ghosts."""
+        return cells <= self._cached
 
     def slot_of(self, cell: int) -> int:
         """The slot of a cell that has one."""

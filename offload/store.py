@@ -12,6 +12,8 @@ One layer, as time runs:
               that its slot can serve a miss that had none: a layer with more distinct experts than
               there are slots runs through them, and cannot deadlock as long as there is one slot
 
+A layer whose experts are all in the cache skips all of that but the computing.
+
 A miss is read into a staging slot and used there; finished with, it takes over the cache place of
 whom the policy names (residency.py draws it).
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -41,7 +43,7 @@ class Stopped(Exception):
 class ExpertMath(Protocol):
     """The arithmetic, which is the models' business: how rows are grouped, computed, combined."""
 
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
         """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
         ...
 
@@ -102,7 +104,7 @@ class ExpertStore:
         self._abandon()
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
-    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun:
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
         if self.stopped():
             self._abandon()
@@ -111,10 +113,13 @@ class ExpertStore:
             layer * self._experts + expert: places
             for expert, places in self._math.group(ids, self._experts)
         }
+        self._policy.routed(layer, ids.numpy())
+        if self._residency.are_cached(groups.keys()):
+            self._count(groups, groups)
+            return _AllThere(self, x, weights, groups)
         hits = [cell for cell in groups if self._residency.is_resident(cell)]
         misses = deque(cell for cell in groups if not self._residency.is_resident(cell))
         self._count(groups, hits)
-        self._policy.routed(layer, ids.numpy())
         for cell in hits:
             self._residency.pin(cell)
         self._open = _LayerRun(self, x, weights, groups, hits, misses)
@@ -130,7 +135,7 @@ class ExpertStore:
         if self._open is not None:
             self._open.abandon()
 
-    def _count(self, groups: dict[int, Tensor], hits: list[int]) -> None:
+    def _count(self, groups: dict[int, list[int]], hits: Iterable[int]) -> None:
         events = sum(len(places) for places in groups.values())
         hit_events = sum(len(groups[cell]) for cell in hits)
         if self._decoding:
@@ -175,6 +180,29 @@ class ExpertStore:
         return True
 
 
+class _AllThere:
+    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
+    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
+    """
+
+    def __init__(
+        self, store: ExpertStore, x: Tensor, weights: Tensor, groups: dict[int, list[int]]
+    ) -> None:
+        self._store = store
+        self._x = x
+        self._mix = weights
+        self._groups = groups
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        store, mix = self._store, self._mix
+        rows = self._x.new_zeros(mix.numel(), self._x.shape[1])  # [T·K, D]
+        slot_of = store._residency.slot_of
+        experts = [(slot_of(cell), places) for cell, places in self._groups.items()]
+        store._slots.run(self._x, experts, mix.shape[1], rows)
+        return store._slots.combine(rows.view(*mix.shape, -1), mix)
+
+
 class _LayerRun:
     """One submitted layer: what is still to compute, to read, and to ask for."""
 
@@ -183,7 +211,7 @@ class _LayerRun:
         store: ExpertStore,
         x: Tensor,
         weights: Tensor,
-        groups: dict[int, Tensor],
+        groups: dict[int, list[int]],
         hits: list[int],
         misses: deque[int],
     ) -> None:

@@ -148,6 +148,9 @@ class SlotTable(RuleBasedStateMachine):
         assert set(self.pins) <= self.loading | self.staged | set(self.cached)
         assert self.table.resident == len(present)
         assert [c for c in range(CELLS) if self.table.is_resident(c)] == sorted(present)
+        every = range(CELLS)
+        assert [c for c in every if self.table.are_cached({c})] == sorted(self.cached)
+        assert self.table.are_cached(set(self.cached))
 
 
 TestSlotTable = SlotTable.TestCase
