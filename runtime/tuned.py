@@ -53,9 +53,10 @@ class NativeRouter:
     def __init__(self, torch_router: SoftmaxRouter) -> None:
         self._torch, weight = torch_router, torch_router.weight
         groups, kept = torch_router.groups or (1, 1)
+        experts, hidden = weight.shape
         self._top_k = torch_router.top_k
         self._kernel = RouterKernel(
-            weight.data_ptr(), *weight.shape, self._top_k,
+            weight.data_ptr(), experts, hidden, self._top_k,
             torch_router.renormalise, torch_router.scale, groups, kept,
         )  # fmt: skip
 
