@@ -146,7 +146,7 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         self._embedding = embedding
-        self._blocks = _looking_ahead([_tuned_norms(block, parts) for block in blocks])
+        self._blocks = _looking_ahead([_tuned(block, parts) for block in blocks])
         self._norm = parts.tuned(_final_norm(config, parts))
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
@@ -250,10 +250,13 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
     return kind(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 
-def _tuned_norms(block: Layer, parts: Parts) -> Layer:
-    """The block with whatever the loader puts in the place of its norms."""
+def _tuned(block: Layer, parts: Parts) -> Layer:
+    """The block with whatever the loader puts in the place of its norms and its router."""
     names = [field.name for field in fields(block) if field.name.endswith("_norm")]
-    return replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
+    block = replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
+    if isinstance(block.ffn, SparseFfn):
+        block = replace(block, ffn=replace(block.ffn, router=parts.tuned(block.ffn.router)))
+    return block
 
 
 def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -37,18 +37,19 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
     return shape
 
 
-def group(ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+def group(ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
     """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k, ascending.
 
-    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1.
+    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1. Lists, because
+    one row's handful of numbers takes some microseconds so, and a dozen torch calls a hundred.
     """
-    ordered, places = ids.reshape(-1).sort(stable=True)
-    found, counts = torch.unique_consecutive(ordered, return_counts=True)
-    numbers = found.tolist()
-    if numbers and not (numbers[0] >= -1 and numbers[-1] < experts):
-        raise ValueError(f"expert ids {numbers[0]} … {numbers[-1]} with {experts} experts")
-    pairs = zip(numbers, torch.split(places, counts.tolist()), strict=True)
-    return [(expert, rows) for expert, rows in pairs if expert >= 0]
+    found: dict[int, list[int]] = {}
+    for place, expert in enumerate(ids.flatten().tolist()):
+        found.setdefault(expert, []).append(place)
+    found.pop(-1, None)
+    if found and not (min(found) >= 0 and max(found) < experts):
+        raise ValueError(f"expert ids {min(found)} … {max(found)} with {experts} experts")
+    return sorted(found.items())
 
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class TorchMath:
     def __init__(self, activation: Activation = "swiglu") -> None:
         self._activation = activation
 
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
         return group(ids, experts)
 
     def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
@@ -110,7 +111,8 @@ class ResidentExperts:
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         """Computes at once. Raises KeyError for an expert that is not there."""
         rows = x.new_zeros(ids.numel(), x.shape[1])  # [T·K, D]; places without an expert stay 0
-        for expert, places in group(ids, self._experts):
+        for expert, found in group(ids, self._experts):
+            places = torch.tensor(found)
             mine = x[places // ids.shape[1]]
             rows[places] = expert_ffn(self._activation, mine, *self._weights[layer, expert])
         return Done(combine(rows.view(*ids.shape, -1), weights))

@@ -299,6 +299,26 @@ class LinearKernel:
         """x [rows, in_features] -> out [rows, out_features]. Without the GIL."""
 
 @final
+class RouterKernel:
+    """Softmax over the experts, then the top_k of them (router.h). Any thread may run it."""
+
+    def __init__(
+        self,
+        weight: int,
+        experts: int,
+        hidden: int,
+        top_k: int,
+        renormalise: bool,
+        scale: float,
+        groups: int,
+        kept: int,
+    ) -> None:
+        """weight: bf16 [experts, hidden], which stays there. Raises ValueError."""
+
+    def run(self, x: int, rows: int, ids: int, weights: int) -> None:
+        """x [rows, hidden] bf16 -> ids [rows, top_k] int64 and weights float32. Without the GIL."""
+
+@final
 class ExpertKernel:
     """The experts of one layer, each on its own rows of x.
 
@@ -325,15 +345,14 @@ class ExpertKernel:
     def run(
         self,
         experts: Sequence[int],
-        counts: Sequence[int],
-        places: int,
+        places: Sequence[Sequence[int]],
         x: int,
         tokens: int,
         top_k: int,
         out: int,
         f32: bool,
     ) -> None:
-        """Runs experts[e] on the next counts[e] places: int64, row p // top_k of x [tokens, D].
+        """Runs experts[e] on places[e]: place p is row p // top_k of x [tokens, D].
 
         Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
         none. Without the GIL.

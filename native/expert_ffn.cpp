@@ -13,6 +13,7 @@ namespace moeinf {
 namespace {
 
 constexpr std::size_t kPieceBlocks = 4;  // row blocks of a piece: some 70 KiB of q4 at K = 2048
+constexpr std::size_t kFewRows = 512;    // a matrix so small, a router's, is cut finer
 constexpr std::size_t kChunkRows = 64;   // activations that go through a piece's weights at once
 constexpr std::size_t kRowsWorthThreads = 8;  // from here on rows are prepared by all threads
 
@@ -137,8 +138,12 @@ void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
     add_bias(matrix, first, count, out);
 }
 
+std::size_t piece_blocks(const Matrix& matrix) {
+    return matrix.rows <= kFewRows ? 1 : kPieceBlocks;
+}
+
 std::size_t pieces_of(const Matrix& matrix) {
-    return ceil_div(matrix.rows, kBlockRows * kPieceBlocks);
+    return ceil_div(matrix.rows, kBlockRows * piece_blocks(matrix));
 }
 
 // One piece of outputs: x[i] times the piece's rows, into row place(i) of out.
@@ -147,10 +152,10 @@ void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t pi
                     const std::byte* const* x, std::size_t count, std::byte* out, Dtype dtype,
                     Place place) noexcept {
     alignas(64) float values[kChunkRows][kBlockRows];
-    const std::size_t stride = matrix.rows * item_bytes(dtype);
+    const std::size_t stride = matrix.rows * item_bytes(dtype), blocks = piece_blocks(matrix);
     for (std::size_t start = 0; start < count; start += kChunkRows) {
         const std::size_t now = std::min(kChunkRows, count - start);
-        for (std::size_t b = piece * kPieceBlocks; b < (piece + 1) * kPieceBlocks; ++b) {
+        for (std::size_t b = piece * blocks; b < (piece + 1) * blocks; ++b) {
             const std::size_t first = b * kBlockRows;
             if (first >= matrix.rows) break;
             multiply(kernels, matrix, b, x + start, now, values);
@@ -261,13 +266,13 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 }
 
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
-            std::size_t count, std::byte* out, Dtype dtype) {
+            Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype) {
     Rows inputs(weights.format, weights.columns, count, x_scratch);
-    fill_all(pool, inputs, x, count, weights.columns, dtype);
+    fill_all(pool, inputs, x, count, weights.columns, x_dtype);
     std::vector<const std::byte*> rows(count);
     for (std::size_t t = 0; t < count; ++t) rows[t] = inputs.row(t);
     pool.parallel_for(pieces_of(weights), [&](std::size_t piece) {
-        multiply_piece(kernels, weights, piece, rows.data(), count, out, dtype,
+        multiply_piece(kernels, weights, piece, rows.data(), count, out, out_dtype,
                        [](std::size_t i) { return i; });
     });
 }

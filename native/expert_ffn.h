@@ -71,7 +71,7 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 
 // out [T, N] = x [T, K] · Wᵀ. Throws std::bad_alloc.
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
-            std::size_t count, std::byte* out, Dtype dtype);
+            Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype);
 
 // out[t] = Σ_k weights[t, k] · rows[t, k], multiplied and added one after the other in f32, and
 // rounded once: rows [T, K, D] and out [T, D] of `dtype`, weights [T, K] f32.

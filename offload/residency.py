@@ -20,7 +20,7 @@ Used by the engine's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class Residency:
@@ -48,6 +48,10 @@ class Residency:
 
     def is_resident(self, cell: int) -> bool:
         return self._slot_of[cell] >= 0 and cell not in self._loading
+
+    def are_resident(self, cells: Iterable[int]) -> bool:
+        """Whether the bytes of all of them are there."""
+        return all(map(self.is_resident, cells))
 
     def has_slot(self, cell: int) -> bool:
         """Resident or loading."""

@@ -51,15 +51,19 @@ class SlotMath:
             self._weights = _views(layout, self._arena.view(pool.slots, pool.slot_bytes))
 
     def run(
-        self, x: Tensor, experts: Sequence[tuple[int, Tensor]], top_k: int, rows: Tensor
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
         """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        if self._kernel is not None and not self._weights:
+            self._run_native(x.contiguous(), experts, top_k, rows)
+            return
         few = [pair for pair in experts if self._is_native(len(pair[1]))]
         if few:
             self._run_native(x.contiguous(), few, top_k, rows)
         for slot, places in experts:
             if not self._is_native(len(places)):
-                rows[places] = self._reference.ffn(x[places // top_k], *self._weights[slot])
+                at = torch.tensor(places)
+                rows[at] = self._reference.ffn(x[at // top_k], *self._weights[slot])
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
@@ -75,17 +79,16 @@ class SlotMath:
         return out
 
     def _is_native(self, count: int) -> bool:
-        return self._kernel is not None and (not self._weights or count <= _MOST_BF16_ROWS)
+        return self._kernel is not None and count <= _MOST_BF16_ROWS
 
     def _run_native(
-        self, x: Tensor, experts: Sequence[tuple[int, Tensor]], top_k: int, rows: Tensor
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
         assert self._kernel is not None
-        places = torch.cat([places for _, places in experts])
         self._kernel.run(
             [self._base + slot * self._slot_bytes for slot, _ in experts],
-            [len(places) for _, places in experts],
-            places.data_ptr(), x.data_ptr(), len(x), top_k, rows.data_ptr(),
+            [places for _, places in experts],
+            x.data_ptr(), len(x), top_k, rows.data_ptr(),
             x.dtype == torch.float32,
         )  # fmt: skip
 

@@ -16,6 +16,8 @@ One layer, as time runs:
               that its slot can serve a miss that had none: a layer with more distinct experts than
               there are slots runs through them, and cannot deadlock as long as there is one slot
 
+Where nothing is read ahead, a layer whose experts are all there only computes them.
+
 The policy hears events in the order of policy/base.py, which is the simulator's order too: given
 the same routing and the same moments of arrival, hits, reads and victims are the same.
 """
@@ -46,7 +48,7 @@ class Stopped(Exception):
 class ExpertMath(Protocol):
     """The arithmetic, which is the models' business: how rows are grouped, computed, combined."""
 
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
         """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
         ...
 
@@ -136,7 +138,7 @@ class ExpertStore:
         self._abandon()
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
-    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun:
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
         if self.stopped():
             self._abandon()
@@ -146,8 +148,12 @@ class ExpertStore:
             for expert, places in self._math.group(ids, self._experts)
         }
         begin = time.perf_counter()
-        self._ahead.settle()
         chosen = ids.numpy()
+        if not self._wishes and self._residency.are_resident(groups):
+            self._policy.routed(layer, chosen)
+            self._count(groups, groups)
+            return _AllThere(self, x, weights, groups)
+        self._ahead.settle()
         hits, misses = list[int](), deque[int]()
         for cell in chosen_cells(layer, chosen, self._experts):
             (hits if self._residency.is_resident(cell) else misses).append(cell)
@@ -171,7 +177,7 @@ class ExpertStore:
         if self._open is not None:
             self._open.abandon()
 
-    def _count(self, groups: dict[int, Tensor], hits: list[int]) -> None:
+    def _count(self, groups: dict[int, list[int]], hits: Iterable[int]) -> None:
         events = sum(len(places) for places in groups.values())
         hit_events = sum(len(groups[cell]) for cell in hits)
         if self._decoding:
@@ -209,6 +215,29 @@ class ExpertStore:
         return True
 
 
+class _AllThere:
+    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
+    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
+    """
+
+    def __init__(
+        self, store: ExpertStore, x: Tensor, weights: Tensor, groups: dict[int, list[int]]
+    ) -> None:
+        self._store = store
+        self._x = x
+        self._mix = weights
+        self._groups = groups
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        store, mix = self._store, self._mix
+        rows = self._x.new_zeros(mix.numel(), self._x.shape[1])  # [T·K, D]
+        slot_of = store._residency.slot_of
+        experts = [(slot_of(cell), places) for cell, places in self._groups.items()]
+        store._slots.run(self._x, experts, mix.shape[1], rows)
+        return store._slots.combine(rows.view(*mix.shape, -1), mix)
+
+
 class _LayerRun:
     """One submitted layer: what is still to compute, to read, and to ask for."""
 
@@ -217,7 +246,7 @@ class _LayerRun:
         store: ExpertStore,
         x: Tensor,
         weights: Tensor,
-        groups: dict[int, Tensor],
+        groups: dict[int, list[int]],
         hits: list[int],
         misses: deque[int],
     ) -> None:

@@ -11,6 +11,7 @@ import torch
 from moeinf.native import (
     ExpertKernel,
     LinearKernel,
+    RouterKernel,
     _native,
     combine_rows,
     compute_threads,
@@ -220,11 +221,10 @@ def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden
     def run(chosen: torch.Tensor) -> torch.Tensor:
         out = torch.full((tokens * top_k, hidden), 5.0, dtype=torch.bfloat16)
         groups = [(e, (chosen == e).nonzero().flatten()) for e in range(4)]
-        order = torch.cat([places for _, places in groups])
         kernel.run(
             [data[e].data_ptr() for e, _ in groups],
-            [len(places) for _, places in groups],
-            order.data_ptr(), x.data_ptr(), tokens, top_k, out.data_ptr(), False,
+            [places.tolist() for _, places in groups],
+            x.data_ptr(), tokens, top_k, out.data_ptr(), False,
         )  # fmt: skip
         return out
 
@@ -308,7 +308,45 @@ def test_combining_is_what_torch_does_term_by_term():
     assert torch.equal(out, total.bfloat16())
 
 
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (5, 2)])
+def test_a_router_chooses_the_same_on_every_path_and_thread_count(groups, kept):
+    generator = torch.Generator().manual_seed(9)
+    weight = (torch.randn(40, 130, generator=generator) / 10).bfloat16()
+    x = torch.randn(7, 130, generator=generator).bfloat16()
+    kernel = RouterKernel(weight.data_ptr(), 40, 130, 6, True, 1.5, groups, kept)
+
+    def run() -> tuple[list, list]:
+        ids, weights = torch.empty(7, 6, dtype=torch.int64), torch.empty(7, 6)
+        kernel.run(x.data_ptr(), 7, ids.data_ptr(), weights.data_ptr())
+        return ids.tolist(), weights.tolist()
+
+    scores = (x.double() @ weight.double().T).softmax(-1).view(7, groups, -1)
+    best = scores.amax(-1).topk(kept).indices
+    mask = torch.zeros(7, groups, dtype=torch.float64).scatter(1, best, 1.0)
+    wanted, wanted_ids = (scores * mask[..., None]).flatten(1).topk(6)
+    reference = None
+    threads = compute_threads()
+    try:
+        for path in [path for path in PATHS if use(path)]:
+            for count in (1, 3):
+                set_compute_threads(count)
+                reference = reference or run()
+                assert run() == reference, (path, count)
+    finally:
+        set_compute_threads(threads)
+    assert reference is not None
+    assert reference[0] == wanted_ids.tolist()
+    normed = 1.5 * wanted / wanted.sum(-1, keepdim=True)
+    torch.testing.assert_close(torch.tensor(reference[1]), normed.float(), rtol=1e-5, atol=0)
+
+
 def test_what_cannot_be_is_refused():
+    weight = torch.zeros(4, 8).bfloat16().data_ptr()
+    with pytest.raises(ValueError, match="all experts"):
+        RouterKernel(weight, 4, 8, 5, False, 1.0, 1, 1)
+    for groups, kept in ((3, 1), (2, 3), (0, 0)):
+        with pytest.raises(ValueError, match="groups are equal"):
+            RouterKernel(weight, 4, 8, 2, False, 1.0, groups, kept)
     with pytest.raises(ValueError, match="no kernel for the format"):
         matrix_bytes("q5", 1, 1)
     with pytest.raises(ValueError, match="sizes lie in"):
@@ -317,10 +355,9 @@ def test_what_cannot_be_is_refused():
         LinearKernel("q4", 16, 64, aligned(9000).data_ptr() + 32)
     data, _ = experts_of("q8", 1, 32, 32)
     x = torch.zeros(1, 32)
-    place = torch.tensor([1])
     with pytest.raises(IndexError, match="place 1 of 1"):
         ExpertKernel("q8", 32, 32).run(
-            [data[0].data_ptr()], [1], place.data_ptr(), x.data_ptr(), 1, 1, x.data_ptr(), True
+            [data[0].data_ptr()], [[1]], x.data_ptr(), 1, 1, x.data_ptr(), True
         )
     with pytest.raises(ValueError, match="no kernel for the activation 'gelu'"):
         ExpertKernel("q8", 32, 32, "gelu")

@@ -113,6 +113,8 @@ class SlotTable(RuleBasedStateMachine):
             assert self.table.is_resident(cell) is (cell in self.resident)
             assert self.table.has_slot(cell) is (cell in self.resident | self.loading)
             assert self.table.can_evict(cell) is (cell in self.resident - set(self.pins))
+        assert self.table.are_resident(self.resident)
+        assert not any(self.table.are_resident([cell]) for cell in self.absent)
 
 
 TestSlotTable = SlotTable.TestCase
