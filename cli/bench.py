@@ -33,7 +33,10 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measures TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the floor."""
+    """Measures TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the floor.
+
+    Example: moeinf bench demo --policies lru,adaptive --memory 30% --new-tokens 8
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     names = [policy_name(name) for name in policies.split(",")]
     context = prompt_tokens + new_tokens

@@ -6,14 +6,17 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet
+from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.copy_model import copy_model
 
 
 def cp(
-    source: Annotated[str, typer.Argument(metavar="SOURCE[:TAG]", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE[:TAG]", show_default=False, autocompletion=installed_models),
+    ],
     target: Annotated[str, typer.Argument(metavar="NEW[:TAG]", show_default=False)],
     json: Json = False,
     quiet: Quiet = False,

@@ -42,7 +42,10 @@ def devices(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measures memory and the drive of the models in some 20 seconds; `plan` and `run` use it."""
+    """Measures memory and the drive of the models in some 20 seconds; `plan` and `run` use it.
+
+    Example: moeinf devices
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     place = (folder or settings.models).absolute()
     with out.progress("") as update:

@@ -37,7 +37,10 @@ def show(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Shows how many requests it holds, which groups they form, and which experts they use."""
+    """Shows how many requests it holds, which groups they form, and which experts they use.
+
+    Example: moeinf eamc show demo
+    """
     from moeinf.cli.heatmap import draw, terminal_lines
     from moeinf.offload.eamc_groups import summarise
 
@@ -66,7 +69,10 @@ def show(
 
 @eamc.command("export")
 def export(model: Model, file: File, json: Json = False, quiet: Quiet = False) -> None:
-    """Writes the collection to a file, which `import` reads on any machine."""
+    """Writes the collection to a file, which `import` reads on any machine.
+
+    Example: moeinf eamc export demo requests.eam
+    """
     from moeinf.runtime.eamc_state import export_eamc
 
     out = Output(json=json, quiet=quiet)
@@ -78,7 +84,10 @@ def export(model: Model, file: File, json: Json = False, quiet: Quiet = False) -
 
 @eamc.command("import")
 def import_(model: Model, file: File, json: Json = False, quiet: Quiet = False) -> None:
-    """Adds the requests of an exported file to the collection."""
+    """Adds the requests of an exported file to the collection.
+
+    Example: moeinf eamc import demo requests.eam
+    """
     from moeinf.runtime.eamc_state import import_eamc
 
     out = Output(json=json, quiet=quiet)
@@ -90,7 +99,10 @@ def import_(model: Model, file: File, json: Json = False, quiet: Quiet = False) 
 
 @eamc.command("clear")
 def clear(model: Model, json: Json = False, quiet: Quiet = False) -> None:
-    """Forgets all requests of a model."""
+    """Forgets all requests of a model.
+
+    Example: moeinf eamc clear demo
+    """
     out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
     _report(out, manifest, "cleared", state.clear(), 0, None)

@@ -57,50 +57,68 @@ def _os_error(error: OSError) -> Described:
         return Described(
             "disk_full", f"{error.strerror}{where}", "Free some disk space and try again."
         )
-    return Described("io_error", str(error))
+    if isinstance(error, PermissionError):
+        return Described("io_error", str(error), "Look at who owns it, or set MOEINF_HOME.")
+    return Described("io_error", str(error), "MOEINF_DEBUG=1 shows where it happened.")
 
 
 def _plain(code: str, hint: str = "", exit_code: int = 1) -> Callable[[Exception], Described]:
     return lambda error: Described(code, str(error), hint, exit_code)
 
 
+_HELP = "`moeinf COMMAND --help` shows what can be typed."
+
 _WORDS: dict[str, Callable[[Any], Described]] = {
     "NoSuchModel": _no_such_model,
-    "BadName": _plain("bad_name", exit_code=2),
+    "BadName": _plain("bad_name", "`moeinf list` shows the names that are taken.", exit_code=2),
     "Usage": _plain("usage", "`moeinf --help` shows what can be typed.", exit_code=2),
+    "BadCommand": _plain("bad_command", "/? shows what can be typed."),
+    "BadConversation": _plain("bad_conversation", "/save NAME keeps one under that name."),
     "DoesNotFit": _does_not_fit,
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
-    "CannotCompare": _plain("cannot_compare", exit_code=2),
+    "CannotCompare": _plain(
+        "cannot_compare",
+        "`moeinf eval NAME:q4 --file TEXT --against NAME:bf16` compares two tags of a model.",
+        exit_code=2,
+    ),
     "ModelInUse": _plain("model_in_use", "`moeinf stop MODEL` ends that process."),
-    "ModelExists": _plain("model_exists"),
+    "ModelExists": _plain("model_exists", "Or copy to another name."),
     "NotRunning": _plain("not_running", "`moeinf ps` shows what runs."),
     "NotStopped": lambda error: Described(
         "not_stopped", str(error), f"`kill -9 {error.pid}` ends it in any case."
     ),
-    "CannotRepair": _plain("cannot_repair"),
+    "CannotRepair": _plain("cannot_repair", "`moeinf rm MODEL`, then pull it anew."),
     "NoModelUsed": _plain("no_model_used", "Name one: `moeinf trace MODEL --dataset demo`."),
-    "NoSuchDataset": _plain("no_such_dataset", exit_code=2),
-    "BadDataset": _plain("bad_dataset"),
+    "NoSuchDataset": _plain("no_such_dataset", "`moeinf trace --help` has examples.", exit_code=2),
+    "BadDataset": _plain(
+        "bad_dataset",
+        "A .txt file has a prompt per line; .jsonl and .parquet a column named prompt.",
+    ),
     "DatasetUnavailable": _plain(
         "dataset_unavailable",
         "Without the hub: `--dataset demo`, or --dataset with a .jsonl, .txt or .parquet file.",
     ),
     "ForeignEamc": _plain("foreign_eamc", "`moeinf eamc export MODEL FILE` writes what fits."),
     "NoMatplotlib": _plain("no_matplotlib", "`pip install matplotlib` adds it."),
-    "RepositoryError": _plain("hub"),
+    "RepositoryError": _plain("hub", "`moeinf pull --help` says how models are named."),
     "DownloadFailed": _plain("download_failed", "Type the same again: what has arrived is kept."),
     "PullInProgress": _plain("pull_in_progress", "Wait for it to end."),
     "DamagedModel": _damaged,
     "ExpertReadError": _read_error,
-    "BadCheckpoint": _plain("bad_checkpoint"),
+    "BadCheckpoint": _plain(
+        "bad_checkpoint",
+        "A checkpoint has config.json, tokenizer.json and *.safetensors, all of them whole.",
+    ),
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
-    "MemoryError": lambda error: Described("out_of_memory", f"not enough memory: {error}"),
+    "MemoryError": lambda error: Described(
+        "out_of_memory", f"not enough memory: {error}", "Give less --memory or a smaller --ctx."
+    ),
     "BadContainer": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes one."),
-    "BadRouteTrace": _plain("bad_trace"),
+    "BadRouteTrace": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes a recording."),
     "OSError": _os_error,
-    "ValueError": _plain("invalid", exit_code=2),
+    "ValueError": _plain("invalid", _HELP, exit_code=2),
 }
 
 

@@ -34,6 +34,8 @@ def evaluate_text(
 
     The text is read in windows of 512 tokens, or less: a begin-of-text token begins anew. KL
     divergence is that of the model from the one that --against names, usually itself as bf16.
+
+    Example: moeinf eval demo --file text.txt
     """
     from moeinf.runtime.engine import Engine  # these import torch
     from moeinf.runtime.evaluate import WINDOW, evaluate

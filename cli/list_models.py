@@ -13,7 +13,10 @@ from moeinf.runtime.sizes import format_bytes
 
 
 def list_models(json: Json = False, quiet: Quiet = False) -> None:
-    """Lists the models on this machine."""
+    """Lists the models on this machine.
+
+    Example: moeinf list --json
+    """
     out = Output(json=json, quiet=quiet)
     entries = Library(read_environment()).installed()
     if json:

@@ -80,11 +80,6 @@ def _root(
 ) -> None: ...
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    sys.exit(answer(sys.argv[1:]))
-
-
 def answer(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code: 0, 1, 2 or 130."""
     for stream in (sys.stdout, sys.stderr):

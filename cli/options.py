@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from moeinf.offload.policy import POLICIES
-from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.library import Library
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 
@@ -32,7 +33,23 @@ def policy_name(text: str) -> str:
     return text
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL[:TAG]", show_default=False)]
+def installed_models(incomplete: str) -> list[str]:
+    """For shell completion: names on this machine; with their tags once a colon is typed.
+
+    Never an error: a shell would print it into the line. (bash takes the colon for a new word.)
+    """
+    try:
+        names = [entry.name for entry in Library(read_environment()).installed()]
+    except (OSError, ValueError):
+        return []
+    words = {str(name) if ":" in incomplete else name.name for name in names}
+    return sorted(word for word in words if word.startswith(incomplete.lower()))
+
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL[:TAG]", show_default=False, autocompletion=installed_models),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
 Memory = Annotated[

@@ -34,6 +34,11 @@ class Output:
         self.err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
 
+    @property
+    def _bars(self) -> bool:
+        """Bars are for people who look at a terminal; a log would keep their remains."""
+        return self.err.is_terminal and not (self.quiet or self.json)
+
     def document(self, value: dict[str, Any]) -> None:
         """The one JSON document of a command."""
         self.text(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
@@ -91,7 +96,7 @@ class Output:
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
             console=self.err,
-            disable=self.quiet or self.json,
+            disable=not self._bars,
         )
         with bar:
             task = bar.add_task(escape(what), total=total)
@@ -102,7 +107,7 @@ class Output:
         """Bars with bytes, rate and time left; call what it gives with (phase, done, total).
 
         A phase's bar appears with its first call: what fails before shows its error alone. That of
-        a single file goes when the file is there.
+        a single file goes when the file is there. Where there are no bars, phases are notes.
         """
         bars = Progress(
             TextColumn("{task.description}"),
@@ -111,17 +116,19 @@ class Output:
             TransferSpeedColumn(),
             TimeRemainingColumn(compact=True),
             console=self.err,
-            disable=self.quiet or self.json,
+            disable=not self._bars,
         )
         phases: dict[str, TaskID] = {}
 
         def update(phase: str, done: int, total: int) -> None:
+            of_a_file = phase.endswith(".safetensors")
             if phase not in phases:
-                of_a_file = phase.endswith(".safetensors")
+                if not (self._bars or self.json or of_a_file):
+                    self.note(f"{phase} {what}")
                 text = f"  {phase}" if of_a_file else f"{phase} {what}"
                 phases[phase] = bars.add_task(escape(text), total=total)
                 bars.start()
-            ended = done >= total and phase.endswith(".safetensors")
+            ended = done >= total and of_a_file
             bars.update(phases[phase], completed=done, total=total, visible=not ended)
 
         try:

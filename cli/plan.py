@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,21 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
+from moeinf.cli.pull import can_be_had, find_source
+from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.policy import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Registry
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.measure import measure
+from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
-from moeinf.runtime.plan import place, seconds_per_token
+from moeinf.runtime.names import TAGS, ModelName
+from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
+
+_BOUND = "memory traffic alone, uniformly random routing: an upper bound"
 
 
 def plan(
@@ -37,77 +44,183 @@ def plan(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Shows tiers, slots and the expected speed; loads nothing."""
+    """Shows tiers, slots and the expected speed; loads nothing, and pulls nothing.
+
+    Of a model that is not here yet it reads the headers, and shows every tag.
+
+    Example: moeinf plan demo --memory 30%
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    manifest, folder = ensure(model, settings, out)
-    print_plan(
-        manifest, folder, engine_config(settings, memory, ctx, policy, threads), settings, out
-    )
+    print_plan(model, engine_config(settings, memory, ctx, policy, threads), settings, out)
 
 
-def print_plan(
-    manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, out: Output
-) -> None:
-    """The same for `plan` and for `run --dry-run`."""
-    claimed = sum(engine.unfilled_bytes() for engine in Registry(settings.run).engines())
-    free = available_bytes() - claimed
-    placement = place(manifest, config, free, core_count())
-    speeds = measure(settings, folder, manifest)
-    bound = 1 / seconds_per_token(placement, manifest, speeds)
-    seen = remembered_speed(settings, manifest.model, placement.slots)
-    expected, how = bound, "memory traffic alone, uniformly random routing: an upper bound"
-    if seen is not None:
-        expected, how = seen[0], f"measured here with this --memory on {seen[1]}"
-    experts = manifest.slots.experts
-    on_disk = experts * manifest.slots.slot_bytes
+def print_plan(model: str, config: EngineConfig, settings: Settings, out: Output) -> None:
+    """The same for `plan` and for `run --dry-run`. Raises NoSuchModel, DoesNotFit, BadContext."""
+    others: dict[str, Manifest] = {}
+    try:
+        manifest, folder = Library(settings).read(model)
+        sizes = "the manifest of the pulled model"
+    except NoSuchModel:
+        if not can_be_had(model):
+            raise
+        manifest, others = _prospects(model, settings, out)
+        folder, sizes = settings.models, "the headers of the source; nothing was pulled"
+    machine = _look(settings, folder, manifest)
+    found = _expect(manifest, config, settings, machine)
+    rows = {tag: _try(other, config, settings, machine) for tag, other in others.items()}
     if out.json:
-        tiers: list[dict[str, Any]] = [
-            {"name": "ram", "bytes": placement.experts_bytes, "experts": placement.slots},
-            {"name": "disk", "bytes": on_disk, "experts": experts},
-        ]
-        out.document(
-            {
-                "model": manifest.name,
-                "tag": manifest.tag,
-                "min_memory_bytes": placement.min_memory_bytes,
-                "memory_bytes": placement.memory_bytes,
-                "context": placement.context,
-                "threads": placement.threads,
-                "dense_bytes": placement.dense_bytes,
-                "kv_bytes": placement.kv_bytes,
-                "scratch_bytes": placement.scratch_bytes,
-                "tiers": tiers,
-                "expected_tokens_per_s": round(expected, 2),
-                "bound_tokens_per_s": round(bound, 2),
-                "provenance": {
-                    "expected_tokens_per_s": how,
-                    "ram_bytes_per_s": round(speeds.ram_bytes_per_s),
-                    "ram": speeds.ram_provenance,
-                    "disk_bytes_per_s": round(speeds.disk_bytes_per_s),
-                    "disk": speeds.disk_provenance,
-                    "free_bytes": free,
-                },
-            }
-        )
-        return
-    size = format_bytes
-    out.line(f"{manifest.model} on this machine ({size(free)} free)")
+        out.document(_document(manifest, found, machine, sizes, rows))
+    else:
+        _print(manifest, found, machine, sizes, rows, out)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What a plan is made for."""
+
+    free_bytes: int
+    cores: int
+    speeds: Speeds
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a model would do here. bound: what memory traffic alone would allow."""
+
+    placement: Placement
+    disk_bytes: int
+    tokens_per_s: float
+    how: str
+    bound: float
+
+
+def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
+    claimed = sum(engine.unfilled_bytes() for engine in Registry(settings.run).engines())
+    speeds = measure(settings, folder, manifest)
+    return _Machine(available_bytes() - claimed, core_count(), speeds)
+
+
+def _prospects(model: str, settings: Settings, out: Output) -> tuple[Manifest, dict[str, Manifest]]:
+    """The manifest that a pull would write, and that of every tag."""
+    from moeinf.runtime.repack import prospect  # imports torch
+
+    wanted, source = find_source(model, None, settings, out)
+    tags = {tag: prospect(source, ModelName(wanted.name, tag)) for tag in TAGS}
+    return tags[wanted.tag], tags
+
+
+def _expect(
+    manifest: Manifest, config: EngineConfig, settings: Settings, machine: _Machine
+) -> _Expected:
+    placement = place(manifest, config, machine.free_bytes, machine.cores)
+    bound = 1 / seconds_per_token(placement, manifest, machine.speeds)
+    seen = remembered_speed(settings, manifest.model, placement.slots)
+    disk = manifest.slots.max_bytes + manifest.dense_bytes
+    if seen is None:
+        return _Expected(placement, disk, bound, _BOUND, bound)
+    how = f"measured here with this --memory on {seen[1]}"
+    return _Expected(placement, disk, seen[0], how, bound)
+
+
+def _try(
+    manifest: Manifest, config: EngineConfig, settings: Settings, machine: _Machine
+) -> _Expected | DoesNotFit:
+    try:
+        return _expect(manifest, config, settings, machine)
+    except DoesNotFit as error:
+        return error
+
+
+Rows = Mapping[str, _Expected | DoesNotFit]
+
+
+def _document(
+    manifest: Manifest, found: _Expected, machine: _Machine, sizes: str, rows: Rows
+) -> dict[str, Any]:
+    placement, speeds, experts = found.placement, machine.speeds, manifest.slots.experts
+    ram = {"name": "ram", "bytes": placement.experts_bytes, "experts": placement.slots}
+    disk = {"name": "disk", "bytes": manifest.slots.max_bytes, "experts": experts}
+    return {
+        "model": manifest.name,
+        "tag": manifest.tag,
+        "min_memory_bytes": placement.min_memory_bytes,
+        "memory_bytes": placement.memory_bytes,
+        "context": placement.context,
+        "threads": placement.threads,
+        "dense_bytes": placement.dense_bytes,
+        "kv_bytes": placement.kv_bytes,
+        "scratch_bytes": placement.scratch_bytes,
+        "tiers": [ram, disk],
+        "expected_tokens_per_s": round(found.tokens_per_s, 2),
+        "bound_tokens_per_s": round(found.bound, 2),
+        "tags": [_row(tag, row) for tag, row in rows.items()],
+        "provenance": {
+            "sizes": sizes,
+            "expected_tokens_per_s": found.how,
+            "ram_bytes_per_s": round(speeds.ram_bytes_per_s),
+            "ram": speeds.ram_provenance,
+            "disk_bytes_per_s": round(speeds.disk_bytes_per_s),
+            "disk": speeds.disk_provenance,
+            "free_bytes": machine.free_bytes,
+        },
+    }
+
+
+def _row(tag: str, row: _Expected | DoesNotFit) -> dict[str, Any]:
+    """Of a tag that does not fit only the least memory is known."""
+    if isinstance(row, DoesNotFit):
+        return {"tag": tag, "min_memory_bytes": row.min_bytes, "expected_tokens_per_s": None}
+    return {
+        "tag": tag,
+        "disk_bytes": row.disk_bytes,
+        "min_memory_bytes": row.placement.min_memory_bytes,
+        "memory_bytes": row.placement.memory_bytes,
+        "experts_in_ram": row.placement.slots,
+        "expected_tokens_per_s": round(row.tokens_per_s, 2),
+    }
+
+
+def _print(
+    manifest: Manifest, found: _Expected, machine: _Machine, sizes: str, rows: Rows, out: Output
+) -> None:
+    size, placement, speeds = format_bytes, found.placement, machine.speeds
+    slots = manifest.slots
+    least = placement.min_memory_bytes
+    out.line(f"{manifest.model} on this machine ({size(machine.free_bytes)} free)")
     out.fields(
         [
-            ("experts in RAM", f"{placement.slots} of {experts}, {size(placement.experts_bytes)}"),
-            ("experts on disk", f"{experts}, {size(on_disk)}"),
+            ("sizes", sizes),
             (
-                "least --memory",
-                f"{placement.min_memory_bytes} ({size(placement.min_memory_bytes)})",
+                "experts in RAM",
+                f"{placement.slots} of {slots.experts}, {size(placement.experts_bytes)}",
             ),
+            ("experts on disk", f"{slots.experts}, {size(slots.max_bytes)}"),
+            ("least --memory", f"{least} ({size(least)})"),
             ("dense weights", size(placement.dense_bytes)),
             ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens"),
             ("scratch", f"at most {size(placement.scratch_bytes)}"),
             ("threads", str(placement.threads)),
             ("RAM reads", f"{size(speeds.ram_bytes_per_s)}/s ({speeds.ram_provenance})"),
             ("disk reads", f"{size(speeds.disk_bytes_per_s)}/s ({speeds.disk_provenance})"),
-            ("expected", f"{expected:.1f} tokens/s ({how})"),
+            ("expected", f"{found.tokens_per_s:.1f} tokens/s ({found.how})"),
         ]
     )
+    if rows:
+        out.line()
+        lines = [_line(tag, row, slots.experts) for tag, row in rows.items()]
+        out.table(["TAG", "ON DISK", "LEAST --memory", "EXPERTS IN RAM", "TOKENS/S"], lines)
     for note in placement.notes:
         out.note(note)
+
+
+def _line(tag: str, row: _Expected | DoesNotFit, experts: int) -> list[str]:
+    if isinstance(row, DoesNotFit):
+        return [tag, "-", format_bytes(row.min_bytes), "does not fit", "-"]
+    placement = row.placement
+    return [
+        tag,
+        format_bytes(row.disk_bytes),
+        format_bytes(placement.min_memory_bytes),
+        f"{placement.slots} of {experts}",
+        f"at most {row.tokens_per_s:.1f}" if row.how == _BOUND else f"{row.tokens_per_s:.1f}",
+    ]

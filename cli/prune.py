@@ -20,7 +20,10 @@ def prune(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Removes unfinished pulls, but none that is going on."""
+    """Removes unfinished pulls, but none that is going on.
+
+    Example: moeinf prune --list-partials
+    """
     out = Output(json=json, quiet=quiet)
     library = Library(read_environment())
     partials = library.partials()

@@ -47,8 +47,10 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo; README names the families. TAG is q4, q8, bf16 (the default) or f32. An
+    folder, or demo. TAG is q4, q8, bf16 (the default) or f32. An
     interrupted pull goes on where it was; a model that is up to date is left alone.
+
+    Example: moeinf pull olmoe:q4
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     wanted, source = find_source(model, name, settings, out, revision, token, workers)
@@ -74,7 +76,7 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
     try:
         return library.read(model)
     except NoSuchModel:
-        if not (parse_name(model).name == DEMO or "/" in model or _short_name(model)):
+        if not can_be_had(model):
             raise
     wanted, source = find_source(model, None, settings, out)
     try:
@@ -83,6 +85,11 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
         out.note(f"another process is pulling {wanted}; waiting for it")
         library.wait_for_maker(wanted)
     return library.read(str(wanted))
+
+
+def can_be_had(model: str) -> bool:
+    """Whether `ensure` would look for a model that is not here. Raises BadName."""
+    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
 
 
 def find_source(

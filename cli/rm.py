@@ -6,18 +6,24 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet
+from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
 
 
 def rm(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL[:TAG]…", show_default=False)],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL[:TAG]…", show_default=False, autocompletion=installed_models),
+    ],
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Deletes models; refuses while one is in use."""
+    """Deletes models; refuses while one is in use.
+
+    Example: moeinf rm demo
+    """
     out = Output(json=json, quiet=quiet)
     library = Library(read_environment())
     for model in models:

@@ -66,13 +66,15 @@ def run(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Runs a model: with PROMPT (or piped text) one answer, else a conversation."""
+    """Runs a model: with PROMPT (or piped text) one answer, else a conversation.
+
+    Example: moeinf run demo --memory 30% --verbose "17+25="
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
     config = engine_config(settings, memory, ctx, policy, threads, trace=not no_trace)
     if dry_run:
-        manifest, folder = ensure(model, settings, out)
-        print_plan(manifest, folder, config, settings, out)
+        print_plan(model, config, settings, out)
         return 0
     piped = _piped_text()
     if piped is not None and not raw:

@@ -12,7 +12,10 @@ from moeinf.runtime.sizes import format_bytes
 
 
 def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
-    """Shows a model's shape, sizes and origin."""
+    """Shows a model's shape, sizes and origin.
+
+    Example: moeinf show demo
+    """
     out = Output(json=json, quiet=quiet)
     m, folder = Library(read_environment()).read(model)
     if json:

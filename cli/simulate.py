@@ -62,7 +62,10 @@ def simulate(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Replays .eam recordings and route CSVs: what would each policy have hit, read, waited for?"""
+    """Replays .eam recordings and route CSVs: what would each policy have hit, read, waited for?
+
+    Example: moeinf simulate demo.eam --capacity 10%,20%
+    """
     out = Output(json=json, quiet=quiet)
     names = [name.strip() for name in policies.split(",")]
     for name in names:

@@ -17,6 +17,7 @@ from moeinf.cli.options import (
     Threads,
     Usage,
     engine_config,
+    installed_models,
 )
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
@@ -35,7 +36,10 @@ def trace(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL[:TAG]]", show_default=False, help="Default: the last one that was used."
+            metavar="[MODEL[:TAG]]",
+            show_default=False,
+            help="Default: the last one that was used.",
+            autocompletion=installed_models,
         ),
     ] = None,
     dataset: Annotated[
@@ -66,7 +70,10 @@ def trace(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Runs a data set's prompts and remembers which experts they used."""
+    """Runs a data set's prompts and remembers which experts they used.
+
+    Example: moeinf trace demo --dataset demo --limit 20 --memory 30% --out demo.eam
+    """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     if not dataset:
         raise Usage("name the prompts: --dataset demo, mmlu, bigbench, bbh, flan or a FILE")

@@ -27,7 +27,10 @@ def verify(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Checks every file of a model against the hash that was noted when it was pulled."""
+    """Checks every file of a model against the hash that was noted when it was pulled.
+
+    Example: moeinf verify demo --repair
+    """
     from moeinf.runtime import verify as checks  # imports torch
 
     out, library = Output(json=json, quiet=quiet), Library(read_environment())

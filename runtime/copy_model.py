@@ -15,7 +15,7 @@ from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.manifest import write_manifest
 from moeinf.runtime.names import BadName, ModelName, parse_name
-from moeinf.runtime.workplace import discard, only_maker, partial_folder
+from moeinf.runtime.workplace import JOURNAL, discard, only_maker, partial_folder
 
 
 class ModelExists(FileExistsError):
@@ -38,8 +38,9 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
         if library.has(name):
             raise ModelExists(f"{name} is there already; `moeinf rm {name}` removes it")
         work = partial_folder(folder)
-        if work.exists():
+        if (work / JOURNAL).exists():
             raise ModelExists(f"an unfinished pull of {name} is there; `moeinf prune` ends it")
+        shutil.rmtree(work, ignore_errors=True)  # of a copy that was killed
         try:
             for file in manifest.files:
                 (work / file.path).parent.mkdir(parents=True, exist_ok=True)

@@ -81,11 +81,14 @@ class Inventory:
             return plain_form(dtype)
         return "Q8" if name == _HEAD else dtype
 
+    def dense_bytes(self, dtype: str) -> int:
+        """Bytes of the weights that every token uses, in the format `dtype`."""
+        return sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
+
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in the format `dtype`."""
-        dense = sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
         layout = ExpertLayout(self.moe.hidden, self.moe.intermediate, dtype)
-        return dense + len(self.experts) * layout.data_bytes
+        return self.dense_bytes(dtype) + len(self.experts) * layout.data_bytes
 
     def disk_bytes(self, dtype: str) -> int:
         """What they take on disk: every file has a header and ends in the middle of a block."""

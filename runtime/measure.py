@@ -21,7 +21,7 @@ from moeinf.runtime.devices import (
     remembered_drive,
     remembered_ram,
 )
-from moeinf.runtime.drive import FileRange, Progress, Sweep, sweep
+from moeinf.runtime.drive import FileRange, Progress, Sweep, sweep, written_files
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import core_count
 
@@ -75,8 +75,25 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
     return None
 
 
+def drive_at(settings: Settings, folder: Path) -> Drive:
+    """How to read the drive of a folder: remembered, else tried on 64 MiB of temporary files.
+
+    Raises OSError (disk full, among others).
+    """
+    known = remembered_drive(settings, folder)
+    if known is None:
+        count = _QUICK_BYTES // _QUICK_PIECE_BYTES
+        with written_files(folder, _QUICK_PIECE_BYTES, count, lambda *_: None) as pieces:
+            known = _quick_drive(pieces)
+        remember(settings, drive=(folder, known))
+    return known
+
+
 def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
-    """What a plan expects of RAM and of the model's drive."""
+    """What a plan expects of RAM and of the model's drive.
+
+    Of a model that is not there yet (a manifest without files), the drive of `folder`.
+    """
     ram = remembered_ram(settings)
     if ram is not None:
         name, ram_speed = ram.best
@@ -85,7 +102,7 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
         cores = core_count()
         ram_speed = read_bandwidth(_RAM_BYTES, cores, True, True, 3)
         ram_how = f"measured now: read loop over {_RAM_BYTES >> 20} MiB on {cores} threads"
-    drive = drive_of(settings, folder, manifest)
+    drive = drive_of(settings, folder, manifest) if manifest.files else drive_at(settings, folder)
     if drive is None:  # a small model: its own shards, for what they say
         drive = _quick_drive(_some_shards(folder, manifest))
         size = sum(piece.size_bytes for piece in _some_shards(folder, manifest))

@@ -13,7 +13,7 @@ import datetime
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import DENSE, Manifest, write_manifest
+from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import return_large_blocks
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import format_bytes
@@ -136,7 +136,8 @@ def repack(
             _keep_small_files(source.small_files(), work)
             Tokenizer(work.folder)  # raises now rather than at the first run
             _assemble(source, inventory, dtype, work, progress)
-            manifest = _manifest(source, inventory, name, work)
+            files = sorted(work.files.values(), key=lambda file: file.path)
+            manifest = _manifest(source, inventory, name, files)
             work.commit()
             write_manifest(work.folder, manifest)
             library.admit(work.folder, name)
@@ -218,9 +219,17 @@ def _keep_small_files(folder: Path, work: Workplace) -> None:
         work.add_file(write_file(work.folder, name, b"", [memoryview(path.read_bytes())]))
 
 
-def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workplace) -> Manifest:
+def prospect(source: Source, name: ModelName) -> Manifest:
+    """The manifest that `repack` would write, but for its files. Raises like it, writes nothing."""
+    return _manifest(
+        source, take_inventory(family_of(source.checkpoint.config), source.checkpoint), name, ()
+    )
+
+
+def _manifest(
+    source: Source, inventory: Inventory, name: ModelName, files: Sequence[FileRecord]
+) -> Manifest:
     dtype, moe = DTYPE_OF_TAG[name.tag], inventory.moe
-    files: list[FileRecord] = sorted(work.files.values(), key=lambda file: file.path)
     return Manifest(
         name=name.name,
         tag=name.tag,
@@ -234,7 +243,7 @@ def _manifest(source: Source, inventory: Inventory, name: ModelName, work: Workp
         hidden=moe.hidden,
         intermediate=moe.intermediate,
         dtype=dtype,
-        dense_bytes=work.files[DENSE].data_bytes,
+        dense_bytes=inventory.dense_bytes(dtype),
         kv_bytes_per_token=inventory.kv_bytes_per_token(dtype),
         max_context=inventory.max_context,
         files=tuple(files),

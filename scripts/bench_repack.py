@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.make_checkpoint import config, make_checkpoint
 
-MOEINF = [sys.executable, "-c", "from moeinf.cli.main import main; main()"]
+MOEINF = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
 
 
 def forget(folder: Path) -> None:

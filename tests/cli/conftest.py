@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-COMMAND = [sys.executable, "-c", "from moeinf.cli.main import main; main()"]
+SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
+COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,17 @@ class Result:
 
 def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "MOEINF_HOME": str(home), "NO_COLOR": "1", "COLUMNS": "200"}
+
+
+def check_document(name: str, document: Any) -> None:
+    """The document is as docs/schemas/NAME.json says: nothing missing, nothing unsaid."""
+    schema: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    problems = [
+        f"{error.json_path}: {error.message}"
+        for error in Draft202012Validator(schema).iter_errors(document)
+    ]
+    assert not problems, f"{name}: {problems}"
 
 
 Command = Callable[..., Result]

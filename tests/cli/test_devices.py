@@ -10,6 +10,7 @@ import pytest
 from moeinf.cli import devices as command
 from moeinf.cli.main import answer
 from moeinf.runtime.drive import IN_FLIGHT
+from tests.cli.conftest import check_document
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def test_json_has_loops_and_sweep_and_choice(
 ) -> None:
     assert answer(["devices", "--expert-size", "64KiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    check_document("devices", found)
     assert len(found["memory"]["loops_bytes_per_s"]) in (3, 6)  # 3 on a machine with one core
     assert found["memory"]["best_bytes_per_s"] == max(found["memory"]["loops_bytes_per_s"].values())
     disk = found["disk"]

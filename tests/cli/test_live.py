@@ -14,7 +14,7 @@ import pexpect
 import pytest
 
 from moeinf.runtime.config import Settings
-from tests.cli.conftest import COMMAND, Command, command_in, environment
+from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
 
 BABBLE = ["--temperature", "50", "--top-k", "0", "--top-p", "1", "--seed", "1", "--memory", "30%"]
 
@@ -43,7 +43,9 @@ def conversation(own: Command, tmp_path: Path) -> Iterator[pexpect.spawn[str]]:
 def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: Path) -> None:
     conversation.send("17+25=\r")
     conversation.expect_exact("42")
-    (engine,) = json.loads(own("ps", "--json").out)["engines"]
+    running = json.loads(own("ps", "--json").out)
+    check_document("ps", running)
+    (engine,) = running["engines"]
     assert (engine["pid"], engine["name"], engine["tag"]) == (conversation.pid, "demo", "bf16")
     deadline = time.monotonic() + 10
     while engine["hit_rate"] is None and time.monotonic() < deadline:
@@ -85,6 +87,12 @@ def test_stop_ends_an_answer(own: Command, tmp_path: Path) -> None:
     assert b"Traceback" not in err
 
 
+def test_stop_as_json(conversation: pexpect.spawn[str], own: Command) -> None:
+    stopped = json.loads(own("stop", "demo", "--json").out)
+    check_document("stop", stopped)
+    assert stopped == {"model": "demo:bf16", "stopped": [conversation.pid]}
+
+
 def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:
     own("run", "demo", "17+25=")
     assert own("cp", "demo", "mine").out == "copied 'demo' to 'mine:bf16'\n"
@@ -114,3 +122,15 @@ def test_cp_refuses(target: str, code: int, words: str, own: Command, tmp_path: 
     assert words in refused.err
     assert own("run", "demo", "17+25=").out == "42\n"
     assert list((tmp_path / "models").rglob(".*")) == []
+
+
+def test_cp_beside_what_others_left(own: Command, tmp_path: Path) -> None:
+    left = tmp_path / "models/mine/.bf16.partial"
+    left.mkdir(parents=True)
+    (left / "journal.jsonl").write_text("{}\n")  # a pull's: somebody waited for those bytes
+    refused = own("cp", "demo", "mine")
+    assert (refused.code, "`moeinf prune` ends it" in refused.err) == (1, True)
+    (left / "journal.jsonl").rename(left / "manifest.json")  # a copy's that was killed
+    assert own("cp", "demo", "mine").code == 0
+    assert own("run", "mine", "17+25=").out == "42\n"
+    assert not left.exists()

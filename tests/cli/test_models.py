@@ -60,6 +60,27 @@ def test_plan_remembers_what_a_run_measured(own: Command) -> None:
     assert plan["expected_tokens_per_s"] <= plan["bound_tokens_per_s"]
 
 
+def test_plan_of_what_is_not_here_yet(tmp_path: Path) -> None:
+    """Every tag is shown, and nothing is pulled."""
+    moeinf = command_in(tmp_path)
+    found = json.loads(moeinf("plan", "demo", "--memory", "1MiB", "--json").out)
+    assert "nothing was pulled" in found["provenance"]["sizes"]
+    assert [row["tag"] for row in found["tags"]] == ["q4", "q8", "bf16", "f32"]
+    rows = {row["tag"]: row for row in found["tags"]}
+    assert rows["f32"]["expected_tokens_per_s"] < rows["bf16"]["expected_tokens_per_s"]
+    assert rows["bf16"]["experts_in_ram"] == (1 << 20) // 49152
+    assert found["expected_tokens_per_s"] == rows["bf16"]["expected_tokens_per_s"]
+    little = json.loads(moeinf("plan", "demo:q4", "--memory", "200KiB", "--json").out)
+    least = {row["tag"]: row["min_memory_bytes"] for row in little["tags"]}
+    unfit = [row["tag"] for row in little["tags"] if row["expected_tokens_per_s"] is None]
+    assert unfit == [tag for tag in least if least[tag] > 200 << 10] != []
+    assert "does not fit" in moeinf("plan", "demo:q4", "--memory", "200KiB").out
+    assert moeinf("run", "demo", "--dry-run").code == 0
+    assert not list((tmp_path / "models").glob("*"))
+    refused = moeinf("plan", "nothing")
+    assert (refused.code, "there is no model 'nothing'" in refused.err) == (1, True)
+
+
 def test_rm(own: Command) -> None:
     assert own("rm", "demo:f32").out == "deleted 'demo:f32'\n"
     assert own("rm", "demo:f32", "nothing").code == 1

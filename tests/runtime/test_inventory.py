@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from moeinf.models import Family, family_of
 from moeinf.models.base import FusedPart
 from moeinf.runtime.checkpoint import BadCheckpoint, blocks, open_checkpoint
+from moeinf.runtime.config import Settings
 from moeinf.runtime.inventory import take_inventory
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.repack import LocalSource, prospect
 
 FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
@@ -95,3 +97,12 @@ def test_downcasts_and_strangers(tmp_path: Path) -> None:
     assert found.unused == ["model.something.new"]
     assert found.downcasts("BF16")
     assert not found.downcasts("F32")
+
+
+@pytest.mark.parametrize("tag", ["bf16", "f32"])
+def test_the_prospect_of_a_model_is_its_manifest_without_files(tag: str, demo_home: Path) -> None:
+    manifest, _ = Library(Settings(demo_home)).read(f"demo:{tag}")
+    source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), manifest.source)
+    found = prospect(source, manifest.model)
+    assert found.dense_bytes == manifest.file("dense.safetensors").data_bytes
+    assert replace(found, created_at="") == replace(manifest, files=(), created_at="")

@@ -1,0 +1,88 @@
+"""Every exception that can reach a person has a code, words, and what to type next."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import moeinf.cli
+import moeinf.models
+import moeinf.offload
+import moeinf.runtime
+from moeinf.cli.errors import _WORDS, describe
+from moeinf.cli.repl import BadCommand
+from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.hub import RepositoryError
+from moeinf.runtime.library import NoSuchModel
+from moeinf.runtime.live import NotStopped
+from moeinf.runtime.manifest import DamagedModel
+
+# Caught by us before they reach the boundary: ends of work that was asked for, and retries.
+OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater", "ShortAnswer"}
+
+
+def exceptions() -> dict[str, type[BaseException]]:
+    """Every exception class that our floors define, by name."""
+    found: dict[str, type[BaseException]] = {}
+    for package in (moeinf.cli, moeinf.runtime, moeinf.offload, moeinf.models):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module: ModuleType = importlib.import_module(info.name)
+            found |= {
+                name: value
+                for name, value in vars(module).items()
+                if isinstance(value, type)
+                and issubclass(value, BaseException)
+                and value.__module__ == info.name
+            }
+    return found
+
+
+def test_every_exception_of_ours_has_words() -> None:
+    builtin = {"OSError", "ValueError", "MemoryError"}
+    ours = exceptions()
+    assert set(_WORDS) - builtin <= set(ours), "words for what nobody raises"
+    for name in set(ours) - OURS_ALONE:
+        ancestors = {ancestor.__name__ for ancestor in ours[name].__mro__}
+        assert ancestors & set(_WORDS), f"{name} would be called a bug"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "exit_code", "words", "hint"),
+    [
+        (NoSuchModel("olme", ["olmoe"]), "model_not_found", 1, "'olme'", "Did you mean olmoe?"),
+        (DoesNotFit(1 << 20, 3 << 20), "does_not_fit", 1, "1.0 MiB", "--memory 3145728"),
+        (ExpertReadError("experts/L0/E1", "EIO"), "unreadable_shard", 1, "L0/E1", "verify MODEL"),
+        (DamagedModel("dense.safetensors is short"), "damaged_model", 1, "short", "--repair"),
+        (NotStopped(17, 3.0), "not_stopped", 1, "process 17", "kill -9 17"),
+        (RepositoryError("no repository a/b"), "hub", 1, "a/b", "pull --help"),
+        (BadCommand("unknown command '/x'"), "bad_command", 1, "/x", "/?"),
+        (OSError(errno.ENOSPC, "No space left", "/f"), "disk_full", 1, "/f", "Free some disk"),
+        (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f", "owns"),
+        (OSError(errno.EIO, "Input/output error"), "io_error", 1, "Input", "MOEINF_DEBUG"),
+        (MemoryError("8 GiB"), "out_of_memory", 1, "8 GiB", "--memory"),
+        (ValueError("MOEINF_MEMORY is 'x'"), "invalid", 2, "'x'", "--help"),
+        (KeyError("x"), "internal", 1, "this is a bug in moeinf: KeyError", "MOEINF_DEBUG=1"),
+    ],
+)
+def test_words(error: Exception, code: str, exit_code: int, words: str, hint: str) -> None:
+    described = describe(error)
+    assert (described.code, described.exit_code) == (code, exit_code)
+    assert words in described.message
+    assert hint in described.hint
+
+
+@pytest.mark.parametrize("name", sorted(set(_WORDS) & set(exceptions())))
+def test_says_what_happened_and_what_to_type_next(name: str) -> None:
+    kind = exceptions()[name]
+    arguments = {"NoSuchModel": ("what happened", []), "NotStopped": (17, 3.0)}
+    arguments |= {"DoesNotFit": (1, 2), "ExpertReadError": ("shard", "what happened")}
+    described = describe(kind(*arguments.get(name, ("what happened",))))  # type: ignore[arg-type]
+    assert described.code.islower()
+    assert described.message
+    assert "`" in described.hint or described.hint.endswith("."), described
+    assert described.exit_code in (1, 2)

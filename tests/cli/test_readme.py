@@ -1,0 +1,139 @@
+"""The README, tried as a new user would: its commands run, and print what it says they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moeinf.cli.main import app
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from tests.cli.conftest import COMMAND, environment
+from tests.hub_server import Hub, serve
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+REPOSITORY = "allenai/OLMoE-1B-7B-0924-Instruct"
+ANYTHING = "…"
+# What differs from run to run: figures, their units, lists of them, and the shades of a heat map.
+VARIES = (
+    (re.compile(r"\d+(?:[.,]\d+)*"), "N"),
+    (re.compile(r"\bN ?(?:ns|µs|ms|s|B|KiB|MiB|GiB)\b"), "N"),
+    (re.compile(r"(?:N,? )+"), "N "),
+    (re.compile(r"[ ░▒▓█]{4,}"), " "),
+)
+
+
+def commands() -> list[tuple[str, list[str] | None]]:
+    """Every command of ours, in order, and the lines that it is said to print, if any are."""
+    found: list[tuple[str, list[str] | None]] = []
+    for kind, text in re.findall(r"^```(sh|console)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        if kind == "sh":
+            lines = (line.partition(" #")[0].rpartition("&& ")[2] for line in text.splitlines())
+            found += [(line.strip(), None) for line in lines if line.startswith("moeinf ")]
+            continue
+        for line in text.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                said = found[-1][1]
+                assert said is not None, f"{line!r} follows no command"
+                said.append(line)
+    return found
+
+
+def plain(line: str) -> str:
+    for pattern, instead in VARIES:
+        line = pattern.sub(instead, line)
+    return line.strip()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A new user's folder, with a checkpoint in it, and a hub that has one model: the demo."""
+    folder = tmp_path_factory.mktemp("user")
+    shutil.copytree(DEMO_CHECKPOINT, folder / "my-checkpoint")
+    with serve(Hub(REPOSITORY, DEMO_CHECKPOINT)) as hub:
+        variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "hf")}
+        yield folder, {**environment(folder / "home"), **variables}
+
+
+def run(line: str, machine: tuple[Path, dict[str, str]]) -> subprocess.CompletedProcess[str]:
+    folder, variables = machine
+    piped, _, line = line.rpartition(" | ")
+    words = shlex.split(line)
+    assert words[0] == "moeinf"
+    text = shlex.split(piped)[1] if piped else None
+    return subprocess.run(
+        [*COMMAND, *words[1:]],
+        cwd=folder,
+        env=variables,
+        input=text,
+        stdin=None if piped else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_command_does_what_it_says(machine: tuple[Path, dict[str, str]]) -> None:
+    found = commands()
+    assert len(found) >= 8
+    for line, said in found:
+        done = run(line, machine)
+        assert done.returncode == 0, f"{line}: {done.stdout}"
+        printed = [plain(text) for text in done.stdout.splitlines()]
+        for expected in said or ():
+            if expected.strip() != ANYTHING:
+                wanted = plain(expected.replace(f"{ANYTHING} ", ""))
+                assert wanted in printed, f"{line}: {done.stdout}"
+
+
+def test_commands_within_sentences(machine: tuple[Path, dict[str, str]]) -> None:
+    piped = re.findall(r"`(echo [^`]* \| moeinf [^`]*)`", README)
+    assert piped
+    for line in piped:
+        assert run(line, machine).returncode == 0, line
+
+
+def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -> None:
+    """In an order in which one makes what the next needs."""
+    folder, _ = machine
+    (folder / "text.txt").write_text("The quick brown fox. 17+25=42")
+    group: Any = typer.main.get_command(app)
+    first = ("pull", "run", "trace", "simulate", "eamc")
+    last = ("rm",)
+    names = [name for name, command in group.commands.items() if not command.hidden]
+    names.sort(key=lambda name: (name in last, name not in first, [*first, name].index(name)))
+    for name in names:
+        command = group.commands[name]
+        for one in getattr(command, "commands", {"": command}).values():
+            examples = re.findall(r"Example: (moeinf .*)", one.help)
+            assert examples, f"moeinf {name} {one.name}: no example"
+            for line in examples:
+                if name == "devices":  # measures for too long here
+                    continue
+                done = run(line, machine)  # nothing runs that `stop` could end
+                assert done.returncode == (1 if name == "stop" else 0), f"{line}: {done.stdout}"
+
+
+def test_every_command_and_option_of_the_table_exists() -> None:
+    group: Any = typer.main.get_command(app)
+    rows = re.findall(r"^\| `moeinf (\w+)[^|]*\|(.*)\|$", README, re.MULTILINE)
+    known = {name for name, command in group.commands.items() if not command.hidden}
+    named = set(re.findall(r"`moeinf (\w+)", README)) | set(re.findall(r"`(\w+) MODEL`", README))
+    assert known <= named, "commands that the README does not name"
+    for name, text in rows:
+        command = group.commands[name]
+        subcommands = getattr(command, "commands", {}).values()
+        parameters = [p for one in (command, *subcommands) for p in one.params]
+        options = {option for parameter in parameters for option in parameter.opts}
+        for option in re.findall(r"`(--[a-z-]+)", text):
+            assert option in options, f"moeinf {name} has no {option}"

@@ -1,0 +1,77 @@
+"""Every document that --json prints is as docs/schemas says: nothing missing, nothing unsaid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moeinf.cli.main import answer, app
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from tests.cli.conftest import SCHEMAS, check_document
+
+# In this order, in one home: later ones use what earlier ones left. FOLDER is a checkpoint.
+DOCUMENTS = (
+    ("pull-dry-run", "pull demo --dry-run"),
+    ("plan", "plan demo:q4 --memory 200KiB"),
+    ("pull", "pull FOLDER --name mine:q8"),
+    ("pull", "pull demo"),
+    ("list", "list"),
+    ("show", "show demo"),
+    ("plan", "plan demo --memory 30%"),
+    ("plan", "run demo --dry-run"),
+    ("run", "run demo 17+25= --memory 30%"),
+    ("run", "run demo 17+25= --max-tokens 1"),
+    ("ps", "ps"),
+    ("bench", "bench demo --prompt-tokens 8 --new-tokens 4 --rounds 1 --policies lru,adaptive"),
+    ("eval", "eval demo --file TEXT"),
+    ("eval", "eval mine:q8 --file TEXT --against demo:bf16"),
+    ("eamc-show", "eamc show mine:q8"),
+    ("trace", "trace demo --dataset demo --limit 3 --out TRACE"),
+    ("eamc-show", "eamc show demo"),
+    ("eamc-export", "eamc export demo EAMC"),
+    ("eamc-import", "eamc import demo EAMC"),
+    ("simulate", "simulate TRACE --capacity 10%,20%"),
+    ("simulate", "simulate TRACE --policies adaptive --sweep hysteresis=0,0.5 --hints 0.9,0.9"),
+    ("eamc-clear", "eamc clear demo"),
+    ("verify", "verify demo"),
+    ("cp", "cp demo other"),
+    ("rm", "rm other mine:q8"),
+    ("prune", "prune"),
+    ("error", "show nothing"),
+    ("error", "show"),
+    ("error", "stop demo"),
+)
+ELSEWHERE = {"stop", "devices"}  # need something to stop, and twenty seconds: in their own tests
+
+
+def test_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOEINF_HOME", str(tmp_path / "home"))
+    (tmp_path / "text").write_text("The quick brown fox. 17+25=42")
+    files = {"FOLDER": str(DEMO_CHECKPOINT), "TEXT": str(tmp_path / "text")}
+    files |= {name: str(tmp_path / f"{name}.eam") for name in ("TRACE", "EAMC")}
+    for name, line in DOCUMENTS:
+        code = answer([*(files.get(word, word) for word in line.split()), "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert (code == 0) == (name != "error"), line
+        check_document(name, document)
+
+
+def test_every_command_with_json_is_among_them() -> None:
+    shown = {line.split()[0] for _, line in DOCUMENTS}
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if name == "eamc":
+            assert {f"eamc-{verb}" for verb in command.commands} <= {n for n, _ in DOCUMENTS}
+        elif any(parameter.name == "json" for parameter in command.params):
+            assert name in shown | ELSEWHERE or name == "ls", name
+
+
+def test_every_schema_is_used() -> None:
+    files = {path.stem for path in SCHEMAS.glob("*.json")}
+    assert files == {name for name, _ in DOCUMENTS} | ELSEWHERE

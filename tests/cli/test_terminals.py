@@ -1,0 +1,97 @@
+"""What is printed to pipes, to terminals without colours, and to narrow ones."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.cli.conftest import COMMAND, environment
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"\x1b|\r")
+
+
+def in_terminal(home: Path, columns: int, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Runs in a pseudo-terminal: exit code, and everything that it shows."""
+    plain = {k: v for k, v in environment(home).items() if k not in ("NO_COLOR", "COLUMNS")}
+    child = pexpect.spawn(
+        COMMAND[0],
+        [*COMMAND[1:], *arguments],
+        env={**plain, "TERM": "xterm", **variables},
+        dimensions=(24, columns),
+        encoding="utf-8",
+        timeout=60,
+    )
+    child.expect(pexpect.EOF)
+    child.close()
+    return int(child.exitstatus), str(child.before)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["pull", "demo"], ["show", "nothing"], ["run", "demo", "17+25=", "--verbose"]]
+)
+def test_pipes_get_no_bars_and_no_colours(arguments: list[str], tmp_path: Path) -> None:
+    variables = {k: v for k, v in environment(tmp_path).items() if k != "NO_COLOR"}
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env={**variables, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (1 if "nothing" in arguments else 0)
+    assert not CONTROL.search(done.stdout + done.stderr)
+    assert "━" not in done.stderr
+
+
+def test_a_terminal_gets_bars_and_colours(tmp_path: Path) -> None:
+    code, shown = in_terminal(tmp_path, 100, "pull", "demo")
+    assert code == 0
+    assert "━" in shown
+    assert "MiB" in shown
+    code, shown = in_terminal(tmp_path, 100, "show", "nothing")
+    assert (code, "\x1b[31mError:" in shown) == (1, True)
+
+
+def test_no_color(tmp_path: Path) -> None:
+    code, shown = in_terminal(tmp_path, 100, "show", "nothing", NO_COLOR="1")
+    assert code == 1
+    assert "Error: there is no model 'nothing'" in shown
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)
+
+
+def test_a_terminal_that_can_do_nothing(tmp_path: Path) -> None:
+    code, shown = in_terminal(tmp_path, 80, "pull", "demo", TERM="dumb")
+    assert code == 0
+    assert not COLOUR.search(shown)
+    assert "demo:bf16: " in shown
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["show", "demo"], ["plan", "demo"], ["--help"]])
+def test_a_narrow_terminal(arguments: list[str], demo_home: Path) -> None:
+    code, shown = in_terminal(demo_home, 20, *arguments)
+    assert code == 0
+    assert "Traceback" not in shown
+    whole = COLOUR.sub("", shown).replace("\r", "")
+    for word in {"list": ["demo:bf16"], "show": ["olmoe"], "plan": ["tokens/s"]}.get(
+        arguments[0], ["pull"]
+    ):
+        assert word in whole
+
+
+def test_a_reader_that_leaves(demo_home: Path) -> None:
+    line = '"$@" show demo | true; echo "code ${PIPESTATUS[0]}"'
+    done = subprocess.run(
+        ["bash", "-c", line, "bash", *COMMAND],
+        env=environment(demo_home),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout in ("code 0\n", "code 1\n")
+    assert done.stderr == ""
