@@ -18,7 +18,7 @@ import os
 import signal
 import statistics
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,8 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
             other = undo.enter_context(Side(peer, theirs)) if peer is not None else None
             found["races"][name] = race(mine, other, prompt, text, o.slice)
             found["races"][name]["about"] = mine.worker.ask("about")
+            if peer is not None:
+                found["races"][name]["read_ahead_bytes"] = read_ahead_bytes(peer.files)
     ram, disk = read_ceiling(o.threads), measure(model.settings, folder, manifest).disk_bytes_per_s
     for one in found["races"].values():
         read = one["ours"]["disk_bytes_per_token"]
@@ -169,10 +171,12 @@ def _peers(o: argparse.Namespace, model: RaceModel) -> dict[str, Program]:
         if name == "accelerate":
             checkpoint = model.huggingface()
             layers = ["--layers", str(model.config["num_hidden_layers"])]
-            where = [os.fspath(checkpoint), os.fspath(o.cache / "offload" / model.name), *layers]
+            offload = checkpoint / "offload"
+            offload.mkdir(exist_ok=True)
+            where = [os.fspath(checkpoint), os.fspath(offload), *layers]
             threads = ["--threads", str(o.threads)]
             command = [sys.executable, "-m", "benchmarks.accelerated", *where, *threads]
-            found[name] = Program(command, o.cache / "offload")
+            found[name] = Program(command, checkpoint)
         else:
             file = o.gguf or model.peer(GGUF_OF_TAG[o.tag], o.peer_python)
             command = [o.peer_python, "-m", "benchmarks.llama", os.fspath(file), *_sizes(o)]
@@ -183,6 +187,17 @@ def _peers(o: argparse.Namespace, model: RaceModel) -> dict[str, Program]:
 def _sizes(o: argparse.Namespace) -> list[str]:
     context = max(64, o.prompt + o.tokens)
     return ["--threads", str(o.threads), "--context", str(context)]
+
+
+def read_ahead_bytes(path: Path) -> int | None:
+    """How much the kernel reads around a page fault in this file; None where it does not say."""
+    about = path.stat()
+    device = about.st_rdev if path.is_block_device() else about.st_dev
+    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for place in (folder, folder.resolve().parent):  # a disk, or the disk of a partition
+        with suppress(OSError, ValueError):
+            return 1024 * int((place / "queue/read_ahead_kb").read_text())
+    return None
 
 
 def limit_bytes(manifest: Manifest, share: float) -> int:
@@ -198,10 +213,12 @@ def markdown(results: list[Result]) -> str:
         limit = [format_bytes(found["limit_bytes"]), f"{found['share']:.0%}"]
         for name, one in found["races"].items():
             mine, peer, floors = one["ours"], one.get("peer"), one["floor_ms"]
-            unlimited = " without the limit" if found["fates"].get(name) else ""
+            how = " without the limit" if found["fates"].get(name) else ""
+            if one.get("read_ahead_bytes") and name != "accelerate":
+                how += f", read-ahead {format_bytes(one['read_ahead_bytes'])}"
             cells = [
                 *limit,
-                name + unlimited,
+                name + how,
                 f"{mine['tokens_per_s']:.2f}",
                 f"{peer['tokens_per_s']:.3f}" if peer else "",
                 f"{one['times_as_fast']:.1f}" if peer else "",
