@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeinf.models.base import State
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import Stopped
@@ -25,6 +28,47 @@ class Limits:
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+
+
+class Answer:
+    """What has been chosen so far: logits in, text out, until it is `done`.
+
+    prompt: every token before the answer; room: tokens that the state has left for it.
+    """
+
+    def __init__(
+        self, engine: Engine, prompt: Sequence[int], sampler: Sampler, limits: Limits, room: int
+    ) -> None:
+        self._ends = engine.ends
+        self._sampler = sampler
+        self._stream = engine.tokenizer.stream(list(prompt))
+        self._text = _StopFinder(limits.stop)
+        self._most = room if limits.max_tokens is None else min(room, limits.max_tokens)
+        self.history = list(prompt)  # and every token chosen
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason = "length"
+        self.done = self._most <= 0
+
+    def take(self, logits: NDArray[np.float32]) -> str:
+        """Chooses the next token from logits [vocab]; the text that is certain now."""
+        token = self._sampler.choose(logits, self.history)
+        self.history.append(token)
+        self.tokens.append(token)
+        if token in self._ends:
+            self.finish_reason, self.done = "stop", True
+            return self.rest()
+        piece = self._text.add(self._stream.add(token))
+        if self._text.found:
+            self.finish_reason, self.done = "stop", True
+            return piece
+        if len(self.tokens) >= self._most:
+            self.done = True
+            return piece + self.rest()
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, when nothing more comes."""
+        return self._text.add(self._stream.rest()) + self._text.rest()
 
 
 class Generation:
@@ -46,15 +90,11 @@ class Generation:
         self._ended = ended  # called once, however the iteration ends
         self._engine = engine
         self._state = state
-        self._sampler = sampler
-        self._limits = limits
+        self._answer = Answer(engine, prompt, sampler, limits, state.capacity - len(prompt))
         self._stopped = stopped
-        self._history = list(prompt)
-        self._text = _StopFinder(limits.stop)
         self._reused = state.length
         self.request = -1  # its number with the engine, while and after it is iterated
         self.prompt_tokens = len(prompt)
-        self.tokens: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason = "length"
         self.prefill_seconds = 0.0
@@ -62,9 +102,14 @@ class Generation:
         self.store = StoreStats()
 
     @property
+    def tokens(self) -> list[int]:
+        """The tokens of the answer, one that ended it included."""
+        return self._answer.tokens
+
+    @property
     def cached(self) -> list[int]:
         """The tokens that the state holds."""
-        return self._history[: self._state.length]
+        return self._answer.history[: self._state.length]
 
     @property
     def prefilled_tokens(self) -> int:
@@ -84,9 +129,10 @@ class Generation:
                 for piece in self._pieces():
                     self.text += piece
                     yield piece
+            self.finish_reason = self._answer.finish_reason
         except Stopped:
             self.finish_reason = "interrupted"
-            rest = self._text.rest()
+            rest = self._answer.rest()
             self.text += rest
             yield rest
         finally:
@@ -95,32 +141,18 @@ class Generation:
             self._ended(self)
 
     def _pieces(self) -> Iterator[str]:
-        engine, state = self._engine, self._state
-        stream = engine.tokenizer.stream(self._history)
+        engine, state, answer = self._engine, self._state, self._answer
         start = time.perf_counter()
-        logits = engine.extend(state, self._history[state.length :])
+        logits = engine.extend(state, answer.history[state.length :])
         self.prefill_seconds = time.perf_counter() - start
-        most = state.capacity - len(self._history)
-        if self._limits.max_tokens is not None:
-            most = min(most, self._limits.max_tokens)
         start = time.perf_counter()
-        while len(self.tokens) < most:
-            token = self._sampler.choose(logits, self._history)
-            self._history.append(token)
-            self.tokens.append(token)
+        while not answer.done:
+            piece = answer.take(logits)
             self.decode_seconds = time.perf_counter() - start
-            if token in engine.ends:
-                self.finish_reason = "stop"
-                break
-            piece = self._text.add(stream.add(token))
             if piece:
                 yield piece
-            if self._text.found:
-                self.finish_reason = "stop"
-                return
-            if len(self.tokens) < most:
-                logits = engine.extend(state, [token])
-        yield self._text.add(stream.rest()) + self._text.rest()
+            if not answer.done:
+                logits = engine.extend(state, answer.tokens[-1:])
 
 
 class _StopFinder:
