@@ -33,6 +33,7 @@ from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import measure
+from moeinf.runtime.memory import physical_bytes
 from moeinf.runtime.sizes import format_bytes
 
 SPARE_BYTES = 300_000_000
@@ -51,16 +52,22 @@ class Program:
 class Side:
     """One program in its group: a worker, and what it has read since it was last asked."""
 
-    def __init__(self, program: Program, limit_bytes: int | None) -> None:
-        """Starts cold. Raises WorkerFailed, NoMemoryGroup."""
+    def __init__(self, program: Program, limit_bytes: int | None, late: bool = False) -> None:
+        """Starts cold. `late`: the limit comes when it has loaded. Raises WorkerFailed,
+        NoMemoryGroup, OSError when what it holds by then is above the limit."""
         forget_pages(program.files)
         self.group: MemoryGroup | None = None
         command = program.command
         with ExitStack() as undo:
             if limit_bytes is not None:
-                self.group = undo.enter_context(MemoryGroup(limit_bytes))
+                self.group = undo.enter_context(
+                    MemoryGroup(physical_bytes() if late else limit_bytes)
+                )
                 command = self.group.command(command)
             self.worker = undo.enter_context(Worker(command))
+            if self.group is not None and limit_bytes is not None and late:
+                forget_pages(program.files)
+                self.group.lower(limit_bytes)
             self._opened = undo.pop_all()
         self.seconds: list[float] = []
         self._disk_bytes = 0
@@ -144,14 +151,12 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
     fates = {name: fate(peer, limit, prompt) for name, peer in peers.items() if peer is not None}
     found["fates"], found["races"] = fates, {}
     for name, peer in peers.items():
-        theirs: int | None = limit
-        if fates.get(name):
-            if name != "accelerate":
-                continue
-            theirs = None  # it is raced all the same, with all the memory that it wants
+        late = name == "accelerate" and bool(fates.get(name))  # it loads with what it wants
+        if fates.get(name) and not late:
+            continue
         with ExitStack() as undo:
             mine = undo.enter_context(Side(ours, limit))
-            other = undo.enter_context(Side(peer, theirs)) if peer is not None else None
+            other = undo.enter_context(Side(peer, limit, late)) if peer is not None else None
             found["races"][name] = race(mine, other, prompt, text, o.slice)
             found["races"][name]["about"] = mine.worker.ask("about")
             if peer is not None:
@@ -213,8 +218,8 @@ def markdown(results: list[Result]) -> str:
         limit = [format_bytes(found["limit_bytes"]), f"{found['share']:.0%}"]
         for name, one in found["races"].items():
             mine, peer, floors = one["ours"], one.get("peer"), one["floor_ms"]
-            how = " without the limit" if found["fates"].get(name) else ""
-            if one.get("read_ahead_bytes") and name != "accelerate":
+            how = ", limited once loaded" if found["fates"].get(name) else ""
+            if one.get("read_ahead_bytes"):
                 how += f", read-ahead {format_bytes(one['read_ahead_bytes'])}"
             cells = [
                 *limit,

@@ -70,6 +70,10 @@ class MemoryGroup:
         text = "; ".join(problems) or "no memory controller is mounted"
         raise NoMemoryGroup(f"memory cannot be limited here ({text}); it takes root or a group")
 
+    def lower(self, limit_bytes: int) -> None:
+        """Gives back page cache until the new limit holds. OSError (EBUSY) when that cannot be."""
+        (self.folder / self._version.limit).write_text(str(limit_bytes))
+
     def command(self, command: Sequence[str]) -> list[str]:
         """The command, run inside the group from its first instruction."""
         return ["/bin/sh", "-c", _ENTER, os.fspath(self.folder), *command]
