@@ -108,6 +108,10 @@ def test_a_group_counts_and_ends_what_is_too_large() -> None:
     text, killed = _limited(large, 64 << 20)
     assert "exit code -9" in text
     assert killed
+    with MemoryGroup(1 << 30) as group:
+        with Worker(group.command(small)):
+            assert (group.peak_bytes or 8 << 20) >= 8 << 20
+        group.lower(32 << 20)
 
 
 def test_no_memory_controller_is_said(tmp_path: Path) -> None:
