@@ -49,6 +49,10 @@ class Output:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    def thinking(self, text: str) -> None:
+        """What a model only thinks: dimmed, on stderr, so that stdout holds the answer alone."""
+        self.err.print(f"[dim]{escape(text)}[/dim]", end="")
+
     def line(self, text: str = "") -> None:
         """A line of a result."""
         self.console.print(escape(text))

@@ -13,6 +13,7 @@ from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.library import DEMO, DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.names import TAGS, ModelName, expand, is_path, parse_name
+from moeinf.runtime.registry import entry_of, registry
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.workplace import PullInProgress, downloads_of
 
@@ -119,7 +120,6 @@ def find_source(
         cached_checkpoint,
         is_offline,
         look_up,
-        registered_names,
     )
 
     repository = model.partition(":")[0]
@@ -128,7 +128,7 @@ def find_source(
         known, repository = short
         wanted = wanted if name is not None else ModelName(known, asked.tag)
     elif "/" not in model:
-        names = ", ".join(registered_names())
+        names = ", ".join(sorted(registry()))
         raise Usage(f"{model!r} is not a short name ({names}), nor ORG/NAME, nor a path (./…)")
     found = None if is_offline() else look_up(repository, revision, token)
     commit = found.commit if found is not None else revision
@@ -142,9 +142,8 @@ def find_source(
 
 
 def _short_name(model: str) -> tuple[str, str] | None:
-    from moeinf.runtime.hub import registered  # imports torch
-
-    return registered(model.partition(":")[0])
+    entry = entry_of(model)
+    return None if entry is None else (entry.name, entry.repo)
 
 
 def _pull(name: ModelName, source: Source, settings: Settings, out: Output) -> Manifest:

@@ -29,6 +29,7 @@ _HELP = (
     ("/set parameter NAME VALUE", "temperature, top_k, top_p, min_p, seed, num_predict, stop, …"),
     ("/set system TEXT", "the system message"),
     ("/set verbose, /set quiet", "show or hide timings, hit rate and bytes read"),
+    ("/set think, /set nothink", "whether the model thinks first, where its template asks"),
     ("/set history, /set nohistory", "keep or do not keep what you type"),
     ("/show info|parameters|system|template|cache", "what is loaded and set"),
     ("/save NAME, /load NAME", "keep the conversation, or go on with one"),
@@ -56,6 +57,7 @@ class Repl:
         settings: Settings,
         out: Output,
         verbose: bool,
+        shows_thinking: bool = True,
     ) -> None:
         self._engine = engine
         self._conversation = conversation
@@ -64,6 +66,7 @@ class Repl:
         self._settings = settings
         self._out = out
         self._verbose = verbose
+        self._shows_thinking = shows_thinking
         self._load_seconds = engine.load_seconds
         self._session: PromptSession[str] = PromptSession(history=self._history(keep=True))
         self._commands: dict[str, Callable[[str], None]] = {
@@ -115,8 +118,11 @@ class Repl:
             if conversation.dropped > dropped:
                 count = conversation.dropped - dropped
                 self._out.note(f"the context is full: the oldest {count} messages were dropped")
-            for piece in answer:
-                self._out.text(piece)
+            for kind, piece in conversation.pieces(answer):
+                if kind == "answer":
+                    self._out.text(piece)
+                elif self._shows_thinking:
+                    self._out.thinking(piece)
         self._out.text("\n\n")
         if answer.finish_reason == "length":
             self._out.note("the answer ends here because of num_predict or the context's length")
@@ -143,13 +149,18 @@ class Repl:
         elif what in ("history", "nohistory"):
             self._session.history = self._history(keep=what == "history")
             self._session.default_buffer.history = self._session.history
+        elif what in ("think", "nothink"):
+            self._conversation.think = what == "think"
+            self._out.line(f"Set '{what}' mode.")
         elif what == "system":
             self._conversation.system = rest.strip().strip('"')
             self._out.line("Set system message.")
         elif what == "parameter":
             self._set_parameter(rest)
         else:
-            raise BadCommand("usage: /set parameter|system|verbose|quiet|history|nohistory")
+            raise BadCommand(
+                "usage: /set parameter|system|verbose|quiet|think|nothink|history|nohistory"
+            )
 
     def _set_parameter(self, text: str) -> None:
         words = shlex.split(text)

@@ -54,6 +54,12 @@ def run(
     stop: Stop = None,
     system: Annotated[str, typer.Option(help="The system message.", show_default=False)] = "",
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
+    think: Annotated[
+        bool | None, typer.Option("--think/--nothink", help="Whether to think before answering.")
+    ] = None,
+    hidethinking: Annotated[
+        bool, typer.Option("--hidethinking", help="Show only the answer.")
+    ] = False,
     now: Annotated[str | None, typer.Option(hidden=True, help="The date templates see.")] = None,
     threads: Threads = None,
     no_trace: NoTrace = False,
@@ -97,22 +103,30 @@ def run(
     limits = Limits(max_tokens, tuple(stop or ()))
     with stoppable(), Engine(manifest, folder, config, settings) as engine:
         conversation = Conversation(engine, system, now)
+        conversation.think = think
         if interactive or verbose:
             for note in engine.choices:
                 out.note(note)
         if interactive:
-            Repl(engine, conversation, options, limits, settings, out, verbose).loop()
+            shown = not hidethinking
+            Repl(engine, conversation, options, limits, settings, out, verbose, shown).loop()
             return 0
         with interruptible() as stopped:
             ask = conversation.complete if raw else conversation.ask
             answer = ask(text, options, limits, stopped)
-            for piece in answer:
-                if not json:
+            said = {"answer": "", "thinking": ""}
+            for kind, piece in conversation.pieces(answer):
+                said[kind] += piece
+                if kind == "answer" and not json:
                     out.text(piece)
+                elif kind == "thinking" and not (json or hidethinking or quiet):
+                    out.thinking(piece)
         if json:
+            thought = {"thinking": said["thinking"]} if said["thinking"] else {}
             out.document(
                 {
-                    "text": answer.text,
+                    "text": said["answer"],
+                    **thought,
                     "finish_reason": answer.finish_reason,
                     "prompt_tokens": answer.prompt_tokens,
                     "tokens": len(answer.tokens),

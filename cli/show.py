@@ -7,7 +7,9 @@ from dataclasses import asdict
 from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import Library
+from moeinf.runtime.library import Library, NoSuchModel
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.registry import Entry, entry_of
 from moeinf.runtime.sizes import format_bytes
 
 
@@ -17,7 +19,14 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
     Example: moeinf show demo
     """
     out = Output(json=json, quiet=quiet)
-    m, folder = Library(read_environment()).read(model)
+    try:
+        m, folder = Library(read_environment()).read(model)
+    except NoSuchModel:
+        entry = entry_of(model)
+        if entry is None:
+            raise
+        _show_unpulled(entry, out)
+        return
     if json:
         about = {key: value for key, value in asdict(m).items() if key != "files"}
         sizes = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
@@ -37,11 +46,40 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             ("expert size", f"{format_bytes(slots.slot_bytes)} (intermediate {m.intermediate})"),
             ("experts in all", f"{slots.experts}, {format_bytes(slots.max_bytes)}"),
             ("dense weights", format_bytes(m.dense_bytes)),
-            ("KV cache", f"{format_bytes(m.kv_bytes_per_token)} per token"),
+            ("KV cache", _kv(m)),
             ("least --memory", f"{slots.min_bytes} ({format_bytes(slots.min_bytes)})"),
             ("size on disk", format_bytes(m.size_bytes)),
             ("source", m.source + (f" @ {m.revision}" if m.revision else "")),
             ("pulled", m.created_at),
             ("folder", str(folder)),
+        ]
+    )
+
+
+def _kv(manifest: Manifest) -> str:
+    """What a request remembers, per token and for the longest context."""
+    fixed = f"{format_bytes(manifest.state_bytes)} and " if manifest.state_bytes else ""
+    whole = format_bytes(manifest.kv_bytes(manifest.max_context))
+    per_token = format_bytes(manifest.kv_bytes_per_token)
+    return f"{fixed}{per_token} per token; {whole} for the whole context"
+
+
+def _show_unpulled(entry: Entry, out: Output) -> None:
+    """What the registry knows of a model that is not on this machine."""
+    sizes = entry.sizes()
+    if out.json:
+        about = {key: value for key, value in asdict(entry).items() if key != "aliases"}
+        out.document({**about, "aliases": list(entry.aliases), "pulled": False, "sizes": sizes})
+        return
+    out.fields(
+        [
+            ("model", f"{entry.name} (not pulled: `moeinf pull {entry.name}`)"),
+            ("family", entry.family),
+            ("repository", f"https://huggingface.co/{entry.repo}"),
+            ("revision", entry.revision or "main; a pull notes the commit"),
+            ("licence", f"{entry.licence} (its repository decides)"),
+            ("parameters", f"{entry.parameters:g} billion"),
+            ("default tag", entry.tag),
+            *((f"size as {tag}", f"about {format_bytes(size)}") for tag, size in sizes.items()),
         ]
     )

@@ -19,6 +19,7 @@ from moeinf.models import (
     olmoe,
     phimoe,
     qwen2_moe,
+    qwen3_5_moe,
     qwen3_moe,
 )
 from moeinf.models.base import Family, ModelDataError
@@ -36,6 +37,8 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": olmoe.FAMILY,
     "phimoe": phimoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3_5_moe": qwen3_5_moe.FAMILY,
+    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without the parts that see
     "qwen3_moe": qwen3_moe.FAMILY,
 }
 

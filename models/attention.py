@@ -96,6 +96,7 @@ class GqaShape:
     scale: float | None = None  # of the scores; head_dim^-0.5 where a family does not say
     clip: float | None = None  # of q, k and v (olmoe's clip_qkv)
     window: int | None = None  # tokens seen, itself included
+    gated: bool = False  # q_proj also makes a gate for each head's output, beside its query
 
     def __post_init__(self) -> None:
         require(
@@ -180,13 +181,17 @@ class GqaAttention:
         k_norm: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """The norms: see GqaCore."""
-        self._projections = projections
+        self._projections, self._shape = projections, shape
         self._core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm))
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """x [T, D] -> [T, D]; writes each request's keys and values into its cache."""
-        p = self._projections
-        return p.o(self._core(p.q(x), p.k(x), p.v(x), rows))
+        p, q = self._projections, self._projections.q(x)
+        if not self._shape.gated:
+            return p.o(self._core(q, p.k(x), p.v(x), rows))
+        heads = torch.unflatten(q, -1, (self._shape.heads, -1))  # [T, H, 2W]
+        q, gate = (y.flatten(1) for y in heads.chunk(2, -1))  # [T, H·W] each
+        return p.o(self._core(q, p.k(x), p.v(x), rows) * gate.sigmoid())
 
 
 def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:
@@ -194,7 +199,7 @@ def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> 
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     bias = shape.bias or shape.qkv_bias
     return Projections(
-        parts.linear(f"{prefix}.q_proj", wide, hidden, bias),
+        parts.linear(f"{prefix}.q_proj", 2 * wide if shape.gated else wide, hidden, bias),
         parts.linear(f"{prefix}.k_proj", narrow, hidden, bias),
         parts.linear(f"{prefix}.v_proj", narrow, hidden, bias),
         parts.linear(f"{prefix}.o_proj", hidden, wide, shape.bias),

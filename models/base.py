@@ -137,7 +137,10 @@ class State(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Forgets every token after the first `length`."""
+        """Forgets every token after the first `length`, and maybe more: read `length` afterwards.
+
+        Layers whose memory is recurrent cannot go back to any token, only to a few earlier ones.
+        """
         ...
 
     def snapshot(self) -> State:
@@ -156,6 +159,7 @@ class Model(Protocol):
     vocab_size: int
     max_context: int
     kv_bytes_per_token: int
+    state_bytes: int  # what a state takes besides, however many tokens it holds
 
     def new_state(self, capacity: int) -> State:
         """An empty state for up to `capacity` tokens; memory is touched only as tokens arrive."""

@@ -24,7 +24,8 @@ from moeinf.models.config import (
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.moe import Router, SparseFfn
-from moeinf.models.norms import RmsNorm, layer_norm
+from moeinf.models.norms import RmsNorm, centred_norm, layer_norm
+from moeinf.models.recurrent import RecurrentLayout
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
 _HEAD_ROWS = 64  # rows of logits computed at once
@@ -43,6 +44,7 @@ class BodyConfig:
     tied_embeddings: bool
     rope: RopeConfig
     layer_norm: bool = False  # the final norm is one, with a bias
+    centred_norm: bool = False  # the final norm is a CentredNorm
     head_bias: bool = False  # on lm_head
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     logits_scale: float = 1.0  # logits are divided by it
@@ -132,8 +134,11 @@ class Decoder:
         rope_dim: int,
         blocks: Sequence[Layer],
         parts: Parts,
+        recurrent: RecurrentLayout | None = None,
     ) -> None:
-        """planes: what the blocks' attention caches per layer; see kv_cache.py."""
+        """planes: what the blocks' attention caches per layer; see kv_cache.py. recurrent: the
+        memory of the layers that have another; they are not among those with attention.
+        """
         self.moe = moe
         self.vocab_size = config.vocab
         self.max_context = config.max_context
@@ -145,8 +150,10 @@ class Decoder:
         self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
         self._embedding_scale, self._logits_scale = config.embedding_scale, config.logits_scale
         self._rope = Rope(config.rope, rope_dim, embedding.device)
-        self._cache = CacheLayout(config.layers, planes, embedding.dtype, embedding.device)
+        attending = config.layers - (0 if recurrent is None else recurrent.layers)
+        self._cache = CacheLayout(attending, planes, embedding.dtype, embedding.device, recurrent)
         self.kv_bytes_per_token = self._cache.bytes_per_token
+        self.state_bytes = self._cache.fixed_bytes
 
     def new_state(self, capacity: int) -> KvCache:
         """An empty state; ValueError unless 1 ≤ capacity ≤ max_context."""
@@ -170,6 +177,8 @@ class Decoder:
         # Made outside of inference mode, so that the caller may write into them.
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
         out = torch.empty(count if logits == "all" else len(spans), self.vocab_size, device=device)
+        for span in spans:
+            span.cache.begin(span.count)
         with torch.inference_mode():
             experts.begin_pass(torch.tensor(owner, device=device), _phase(decoding))
             try:
@@ -233,6 +242,8 @@ class Decoder:
 def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
     if config.layer_norm:
         return layer_norm(parts, "model.norm", config.hidden, config.norm_eps)
+    if config.centred_norm:
+        return centred_norm(parts, "model.norm", config.hidden, config.norm_eps)
     return RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 

@@ -8,6 +8,8 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
                               values [kv_heads, capacity, head_dim]
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
+
+Layers whose memory does not grow with the text have theirs beside it: see recurrent.py.
 """
 
 from __future__ import annotations
@@ -17,21 +19,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeinf.models.recurrent import RecurrentLayout, RecurrentMemory
+
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The planes of every layer, as (heads, width) each."""
+    """The planes of every layer with attention, as (heads, width) each."""
 
     layers: int
     planes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
+    recurrent: RecurrentLayout | None = None  # of the other layers
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers together."""
         items = sum(heads * width for heads, width in self.planes)
         return self.layers * items * self.dtype.itemsize
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What a request takes besides, however long it is."""
+        return 0 if self.recurrent is None else self.recurrent.bytes
 
 
 class KvCache:
@@ -45,6 +55,9 @@ class KvCache:
         self.request = 0
         self._capacity = capacity
         self._length = 0
+        self.recurrent: RecurrentMemory | None = None
+        if layout.recurrent is not None:
+            self.recurrent = RecurrentMemory(layout.recurrent, layout.device)
         self._layers = [
             tuple(
                 torch.empty(heads, capacity, width, dtype=layout.dtype, device=layout.device)
@@ -64,15 +77,19 @@ class KvCache:
         return self._capacity
 
     def truncate(self, length: int) -> None:
-        """Forgets every token after the first `length`; ValueError when there are fewer."""
+        """See base.State; ValueError when there are fewer than `length` tokens."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot keep {length} of {self._length} tokens")
+        if self.recurrent is not None and length < self._length:
+            length = self.recurrent.rewind(length)
         self._length = length
 
     def snapshot(self) -> KvCache:
         """An independent copy of the same capacity; only the tokens held are copied."""
         copy = KvCache(self.layout, self._capacity)
         copy.request, copy._length = self.request, self._length
+        if self.recurrent is not None:
+            copy.recurrent = self.recurrent.copy()
         for mine, its in zip(self._layers, copy._layers, strict=True):
             for source, target in zip(mine, its, strict=True):
                 target[:, : self._length] = source[:, : self._length]
@@ -94,9 +111,16 @@ class KvCache:
         """The layer's planes [heads, capacity, width], for whoever writes and reads them itself."""
         return self._layers[layer]
 
+    def begin(self, tokens: int) -> None:
+        """Opens a pass of so many tokens; without `advance` after it nothing has happened."""
+        if self.recurrent is not None:
+            self.recurrent.begin(self._length, tokens)
+
     def advance(self, tokens: int) -> None:
         """Counts tokens that every layer has written."""
         assert self._length + tokens <= self._capacity
+        if self.recurrent is not None:
+            self.recurrent.commit()
         self._length += tokens
 
 

@@ -29,6 +29,25 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
+class CentredNorm:
+    """The same with a weight [D] in float32 that is multiplied before the cast."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[…, D] -> [… , D]."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+def centred_norm(parts: Parts, prefix: str, width: int, eps: float) -> CentredNorm:
+    """From `prefix`.weight, which holds what the weight has beyond 1."""
+    return CentredNorm(1.0 + parts.tensor(f"{prefix}.weight", width).float(), eps)
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     """(x - mean(x)) / sqrt(var(x) + eps) times the weight [D], plus the bias [D]."""
 
@@ -51,7 +70,7 @@ def layer_norm(parts: Parts, prefix: str, width: int, eps: float) -> LayerNorm:
 class HeadNorm:
     """One RMSNorm for each head of a projection; its weight is as wide as a head."""
 
-    norm: RmsNorm
+    norm: RmsNorm | CentredNorm
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads·W] -> [T, heads·W]."""

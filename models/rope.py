@@ -6,7 +6,9 @@ Formulas as in transformers 5.23, modeling_rope_utils.py.
 longrope (arXiv 2402.13753) has two sets of frequencies: one for texts up to the length of the
 original training, one for longer texts. Keys in a cache cannot change sets when a text grows beyond
 it, and a text may come in chunks. So what a state has room for decides, once: every token of a
-state with more room than the original length turns by the long set.
+state with more room than the original length turns by the long set. (llama.cpp decides by its
+context size in the same way. The formula speaks of the text's length: a short text in a long
+context differs from it, so for texts within the original length give that as the context.)
 """
 
 from __future__ import annotations

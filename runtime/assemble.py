@@ -22,6 +22,7 @@ from moeinf.offload.layout import ExpertLayout, is_tiled, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
 from moeinf.runtime.checkpoint import SourceTensor
 from moeinf.runtime.encode import encoded
+from moeinf.runtime.fp8 import files_of
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.workplace import Workplace, unfinished_path
@@ -92,7 +93,7 @@ class Assembler:
         self._lock = threading.Lock()
         self.bytes = 0  # written, or found written by an earlier attempt
         for target in targets:
-            for path in dict.fromkeys(part.path for part in target.parts):
+            for path in {path for part in target.parts for path in files_of(part)}:
                 self._touched[path].append(target)
             if target.name in work.files:
                 self.bytes += target.offset(len(target.parts)) - len(target.header)
@@ -105,23 +106,29 @@ class Assembler:
     ) -> None:
         """Uses the tensors of the source file `path`, and makes what came of them durable.
 
-        Whatever of it belongs to a target that still lacks other files is copied aside, so that
-        afterwards `path` is not needed any more.
+        Whatever of it belongs to a target that still lacks other files is copied aside. Afterwards
+        `path` is not needed any more (see `spent`), save for weights whose scales are in a file
+        that is not here yet: they wait for it.
         """
         work = self._work
         open_targets = [t for t in self._touched[path] if t.name not in work.files]
         with ThreadPoolExecutor(_WORKERS) as pool:
-            jobs: dict[Future[FileRecord | None], Target] = {}
+            jobs: dict[Future[FileRecord | None], tuple[Target, list[int]]] = {}
             for target in open_targets:
-                whole = all(self._at_hand(target, n, available) for n in range(len(target.parts)))
-                todo = self._finish if whole else self._copy_aside
-                jobs[pool.submit(todo, target, path)] = target
+                here = [n for n in range(len(target.parts)) if self._readable(target, n, available)]
+                aside = [n for n in range(len(target.parts)) if (target.name, n) in work.parts]
+                if len({*here, *aside}) == len(target.parts):
+                    job: Future[FileRecord | None] = pool.submit(self._finish, target)
+                    jobs[job] = target, []
+                    continue
+                here = [n for n in here if n not in aside and path in files_of(target.parts[n])]
+                jobs[pool.submit(self._copy_aside, target, here)] = target, here
             waiting = set(jobs)
             try:
                 while waiting:
                     ended, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
                     for job in ended:
-                        self._note(jobs[job], path, job.result())
+                        self._note(*jobs[job], job.result())
                     progress()
             except BaseException:
                 for job in jobs:
@@ -129,18 +136,27 @@ class Assembler:
                 raise
         work.commit()
 
-    def _at_hand(self, target: Target, number: int, available: Callable[[Path], bool]) -> bool:
-        return (target.name, number) in self._work.parts or available(target.parts[number].path)
+    def spent(self, path: Path) -> bool:
+        """Whether the source file `path` will not be needed again."""
+        work = self._work
+        return not any(
+            path in files_of(part) and (target.name, number) not in work.parts
+            for target in self._touched[path]
+            if target.name not in work.files
+            for number, part in enumerate(target.parts)
+        )
 
-    def _note(self, target: Target, path: Path, record: FileRecord | None) -> None:
+    @staticmethod
+    def _readable(target: Target, number: int, available: Callable[[Path], bool]) -> bool:
+        return all(available(path) for path in files_of(target.parts[number]))
+
+    def _note(self, target: Target, parts: list[int], record: FileRecord | None) -> None:
         if record is not None:
             self._work.add_file(record)
-            return
-        for number, part in enumerate(target.parts):
-            if part.path == path and (target.name, number) not in self._work.parts:
-                self._work.add_part(target.name, number)
+        for number in parts:
+            self._work.add_part(target.name, number)
 
-    def _finish(self, target: Target, _path: Path) -> FileRecord:
+    def _finish(self, target: Target) -> FileRecord:
         aside = [n for n in range(len(target.parts)) if (target.name, n) in self._work.parts]
         if not aside:
             data = self._metered(target, range(len(target.parts)))
@@ -151,9 +167,9 @@ class Assembler:
         unfinished.rename(self._work.folder / target.name)
         return record
 
-    def _copy_aside(self, target: Target, path: Path) -> None:
-        here = [n for n, part in enumerate(target.parts) if part.path == path]
-        self._write_parts(target, [n for n in here if (target.name, n) not in self._work.parts])
+    def _copy_aside(self, target: Target, parts: list[int]) -> None:
+        if parts:
+            self._write_parts(target, parts)
 
     def _write_parts(self, target: Target, numbers: list[int]) -> Path:
         """Writes parts at their final offsets into the unfinished file; returns its path."""

@@ -128,7 +128,7 @@ def token_bytes(engine: Engine, context: int) -> TokenBytes:
     sizes = {name: tensor.size_bytes for name, tensor in header.items()}
     dense = sum(sizes.values())
     if any(name.startswith("lm_head.") for name in sizes):  # else the embedding is the head too
-        dense -= sum(n for name, n in sizes.items() if name.startswith("model.embed_tokens."))
+        dense -= sum(n for name, n in sizes.items() if ".embed_tokens." in name)
     return TokenBytes(
         dense=dense,
         experts=manifest.layers * manifest.top_k * manifest.expert_layout.data_bytes,

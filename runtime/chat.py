@@ -5,7 +5,7 @@ Does not know terminals or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from moeinf.models.base import State
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.thinking import Kind, Parser, parser_for
 
 Role = Literal["system", "user", "assistant"]
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
@@ -35,8 +36,10 @@ class Conversation:
         self._engine = engine
         self._now = now
         self._state: State | None = None
+        self._parser: Parser | None = None  # of the answer that is under way; None: it is raw
         self._cached: list[int] = []  # the tokens that the state holds
         self.system = system
+        self.think: bool | None = None  # what templates that ask are told; None: their default
         self.messages: list[Message] = []
         self.dropped = 0  # messages that no longer fit the context, since the last clear
 
@@ -62,6 +65,7 @@ class Conversation:
         Raises PromptTooLong when even this message alone does not fit, TemplateError.
         """
         asked, ids = self._fit([*self.messages, Message("user", text)])
+        self._parser = self._new_parser(ids)
         self.dropped += len(self.messages) + 1 - len(asked)
         self.messages = asked[:-1]
         return self._answer(ids, options, limits, stopped, asked[-1])
@@ -76,7 +80,18 @@ class Conversation:
         """Continues `text` itself, without template and turns."""
         ids = self._engine.tokenizer.encode_text(text)
         self._check_length(ids)
+        self._parser = None
         return self._answer(ids, options, limits, stopped)
+
+    def pieces(self, answer: Generation) -> Iterator[tuple[Kind, str]]:
+        """The answer that `ask` or `complete` has prepared, with what is only thought apart."""
+        parser = self._parser
+        if parser is None:
+            yield from (("answer", piece) for piece in answer if piece)
+            return
+        for piece in answer:
+            yield from parser.add(piece)
+        yield from parser.rest()
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Token ids of a whole conversation, ending where the answer begins."""
@@ -92,6 +107,7 @@ class Conversation:
             bos_token=tokenizer.bos or "",
             eos_token=tokenizer.eos or "",
             **({"now": self._now} if self._now else {}),
+            **({} if self.think is None else {"enable_thinking": self.think}),
         )
         return tokenizer.encode_rendered(rendered)
 
@@ -126,16 +142,27 @@ class Conversation:
         # At least one token is computed anew: its logits are what the answer starts from.
         known = min(_common_prefix(self._cached, ids), len(ids) - 1)
         self._state.truncate(known)
-        self._cached = ids[:known]
+        self._cached = ids[: self._state.length]
         sampler = Sampler(options, self._engine.sampling)
 
         def settle(generation: Generation) -> None:
             """Question and answer become part of the conversation together, or not at all."""
             self._cached = generation.cached
             if question is not None:
-                self.messages += [question, Message("assistant", generation.text)]
+                said = self._said(ids, generation.text)
+                self.messages += [question, Message("assistant", said)]
 
         return Generation(self._engine, self._state, ids, sampler, limits, stopped, settle)
+
+    def _new_parser(self, prompt: list[int]) -> Parser:
+        tokenizer = self._engine.tokenizer
+        return parser_for(tokenizer.chat_template, tokenizer.tail(prompt))
+
+    def _said(self, prompt: list[int], text: str) -> str:
+        """An answer without its thinking: no template wants that of an earlier turn back."""
+        parser = self._new_parser(prompt)
+        parts = [*parser.add(text), *parser.rest()]
+        return "".join(part for kind, part in parts if kind == "answer")
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ _ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32
 def join_scales(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
     """The checkpoint's tensors, with the scales inside of the weights that they belong to.
 
-    Raises BadCheckpoint for scales that are missing, misshapen or in another file than the weight:
-    files are read one after the other, and may be gone when the next one comes.
+    Scales may lie in another file than their weights: whoever reads a weight needs both files.
+    Raises BadCheckpoint for scales that are missing or misshapen.
     """
     quantised = checkpoint.config.get("quantization_config")
     if not isinstance(quantised, Mapping) or quantised.get("quant_method") != "fp8":
@@ -83,6 +84,11 @@ def sources(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
     return [piece for t in tensors for piece in (t, t.scales) if piece is not None]
 
 
+def files_of(tensor: SourceTensor) -> set[Path]:
+    """The files that must be here to read the tensor."""
+    return {piece.path for piece in sources([tensor])}
+
+
 def _is_side(value: object) -> bool:
     return type(value) is int and 0 < value < 1 << 20
 
@@ -92,11 +98,6 @@ def _checked(
 ) -> SourceTensor:
     if scales is None:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} has no scales")
-    if scales.path != tensor.path:
-        raise BadCheckpoint(
-            f"{tensor.path}: the scales of {tensor.name!r} lie in another file, "
-            f"{scales.path.name}; that is not supported"
-        )
     shape = tuple(-(-side // step) for side, step in zip(tensor.shape, block, strict=True))
     if scales.shape != shape or scales.dtype not in TORCH_DTYPE:
         raise BadCheckpoint(

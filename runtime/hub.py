@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-import yaml
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError of its client
     GatedRepoError,
@@ -43,7 +40,9 @@ from moeinf.runtime.checkpoint import (
     parse_object,
 )
 from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
-from moeinf.runtime.repack import KEPT_FILES, MAX_KEPT_BYTES, Progress
+from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Progress
+from moeinf.runtime.tokenizer import TOKENIZER
 from moeinf.runtime.workplace import Workplace
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
@@ -67,24 +66,6 @@ class Repository:
     name: str  # org/name
     commit: str
     files: Mapping[str, RemoteFile]
-
-
-def registered(name: str) -> tuple[str, str] | None:
-    """(name, repository) of the entry of registry.yaml that `name` or an alias of it means."""
-    for known, entry in _registry().items():
-        if name.lower() in (known, *entry["aliases"]):
-            return known, str(entry["repo"])
-    return None
-
-
-def registered_names() -> list[str]:
-    return sorted(_registry())
-
-
-def _registry() -> dict[str, dict[str, Any]]:
-    text = resources.files("moeinf.runtime").joinpath("registry.yaml").read_text("utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return entries
 
 
 def look_up(name: str, revision: str | None, token: str | None) -> Repository:
@@ -181,19 +162,31 @@ class HubSource:
         self.checkpoint = make_checkpoint(self._folder, self._json(CONFIG), index, self._header)
         named = [SINGLE] if index is None else indexed_files(self._folder, index["weight_map"])
         self.files = [repository.files[file] for file in named]
+        converts = TOKENIZER not in repository.files
+        wanted = {*KEPT_FILES, *(CONVERTED_FILES if converts else ())}
         self.small = [
             file
             for name, file in sorted(repository.files.items())
-            if name in KEPT_FILES and file.size_bytes <= MAX_KEPT_BYTES
+            if name in wanted and file.size_bytes <= MAX_KEPT_BYTES
         ]
 
     def identity(self) -> Mapping[str, object]:
         return {"repository": self._repository.name, "commit": self._repository.commit}
 
     def space_bytes(self) -> int:
-        """One file being repacked and the next on its way."""
-        largest = sorted((file.size_bytes for file in self.files), reverse=True)[:2]
-        return sum(largest) + sum(file.size_bytes for file in self.small)
+        """At the worst moment: files being repacked or waiting for others, and the next one."""
+        place = {file.name: number for number, file in enumerate(self.files)}
+        last = list(range(len(self.files)))  # with which file each is done
+        for tensor in join_scales(self.checkpoint).values():
+            places = [place[path.name] for path in files_of(tensor)]
+            for number in places:
+                last[number] = max(last[number], *places)
+        sizes = [file.size_bytes for file in self.files]
+        held = (
+            sum(sizes[n] for n in range(now + 1) if last[n] >= now) + sum(sizes[now + 1 : now + 2])
+            for now in range(len(sizes))
+        )
+        return max(held, default=0) + sum(file.size_bytes for file in self.small)
 
     def small_files(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

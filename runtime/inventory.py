@@ -26,7 +26,9 @@ from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, So
 from moeinf.runtime.fp8 import join_scales
 
 _HEAD = "lm_head.weight"
-_CHOOSING = ".e_score_correction_bias"
+# What only chooses experts: in bfloat16 the biases of DeepSeek-V3 would choose others. And rates
+# of forgetting: an error in them counts once for every token since.
+_EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
 
 
 class WantedParts:
@@ -61,6 +63,7 @@ class Inventory:
     moe: MoeShape
     max_context: int
     kv_items_per_token: int
+    state_bytes: int
     dense: Mapping[str, SourceTensor]
     experts: Mapping[ExpertKey, Mapping[str, SourceTensor]]
     linear: frozenset[str] = frozenset()  # the dense tensors that are only multiplied with
@@ -70,10 +73,9 @@ class Inventory:
         """The format of a dense tensor in a model of format `dtype`.
 
         The output head keeps 8 bits, as GGUF files keep it in 6 or 8; what is not a linear's weight
-        (norms, router gates, embeddings) is never quantised. What only chooses experts keeps all
-        of its bits: in bfloat16 the biases of DeepSeek-V3 would choose others.
+        (norms, router gates, embeddings) is never quantised.
         """
-        if name.endswith(_CHOOSING):
+        if name.endswith(_EXACT):
             return "F32"
         if not is_tiled(dtype):
             return dtype
@@ -144,7 +146,17 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         raise BadCheckpoint(f"{checkpoint.folder} lacks {missing[0]}{more}")
     items = model.kv_bytes_per_token // torch.get_default_dtype().itemsize
     linear = frozenset(wanted.shapes.keys() - wanted.tensors)
-    return Inventory(family, model.moe, model.max_context, items, dense, experts, linear, unused)
+    return Inventory(
+        family,
+        model.moe,
+        model.max_context,
+        items,
+        model.state_bytes,
+        dense,
+        experts,
+        linear,
+        unused,
+    )
 
 
 def _unfuse(

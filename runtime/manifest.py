@@ -52,6 +52,7 @@ class Manifest:
     max_context: int
     files: tuple[FileRecord, ...]
     layout: int  # the version of its format's layout
+    state_bytes: int = 0  # what a request takes beside its kv_bytes_per_token
     format: int = FORMAT_VERSION
 
     @property
@@ -66,6 +67,10 @@ class Manifest:
     def slots(self) -> SlotBudget:
         layout = self.expert_layout
         return SlotBudget(layout.slot_bytes, self.layers * self.experts, self.top_k)
+
+    def kv_bytes(self, context: int) -> int:
+        """What a request of up to `context` tokens takes: see models/kv_cache.py."""
+        return self.state_bytes + context * self.kv_bytes_per_token
 
     @property
     def size_bytes(self) -> int:
@@ -115,6 +120,8 @@ def read_manifest(folder: Path) -> Manifest:
         for field in _COUNTS:
             if type(raw[field]) is not int or not 1 <= raw[field] < 1 << 48:
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        if type(manifest.state_bytes) is not int or not 0 <= manifest.state_bytes < 1 << 48:
+            raise DamagedModel(f"{path}: state_bytes is {manifest.state_bytes!r}")
         for field in ("name", "tag", "family", "source", "created_at"):
             if not isinstance(raw[field], str):
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")

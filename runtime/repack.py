@@ -21,6 +21,7 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.layout import LAYOUT_VERSIONS
 from moeinf.offload.shards import FileRecord, write_file
+from moeinf.runtime import sentencepiece
 from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
 from moeinf.runtime.inventory import Inventory, take_inventory
@@ -29,18 +30,19 @@ from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import return_large_blocks
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.workplace import Workplace, discard, workplace
 
 DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (
     CONFIG,
     "generation_config.json",
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+CONVERTED_FILES = sentencepiece.NAMES  # read only where there is no tokenizer.json
 MAX_KEPT_BYTES = 64 << 20
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
@@ -199,11 +201,17 @@ def _assemble(
         progress("repacking", assembler.bytes, total)
 
     tell()
+    held: list[Path] = []  # fed; some wait for the scales of their weights
     for path in source.bring(work, progress):
         assembler.feed(path, source.is_here, tell)
-        work.add_done(path.name)
+        held.append(path)
+        spent = [file for file in held if assembler.spent(file)]
+        for file in spent:
+            work.add_done(file.name)
         work.commit()  # before the source may go
-        source.release(path)
+        for file in spent:
+            held.remove(file)
+            source.release(file)
     tell()
 
 
@@ -217,6 +225,20 @@ def _keep_small_files(folder: Path, work: Workplace) -> None:
         if name.endswith(".json"):
             read_json(path)
         work.add_file(write_file(work.folder, name, b"", [memoryview(path.read_bytes())]))
+    if TOKENIZER not in work.files:
+        _convert_tokenizer(folder, work)
+
+
+def _convert_tokenizer(folder: Path, work: Workplace) -> None:
+    def read(name: str) -> bytes | None:
+        path = folder / name
+        if not path.is_file() or path.stat().st_size > MAX_KEPT_BYTES:
+            return None
+        return path.read_bytes()
+
+    data = sentencepiece.convert(read)
+    if data is not None:
+        work.add_file(write_file(work.folder, TOKENIZER, b"", [memoryview(data)]))
 
 
 def prospect(source: Source, name: ModelName) -> Manifest:
@@ -248,6 +270,7 @@ def _manifest(
         max_context=inventory.max_context,
         files=tuple(files),
         layout=LAYOUT_VERSIONS[dtype],
+        state_bytes=inventory.state_bytes,
     )
 
 

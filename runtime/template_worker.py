@@ -13,7 +13,9 @@ import sys
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import LoopControlExtension
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _ADDRESS_SPACE_BYTES = 512 << 20
@@ -24,9 +26,28 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Unlike Jinja's own, without HTML escapes: what transformers offers to templates."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what is trained on; its body is what counts."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        body: list[Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
 
 
 def _environment(now: str | None) -> ImmutableSandboxedEnvironment:
@@ -35,7 +56,7 @@ def _environment(now: str | None) -> ImmutableSandboxedEnvironment:
         return moment.strftime(pattern)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse

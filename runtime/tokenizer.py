@@ -14,7 +14,9 @@ from typing import Any
 from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
+from moeinf.runtime.thinking import is_harmony
 
+TOKENIZER = "tokenizer.json"
 _CONTEXT_TOKENS = 8
 _LONGEST_CHARACTER = 8  # tokens: a character of four bytes, and to spare
 _GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text
@@ -24,9 +26,9 @@ class Tokenizer:
     """Reads tokenizer.json and tokenizer_config.json of a model folder. Raises BadCheckpoint."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
+        path = folder / TOKENIZER
         if not path.is_file():
-            raise BadCheckpoint(f"{path} is missing; moeinf needs the tokenizers library's format")
+            raise BadCheckpoint(f"{path} is missing, and so is a SentencePiece model to make it of")
         try:
             self._tokenizer = _Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a bad file
@@ -34,6 +36,7 @@ class Tokenizer:
         config = folder / "tokenizer_config.json"
         about: dict[str, Any] = read_json(config) if config.is_file() else {}
         self.chat_template = _chat_template(folder, about)
+        self._shows_special = is_harmony(self.chat_template)
         self.bos = _content(about.get("bos_token"))
         self.eos = _content(about.get("eos_token"))
         self._adds_bos = about.get("add_bos_token")
@@ -99,9 +102,14 @@ class Tokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
+    def tail(self, ids: list[int]) -> str:
+        """The text of the last few of `ids`, special tokens and all."""
+        text: str = self._tokenizer.decode(ids[-_CONTEXT_TOKENS:], skip_special_tokens=False)
+        return text
+
     def stream(self, prompt: list[int]) -> TextStream:
         """Decodes what follows `prompt`, token by token."""
-        return TextStream(self._tokenizer, prompt)
+        return TextStream(self._tokenizer, prompt, self._shows_special)
 
 
 class TextStream:
@@ -111,8 +119,9 @@ class TextStream:
     decide whether it begins with a space, and carry the bytes of an unfinished character.
     """
 
-    def __init__(self, tokenizer: _Tokenizer, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: _Tokenizer, prompt: list[int], special: bool = False) -> None:
+        """special: whether special tokens are text, too."""
+        self._tokenizer, self._special = tokenizer, special
         self._ids = prompt[-_CONTEXT_TOKENS:]
         self._known = len(self._ids)  # tokens whose text has been given away
 
@@ -134,7 +143,7 @@ class TextStream:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._special)
         return text
 
 
@@ -161,8 +170,11 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError, AttributeError):
-            eos = json.loads((folder / name).read_bytes()).get("eos_token_id")
-            ids.update(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
+            values = json.loads((folder / name).read_bytes())
+            for about in (values, values.get("text_config") or {}):
+                eos = about.get("eos_token_id")
+                found = eos if isinstance(eos, list) else [eos]
+                ids.update(i for i in found if type(i) is int)
     if tokenizer.eos is not None:
         own = tokenizer.token_id(tokenizer.eos)
         ids.update(() if own is None else (own,))

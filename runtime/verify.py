@@ -15,11 +15,13 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
-from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
+from moeinf.runtime.checkpoint import BadCheckpoint, Checkpoint, SourceTensor
 from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.fp8 import sources
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.sentencepiece import convert
+from moeinf.runtime.tokenizer import TOKENIZER
 
 _WORKERS = 2
 Progress = Callable[[str, int, int], None]
@@ -107,17 +109,25 @@ def repair(
     for number, damage in enumerate(damages):
         target = targets.get(damage.path)
         if target is None:
-            try:
-                data = [memoryview(source.small_file(damage.path))]
-            except OSError as error:
-                raise CannotRepair(f"the source has no {damage.path} any more") from error
-            _replace(folder, manifest, damage.path, b"", data)
+            data = _small_file(source, damage.path)
+            if data is None and damage.path == TOKENIZER:  # then it was made of another file
+                data = convert(lambda name: _small_file(source, name))
+            if data is None:
+                raise CannotRepair(f"the source has no {damage.path} any more")
+            _replace(folder, manifest, damage.path, b"", [memoryview(data)])
         else:
             source.bring_tensors(sources(target.parts))
             parts = (block for n in range(len(target.parts)) for block in target.data(n))
             _replace(folder, manifest, damage.path, target.header, parts)
         progress("repairing", number + 1, len(damages))
     sync_filesystem(folder)
+
+
+def _small_file(source: RepairSource, name: str) -> bytes | None:
+    try:
+        return source.small_file(name)
+    except (OSError, BadCheckpoint):
+        return None
 
 
 def _replace(

@@ -43,6 +43,8 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
+        if TINY[name].family == "qwen3_5_moe" and _is_centred(parameter_name):
+            parameter.data -= 1
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.copy_(_scaled(buffer_name, torch.randn(buffer.shape, generator=draw)))
@@ -72,7 +74,14 @@ def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
+def _is_centred(name: str) -> bool:
+    """Whether a norm of Qwen3.5 holds what its weight has beyond 1."""
+    return name.endswith("norm.weight") and ".linear_attn." not in name
+
+
 def _scaled(name: str, noise: Tensor) -> Tensor:
+    if name.endswith("A_log"):
+        return noise - 2.5  # so that a token is remembered for a while
     if noise.dim() == 1:
         return 0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise
     if "embed_tokens" in name:

@@ -78,6 +78,26 @@ def _qwen3(**settings: Any) -> Tiny:
     return Tiny("qwen3_moe", "Qwen3MoeConfig", {**sizes, **settings})
 
 
+def _qwen35(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "moe_intermediate_size": 18,
+        "shared_expert_intermediate_size": 26,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 512,
+    }
+    return Tiny("qwen3_5_moe", "Qwen3_5MoeTextConfig", {**sizes, **settings})
+
+
 def _qwen2(**settings: Any) -> Tiny:
     sizes = {
         "hidden_size": 36,
@@ -359,6 +379,29 @@ TINY: dict[str, Tiny] = {
         sliding_window=6,
         max_window_layers=3,  # layers 0 and 2 see 6 tokens
         rope_parameters={**_YARN, "factor": 4.0},
+    ),
+    "qwen3.5": _qwen35(),
+    "qwen3.5-full-first": _qwen35(
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=9,
+        linear_value_head_dim=5,
+        linear_conv_kernel_dim=3,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
+    ),
+    "qwen3.5-yarn": _qwen35(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_conv_kernel_dim=2,
+        num_experts_per_tok=6,
+        rope_parameters={**_YARN, "factor": 4.0, "partial_rotary_factor": 0.5},
     ),
     "qwen3": _qwen3(),
     "qwen3-sparse-step": _qwen3(

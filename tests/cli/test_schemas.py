@@ -21,6 +21,7 @@ DOCUMENTS = (
     ("pull", "pull demo"),
     ("list", "list"),
     ("show", "show demo"),
+    ("show-registered", "show olmoe"),
     ("plan", "plan demo --memory 30%"),
     ("plan", "run demo --dry-run"),
     ("run", "run demo 17+25= --memory 30%"),

@@ -121,6 +121,10 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         ("qwen3", {"decoder_sparse_step": 3}, "no layer has experts"),
         ("qwen3", {"mlp_only_layers": [0], "intermediate_size": None}, "lacks intermediate_size"),
         ("qwen3", {"head_dim": 7}, "head_dim of 7"),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "no layer has full attention"),
+        ("qwen3.5", {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate = false is not supported"),
+        ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave = false is not supported"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ("deepseek-v3", {"n_group": 8, "topk_group": 8}, "a group of experts has fewer than two"),
@@ -200,8 +204,8 @@ def test_unknown_family(values: Any) -> None:
 
 
 def test_table() -> None:
-    assert all(family.model_type == name for name, family in FAMILIES.items())
-    assert {tiny.family for tiny in TINY.values()} == set(FAMILIES)
+    assert all(name.removesuffix("_text") == f.model_type for name, f in FAMILIES.items())
+    assert {tiny.family for tiny in TINY.values()} == {f.model_type for f in FAMILIES.values()}
 
 
 def test_fields_bounds() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from moeinf.runtime.encode import encoded
 from moeinf.runtime.fp8 import join_scales
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
+from moeinf.runtime.names import parse_name
+from moeinf.runtime.repack import LocalSource, Progress, repack
+from moeinf.runtime.workplace import Workplace
 from scripts.make_checkpoint import byte_tokenizer
-from tests.conftest import pull
+from tests.conftest import ignore, pull
 from tests.tiny import save_tiny
 
 BLOCK = [8, 16]  # does not divide the matrices' sides
@@ -115,15 +120,63 @@ def test_scales_that_are_not_there(tmp_path: Path) -> None:
     save_fp8(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
-    scales = tensors.pop(f"{name}_scale_inv")
+    del tensors[f"{name}_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadCheckpoint, match=f"{name}' has no scales"):
         join_scales(open_checkpoint(tmp_path))
-    save_file({f"{name}_scale_inv": scales}, tmp_path / "more.safetensors")
-    index = dict.fromkeys(tensors, "model.safetensors") | {f"{name}_scale_inv": "more.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(BadCheckpoint, match=f"scales of '{name}' lie in another file, more"):
-        join_scales(open_checkpoint(tmp_path))
+
+
+def split_scales(folder: Path) -> None:
+    """Every second weight's scales go to a file that comes first, the others' to the last one."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files: dict[str, dict[str, Tensor]] = {"a": {}, "m": {}, "n": {}, "z": {}}
+    for number, name in enumerate(sorted(tensors)):
+        where = "mn"[number // 2 % 2]
+        if name.endswith("_scale_inv"):
+            where = "az"[number // 2 % 2]
+        files[where][name] = tensors[name]
+    index = {}
+    for name, held in files.items():
+        save_file(held, folder / f"{name}.safetensors")
+        index |= dict.fromkeys(held, f"{name}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@dataclass
+class OneByOne(LocalSource):
+    """Files appear one after the other, as a download brings them, and go when they may."""
+
+    here: set[Path] = field(default_factory=set)
+    most: int = 0
+
+    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
+        for path in super().bring(work, progress):
+            self.here.add(path)
+            self.most = max(self.most, len(self.here))
+            yield path
+
+    def is_here(self, path: Path) -> bool:
+        return path in self.here
+
+    def release(self, path: Path) -> None:
+        self.here.remove(path)
+        path.unlink()
+
+
+def test_scales_in_other_files(tmp_path: Path) -> None:
+    """The same shards, and weights wait for their scales."""
+    save_fp8(tmp_path / "one")
+    byte_tokenizer().save(str(tmp_path / "one" / "tokenizer.json"))
+    shutil.copytree(tmp_path / "one", tmp_path / "four")
+    split_scales(tmp_path / "four")
+    settings = Settings(tmp_path / "home")
+    whole = pull(tmp_path / "one", settings, "one:q8")
+    source = OneByOne(open_checkpoint(tmp_path / "four"), "four")
+    parts = repack(source, Library(settings), parse_name("four:q8"), ignore, ignore)
+    assert [(f.path, f.sha256) for f in parts.files] == [(f.path, f.sha256) for f in whole.files]
+    assert source.most == 3  # of m and n one waits for z
+    assert source.here == set()
 
 
 def test_a_pull_writes_what_the_weights_mean(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""Gated DeltaNet (arXiv 2412.06464): attention whose memory is one matrix per head.
+
+Does not know families. Math as in transformers 5.23, modeling_qwen3_5_moe.py.
+
+A head's memory S [dk, dv] maps keys to values. A token with key k, value v, log-decay g ≤ 0 and
+rate β lets it fade and corrects what it says for k:
+
+    S ← exp(g) · S;   S ← S + k ⊗ β (v - kᵀ S);   its output is qᵀ S
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.base import Linear, Parts
+from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
+from moeinf.models.kv_cache import PassRows, Span
+from moeinf.models.recurrent import CHUNK, RecurrentLayout
+
+_MAX_KERNEL = 64
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Sizes, by their config keys linear_*."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution before the memory sees
+
+    def __post_init__(self) -> None:
+        require(
+            self.value_heads % self.key_heads == 0,
+            f"{self.value_heads} value heads cannot share {self.key_heads} key heads",
+        )
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values side by side: what the convolution runs over."""
+        return 2 * self.keys + self.values
+
+    def memory(self, layers: int) -> RecurrentLayout:
+        """Per layer the last inputs of the convolution [kernel - 1, C] and S [H, dk, dv]."""
+        matrix = (self.value_heads, self.key_dim, self.value_dim)
+        return RecurrentLayout(layers, ((self.kernel - 1, self.channels), matrix))
+
+
+def parse_delta(fields: Fields) -> DeltaShape:
+    """With transformers' defaults; raises ModelDataError."""
+    return DeltaShape(
+        key_heads=fields.integer("linear_num_key_heads", high=MAX_HEADS, default=16),
+        value_heads=fields.integer("linear_num_value_heads", high=MAX_HEADS, default=32),
+        key_dim=fields.integer("linear_key_head_dim", high=MAX_WIDTH, default=128),
+        value_dim=fields.integer("linear_value_head_dim", high=MAX_WIDTH, default=128),
+        kernel=fields.integer("linear_conv_kernel_dim", low=2, high=_MAX_KERNEL, default=4),
+    )
+
+
+class DeltaNet:
+    """One layer of it, the `layer`-th of the recurrent ones."""
+
+    def __init__(
+        self, layer: int, shape: DeltaShape, hidden: int, eps: float, parts: Parts, prefix: str
+    ) -> None:
+        heads = shape.value_heads
+        self._layer, self._shape, self._eps = layer, shape, eps
+        self._qkv: Linear = parts.linear(f"{prefix}.in_proj_qkv", shape.channels, hidden)
+        self._z: Linear = parts.linear(f"{prefix}.in_proj_z", shape.values, hidden)
+        self._a: Linear = parts.linear(f"{prefix}.in_proj_a", heads, hidden)
+        self._b: Linear = parts.linear(f"{prefix}.in_proj_b", heads, hidden)
+        self._out: Linear = parts.linear(f"{prefix}.out_proj", hidden, shape.values)
+        conv = parts.tensor(f"{prefix}.conv1d.weight", shape.channels, 1, shape.kernel)
+        self._conv = conv[:, 0].T.float().contiguous()  # [kernel, C]
+        self._dt_bias = parts.tensor(f"{prefix}.dt_bias", heads).float()
+        self._rate = -parts.tensor(f"{prefix}.A_log", heads).float().exp()
+        self._norm = parts.tensor(f"{prefix}.norm.weight", shape.value_dim)
+
+    def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
+        """x [T, D] -> [T, D]; writes each request's next memory."""
+        qkv, z = self._qkv(x), self._z(x)  # [T, C], [T, H·dv]
+        decay = self._rate * functional.softplus(self._a(x).float() + self._dt_bias)  # [T, H]
+        rate = self._b(x).sigmoid().float()  # [T, H]
+        out = torch.empty_like(z)
+        for span in rows.spans:
+            self._run(span, qkv, decay, rate, out)
+        return self._out(self._gated(out, z))
+
+    def _run(self, span: Span, qkv: Tensor, decay: Tensor, rate: Tensor, out: Tensor) -> None:
+        """One request, CHUNK tokens at a time; writes into out [T, H·dv]."""
+        memory = span.cache.recurrent
+        assert memory is not None
+        recent, s = memory.read(self._layer)
+        later_recent, later_s = memory.next(self._layer)
+        for start in range(span.rows.start, span.rows.stop, CHUNK):
+            if memory.mark_at == span.past + start - span.rows.start > span.past:
+                memory.mark(self._layer, (recent, s))
+            r = slice(start, min(start + CHUNK, span.rows.stop))
+            inputs = torch.cat((recent, qkv[r].float()))  # [kernel - 1 + n, C]
+            n = r.stop - r.start
+            mixed = inputs[:n] * self._conv[0]
+            for back in range(1, self._shape.kernel):
+                mixed += inputs[back : back + n] * self._conv[back]
+            q, k, v = self._heads(functional.silu(mixed.to(qkv.dtype)))
+            values, s = delta_rule(q, k, v, decay[r], rate[r], s, later_s)
+            out[r] = values.flatten(1).to(out.dtype)
+            recent = inputs[-(self._shape.kernel - 1) :]
+        later_recent.copy_(recent)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """mixed [n, C] -> q, k [n, H, dk] of length 1 (q then over √dk) and v [n, H, dv]."""
+        shape = self._shape
+        q, k, v = torch.split(mixed.float(), [shape.keys, shape.keys, shape.values], -1)
+        q, k = (torch.unflatten(y, -1, (shape.key_heads, -1)) for y in (q, k))
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        repeats = shape.value_heads // shape.key_heads
+        q, k = (y.repeat_interleave(repeats, 1) for y in (q * shape.key_dim**-0.5, k))
+        return q, k, torch.unflatten(v, -1, (shape.value_heads, -1))
+
+    def _gated(self, values: Tensor, z: Tensor) -> Tensor:
+        """RMSNorm of each head's values [T, H·dv], times silu(z)."""
+        wide = torch.unflatten(values.float(), -1, (-1, self._shape.value_dim))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        normed = (self._norm * wide.to(self._norm.dtype)).flatten(1)
+        return (normed * functional.silu(z.float())).to(z.dtype)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, s: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """n tokens in order: q, k [n, H, dk], v [n, H, dv], decay and rate [n, H], S before them
+    [H, dk, dv] -> (their outputs [n, H, dv], S after them), all float32. S after them is written
+    into `out`, which may be S itself, and returned.
+
+    Several tokens are done at once by the UT transform (arXiv 2406.06484, section 3.2): with
+    G_i the decay up to token i, the corrections U solve a unitriangular system,
+
+        U_i = β_i (v_i - exp(G_i) k_iᵀ S - Σ_{j<i} exp(G_i - G_j) (k_i · k_j) U_j)
+    """
+    if len(q) == 1:
+        torch.mul(s, decay[0].exp()[:, None, None], out=out)
+        correction = (v[0] - (k[0, :, None] @ out)[:, 0]) * rate[0][:, None]  # [H, dv]
+        out.baddbmm_(k[0, :, :, None], correction[:, None])
+        return (q[0, :, None] @ out)[:, 0][None], out
+    q, k, v = (y.transpose(0, 1) for y in (q, k, v))  # [H, n, …]
+    total = decay.T.cumsum(-1)[..., None]  # [H, n, 1]: G
+    rate = rate.T[..., None]
+    between = (total - total.mT).tril()  # before exp: above the diagonal it would overflow
+    between = between.exp().tril()  # [H, n, n]: exp(G_i - G_j) for j ≤ i
+    faded = total.exp()
+    system = (k @ k.mT) * between * rate
+    u = torch.linalg.solve_triangular(
+        system, rate * (v - faded * (k @ s)), upper=False, unitriangular=True
+    )
+    result = faded * (q @ s) + ((q @ k.mT) * between) @ u
+    left = (total[:, -1:] - total).exp()  # what is left of each token's correction at the end
+    torch.mul(s, faded[:, -1:], out=out)
+    out.baddbmm_((k * left).mT, u)
+    return result.transpose(0, 1), out

@@ -1,0 +1,214 @@
+"""Qwen3.5-MoE and Qwen3.6: three layers of Gated DeltaNet to one of gated attention.
+
+Does not know where weights come from. Math as in transformers 5.23, modeling_qwen3_5_moe.py, for
+text alone: what sees (model.visual) and what predicts several tokens (mtp) is left out. The three
+position axes of its rope are then one, so that it is an ordinary partial rope.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.base import (
+    ExpertPart,
+    Family,
+    FusedPart,
+    Linear,
+    Model,
+    ModelDataError,
+    MoeShape,
+    Parts,
+    Piece,
+    Role,
+)
+from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields, require
+from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.delta_net import DeltaNet, DeltaShape, parse_delta
+from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.ffn import gated_mlp
+from moeinf.models.moe import SparseFfn, parse_moe
+from moeinf.models.norms import CentredNorm, HeadNorm, centred_norm
+from moeinf.models.routing import SoftmaxRouter
+
+_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
+_FUSED = re.compile(
+    r"model\.layers\.(0|[1-9][0-9]{0,8})\.mlp\.experts\.(gate_up|down)_proj(?:\.weight)?"
+)
+_FUSED_ROLES: Mapping[str, Literal["gate_up", "down"]] = {"gate_up": "gate_up", "down": "down"}
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_INNER = "model.language_model."  # where a model that also sees keeps its text part
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig:
+    """config.json, checked."""
+
+    body: BodyConfig
+    attention: GqaShape
+    delta: DeltaShape
+    full: tuple[int, ...]  # the layers with attention, ascending
+    moe: MoeShape
+    shared_intermediate: int
+    inner: bool  # names begin with _INNER instead of "model."
+
+    def __post_init__(self) -> None:
+        require(len(self.full) > 0, "no layer has full attention")
+
+    def name(self, stored: str) -> str:
+        """A tensor's name without the models around the text part."""
+        if self.inner and stored.startswith(_INNER):
+            return "model." + stored.removeprefix(_INNER)
+        return stored
+
+
+def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
+    """See base.Family. The keys of a model that also sees are in its text_config."""
+    outer = Fields(values)
+    inner = outer.section("text_config") is not None
+    fields = outer
+    if inner:
+        above = ("tie_word_embeddings", "quantization_config")
+        both = {**values["text_config"], **{key: values[key] for key in above if key in values}}
+        fields = Fields(both, "config.json: text_config")
+    fields.refuse("attn_output_gate", True)
+    fields.refuse("mlp_only_layers", [])
+    body = parse_body(fields, default_theta=1e4, default_eps=1e-6, default_partial=0.25)
+    shape = replace(
+        parse_gqa(fields, body.hidden, body.heads),
+        bias=fields.flag("attention_bias"),
+        gated=True,
+    )
+    return Qwen35MoeConfig(
+        body=replace(body, centred_norm=True),
+        attention=shape,
+        delta=parse_delta(fields),
+        full=_full_layers(fields, body.layers),
+        moe=parse_moe(fields, body.layers, body.hidden, "moe_intermediate_size"),
+        shared_intermediate=fields.integer("shared_expert_intermediate_size", high=MAX_WIDTH),
+        inner=inner,
+    )
+
+
+def _full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+    """As layer_types says; without it every full_attention_interval-th."""
+    types = fields.words("layer_types", known=(_LINEAR, _FULL), count=layers)
+    if types is not None:
+        return tuple(layer for layer, word in enumerate(types) if word == _FULL)
+    step = fields.integer("full_attention_interval", high=MAX_LAYERS, default=4)
+    return tuple(range(step - 1, layers, step))
+
+
+def build(config: Qwen35MoeConfig, parts: Parts) -> Model:
+    """See base.Family."""
+    if config.inner:
+        parts = _InnerParts(parts)
+    shape, body = config.attention, config.body
+    blocks = [_block(config, parts, layer) for layer in range(body.layers)]
+    recurrent = body.layers - len(config.full)
+    return Decoder(
+        body,
+        config.moe,
+        shape.planes,
+        body.rope.turning(shape.head_dim),
+        blocks,
+        parts,
+        config.delta.memory(recurrent) if recurrent else None,
+    )
+
+
+def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
+    body, moe, prefix = config.body, config.moe, f"model.layers.{layer}"
+    mlp = f"{prefix}.mlp"
+    gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
+    router = SoftmaxRouter(gate, moe.top_k, renormalise=True)
+
+    def norm(name: str) -> CentredNorm:
+        return centred_norm(parts, f"{prefix}.{name}", body.hidden, body.norm_eps)
+
+    return Block(
+        attention_norm=norm("input_layernorm"),
+        attention=_attention(config, parts, layer),
+        ffn_norm=norm("post_attention_layernorm"),
+        ffn=SparseFfn(layer, router, _shared(config, parts, mlp)),
+    )
+
+
+def _attention(config: Qwen35MoeConfig, parts: Parts, layer: int) -> GqaAttention | DeltaNet:
+    """The layer's attention, or its DeltaNet; each kind counts its own layers."""
+    body, shape, prefix = config.body, config.attention, f"model.layers.{layer}"
+    before = sum(full < layer for full in config.full)
+    if layer not in config.full:
+        rank, name = layer - before, f"{prefix}.linear_attn"
+        return DeltaNet(rank, config.delta, body.hidden, body.norm_eps, parts, name)
+    name = f"{prefix}.self_attn"
+
+    def head_norm(which: str) -> HeadNorm:
+        return HeadNorm(centred_norm(parts, f"{name}.{which}", shape.head_dim, body.norm_eps))
+
+    projections = gqa_projections(parts, name, body.hidden, shape)
+    return GqaAttention(before, shape, projections, head_norm("q_norm"), head_norm("k_norm"))
+
+
+def _shared(config: Qwen35MoeConfig, parts: Parts, prefix: str) -> Callable[[Tensor], Tensor]:
+    """The shared expert times sigmoid of its gate, [T, D] -> [T, D]."""
+    hidden = config.body.hidden
+    expert = gated_mlp(parts, f"{prefix}.shared_expert", hidden, config.shared_intermediate)
+    gate = parts.linear(f"{prefix}.shared_expert_gate", 1, hidden)
+    return lambda x: gate(x).sigmoid() * expert(x)
+
+
+class _InnerParts:
+    """`Parts` of a model whose text part lies one level deeper."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.tuned: Callable[[Piece], Piece] = parts.tuned
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._parts.tensor(_stored(name), *shape)
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        return self._parts.linear(_stored(prefix), out_features, in_features, bias)
+
+
+def _stored(name: str) -> str:
+    return _INNER + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def expert(name: str, config: Qwen35MoeConfig) -> ExpertPart | None:
+    """See base.Family."""
+    if _is_aside(name):
+        return None
+    layers = range(config.body.layers)
+    return expert_part(config.name(name), _EXPERT, _ROLES, layers, config.moe.experts)
+
+
+def ignores(name: str, config: Qwen35MoeConfig) -> bool:
+    """See base.Family."""
+    return _is_aside(name) or ignores_buffers(name, config.body.tied_embeddings)
+
+
+def _is_aside(name: str) -> bool:
+    return name.startswith(("model.visual.", "mtp."))
+
+
+def fused(name: str, config: Qwen35MoeConfig) -> FusedPart | None:
+    """See base.Family. Raises ModelDataError for a layer that the config does not have."""
+    match = _FUSED.fullmatch(config.name(name))
+    if match is None:
+        return None
+    if int(match[1]) >= config.body.layers:
+        raise ModelDataError(f"{name!r}: the config has no layer {match[1]}")
+    return FusedPart(int(match[1]), _FUSED_ROLES[match[2]])
+
+
+FAMILY = Family("qwen3_5_moe", parse, build, expert, ignores, fused)

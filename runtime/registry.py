@@ -1,0 +1,56 @@
+"""The models that have a short name: registry.yaml, read and checked.
+
+Does not know the hub, nor what is on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from moeinf.runtime.names import DEFAULT_TAG, TAGS
+
+# With the scales of quantised groups; what a pull writes differs by embeddings and headers.
+_BITS = {"f32": 32.0, "bf16": 16.0, "q8": 8.5, "q4": 4.5, "mxfp4": 4.25}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model: see the head of registry.yaml."""
+
+    name: str
+    repo: str
+    family: str
+    licence: str
+    parameters: float  # billions
+    aliases: tuple[str, ...] = ()
+    revision: str | None = None
+    files: str = "safetensors"
+    tag: str = DEFAULT_TAG
+
+    def sizes(self) -> dict[str, int]:
+        """About how many bytes each tag takes on disk."""
+        return {tag: int(self.parameters * 1e9 * _BITS[tag] / 8) for tag in TAGS}
+
+
+@cache
+def registry() -> Mapping[str, Entry]:
+    """Every entry by its name."""
+    text = resources.files("moeinf.runtime").joinpath("registry.yaml").read_text("utf-8")
+    return {
+        name: Entry(name=name, **{**raw, "aliases": tuple(raw["aliases"])})
+        for name, raw in yaml.safe_load(text).items()
+    }
+
+
+def entry_of(name: str) -> Entry | None:
+    """The entry that `name[:tag]` or an alias of it means."""
+    wanted = name.partition(":")[0].lower()
+    for entry in registry().values():
+        if wanted in (entry.name, *entry.aliases):
+            return entry
+    return None

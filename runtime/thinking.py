@@ -1,0 +1,157 @@
+"""Tells a model's thinking from its answer, while the text arrives.
+
+Does not know tokens, models or faces. Two ways of writing are known: `<think>…</think>` (Qwen3,
+DeepSeek-R1, GLM-4.5) and harmony (gpt-oss), whose messages are
+
+    <|channel|>NAME<|message|>TEXT<|end|>      NAME: analysis (thinking), commentary, final
+
+Marks may be split across pieces at any place; what could be the beginning of one is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+Kind = Literal["thinking", "answer"]
+OPEN, CLOSE = "<think>", "</think>"
+_CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_START = "<|start|>"
+
+
+class Parser(Protocol):
+    """Takes text in pieces, gives (kind, text) pieces; texts are never empty."""
+
+    def add(self, text: str) -> Iterator[tuple[Kind, str]]:
+        """What is certain now."""
+        ...
+
+    def rest(self) -> Iterator[tuple[Kind, str]]:
+        """What was held back for nothing, when no more will come."""
+        ...
+
+
+class _Marked:
+    """Cuts a stream at marks: subclasses say which marks count now and what a mark means."""
+
+    def __init__(self, kind: Kind | None) -> None:
+        self._kind = kind  # of the text now; None: it is not shown
+        self._held = ""
+        self._fresh = True  # nothing of this kind has been shown: line ends before it are not, too
+
+    def add(self, text: str) -> Iterator[tuple[Kind, str]]:
+        self._held += text
+        while True:
+            marks = self._marks()
+            places = [(p, m) for m in marks if (p := self._held.find(m)) >= 0]
+            if not places:
+                break
+            place, mark = min(places)
+            before, self._held = self._held[:place], self._held[place + len(mark) :]
+            if not self._is_mark(mark, before):
+                yield from self._give(before + mark)
+                continue
+            yield from self._give(before)
+            self._met(mark, before)
+        keep = max((_overlap(self._held, mark) for mark in self._marks()), default=0)
+        shown, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
+        if self._kind is None:  # a header: it is read when its mark has come
+            self._held = shown + self._held
+        else:
+            yield from self._give(shown)
+
+    def rest(self) -> Iterator[tuple[Kind, str]]:
+        held, self._held = self._held, ""
+        yield from self._give(held)
+
+    def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
+        if self._fresh:
+            text = text.lstrip("\n")
+        if text and self._kind is not None:
+            self._fresh = False
+            yield self._kind, text
+
+    def _become(self, kind: Kind | None) -> None:
+        self._kind, self._fresh = kind, True
+
+    def _marks(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _is_mark(self, mark: str, before: str) -> bool:
+        return True
+
+    def _met(self, mark: str, before: str) -> None:
+        raise NotImplementedError
+
+
+class ThinkParser(_Marked):
+    """`<think>…</think>`, once, before the answer. inside: the prompt has opened it already."""
+
+    def __init__(self, inside: bool = False) -> None:
+        super().__init__("thinking" if inside else "answer")
+        self._fresh = inside
+        self._done = False
+
+    def _marks(self) -> tuple[str, ...]:
+        if self._done:
+            return ()
+        return (CLOSE,) if self._kind == "thinking" else (OPEN,)
+
+    def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
+        for piece in super()._give(text):
+            if piece[0] == "answer" and piece[1].strip():
+                self._done = True  # an answer that speaks of <think> does not think
+            yield piece
+
+    def _is_mark(self, mark: str, before: str) -> bool:
+        return mark != OPEN or not before.strip()
+
+    def _met(self, mark: str, before: str) -> None:
+        self._done = mark == CLOSE
+        self._become("thinking" if mark == OPEN else "answer")
+
+
+class HarmonyParser(_Marked):
+    """gpt-oss: what is in the channel `final` is the answer, all else is thinking.
+
+    A prompt ends with `<|start|>assistant`, so that the first thing to come is a header.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def _marks(self) -> tuple[str, ...]:
+        return (_MESSAGE,) if self._kind is None else (*_ENDS, _START)
+
+    def _met(self, mark: str, before: str) -> None:
+        if mark != _MESSAGE:
+            self._become(None)
+            return
+        _, _, channel = before.rpartition(_CHANNEL)
+        words = channel.split()
+        self._become("answer" if words[:1] == ["final"] else "thinking")
+
+
+def is_harmony(template: str | None) -> bool:
+    """Whether a chat template writes harmony; its marks are special tokens, yet must be read."""
+    return template is not None and _CHANNEL in template and _MESSAGE in template
+
+
+def parser_for(template: str | None, prompt: str) -> Parser:
+    """The parser for a model with this chat template, after a prompt that ends as `prompt` does."""
+    if is_harmony(template):
+        return HarmonyParser()
+    opened = prompt.rstrip().endswith(OPEN)
+    return ThinkParser(inside=opened)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`."""
+    for size in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0

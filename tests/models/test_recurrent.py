@@ -1,0 +1,170 @@
+"""Recurrent memory: the delta rule token by token, marks to go back to, passes that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moeinf.models.delta_net import delta_rule
+from moeinf.models.recurrent import RecurrentLayout, RecurrentMemory
+from tests.fakes import WatchedExperts, from_tensors
+from tests.tiny import tiny_reference
+
+LAYOUT = RecurrentLayout(layers=2, shapes=((3,), (2, 2)))
+CPU = torch.device("cpu")
+
+
+def test_many_tokens_at_once_equal_one_after_the_other() -> None:
+    torch.manual_seed(3)
+    n, heads = 37, 3
+    q, k, v = (torch.randn(n, heads, width) for width in (5, 5, 7))
+    k = k / k.norm(dim=-1, keepdim=True)
+    decay, rate = -torch.rand(n, heads) * 2, torch.rand(n, heads)
+    start = torch.randn(heads, 5, 7)
+    s, expected = start.clone(), []
+    for t in range(n):  # the rule as it stands in the paper
+        s = s * decay[t].exp()[:, None, None]
+        told = torch.einsum("hkv,hk->hv", s, k[t])
+        s = s + torch.einsum("hk,hv->hkv", k[t], rate[t][:, None] * (v[t] - told))
+        expected.append(torch.einsum("hkv,hk->hv", s, q[t]))
+    out, after = delta_rule(q, k, v, decay, rate, start, torch.empty_like(start))
+    torch.testing.assert_close(out, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, s, rtol=1e-4, atol=1e-4)
+    single = start.clone()
+    for t in range(n):  # in place
+        row = slice(t, t + 1)
+        out, single = delta_rule(q[row], k[row], v[row], decay[row], rate[row], single, single)
+        torch.testing.assert_close(out[0], expected[t], rtol=1e-4, atol=1e-4)
+
+
+def test_a_fast_decay_does_not_overflow() -> None:
+    """exp(G_i - G_j) for j > i would be e^3000."""
+    n = 40
+    q = k = torch.ones(n, 1, 2) / 2**0.5
+    out, s = delta_rule(
+        q, k, torch.ones(n, 1, 1), torch.full((n, 1), -80.0), torch.ones(n, 1),
+        torch.zeros(1, 2, 1), torch.empty(1, 2, 1),
+    )  # fmt: skip
+    torch.testing.assert_close(out, torch.ones(n, 1, 1))
+    assert s.isfinite().all()
+
+
+def write(memory: RecurrentMemory, past: int, count: int) -> None:
+    """A pass that remembers how many tokens there were, and the same in its mark."""
+    memory.begin(past, count)
+    at = memory.mark_at
+    for layer in range(2):
+        assert all((old == past).all() for old in memory.read(layer))
+        if at is not None and at > past:
+            memory.mark(layer, [torch.full(shape, float(at)) for shape in LAYOUT.shapes])
+        for tensor in memory.next(layer):
+            tensor[:] = past + count
+    memory.commit()
+
+
+def held(memory: RecurrentMemory, length: int) -> set[float]:
+    memory.begin(length, 1)
+    return {float(x) for layer in range(2) for t in memory.read(layer) for x in t.flatten()}
+
+
+def test_going_back_reaches_the_last_mark_before() -> None:
+    memory = RecurrentMemory(LAYOUT, CPU)
+    write(memory, 0, 512)  # mark at 448
+    write(memory, 512, 100)  # at 576
+    for past in range(612, 640):
+        write(memory, past, 1)  # none
+    write(memory, 640, 10)  # at 640: what it began with
+    copy = memory.copy()
+    for tokens, reached in ((649, 640), (640, 640), (639, 576), (500, 448), (447, 0)):
+        assert memory.rewind(tokens) == reached
+        assert held(memory, reached) == {float(reached)}
+    assert copy.rewind(645) == 640
+    assert held(copy, 640) == {640.0}
+
+
+def test_only_so_many_marks_are_kept_and_the_latest() -> None:
+    memory = RecurrentMemory(LAYOUT, CPU)
+    for turn in range(6):
+        write(memory, turn * 80, 80)
+    assert memory.copy().rewind(479) == 464
+    assert memory.copy().rewind(463) == 384
+    assert memory.copy().rewind(383) == 304
+    assert memory.rewind(303) == 0
+
+
+def test_a_pass_that_fails_leaves_everything_as_it_was() -> None:
+    memory = RecurrentMemory(LAYOUT, CPU)
+    write(memory, 0, 100)
+    memory.begin(100, 50)
+    for tensor in memory.next(0):
+        tensor[:] = -1.0
+    assert held(memory, 100) == {100.0}
+
+
+def loaded(name: str) -> tuple[Any, Any]:
+    model = tiny_reference(name)
+    tensors = {n: p.detach() for n, p in model.named_parameters()}
+    return model, from_tensors(model.config.to_dict(), tensors)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-full-first"])
+def test_long_texts_and_what_is_left_of_them(name: str) -> None:
+    """Several chunks in a pass, then back, then another end: as if it had been read at once."""
+    reference, ours = loaded(name)
+    ids = torch.randint(97, (300,), generator=torch.Generator().manual_seed(5)).tolist()
+    other = ids[:170] + [(i + 1) % 97 for i in ids[170:260]]
+    state = ours.model.new_state(512)
+    ours.model.extend([(ids[:200], state)], ours.experts)
+    for token in ids[200:210]:
+        ours.model.extend([([token], state)], ours.experts)
+    ours.model.extend([(ids[210:], state)], ours.experts)
+    before = state.snapshot()
+    state.truncate(170)
+    assert state.length == 128
+    for kept, text in ((state, other), (before, [*ids, 5])):
+        start = kept.length
+        logits = ours.model.extend([(text[start:], kept)], ours.experts, "all")
+        with torch.no_grad():
+            expected = reference(torch.tensor([text]), use_cache=False).logits[0, start:]
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_that_fails_forgets_nothing(make_pair: Callable[[str], Any]) -> None:
+    pair = make_pair("qwen3.5")
+    model, experts = pair.ours.model, WatchedExperts(pair.ours.experts, fail_in=2)
+    state = model.new_state(60)
+    model.extend([(pair.ids[:20], state)], pair.ours.experts)
+    for tokens in (pair.ids[20:30], pair.ids[20:21]):
+        with pytest.raises(RuntimeError, match="the experts are gone"):
+            model.extend([(tokens, state)], experts)
+        assert state.length == 20
+    pair.assert_close(model.extend([(pair.ids[20:25], state)], pair.ours.experts, "all"), 20)
+
+
+def test_its_size_does_not_depend_on_the_text(make_pair: Callable[[str], Any]) -> None:
+    model = make_pair("qwen3.5").ours.model
+    channels = 2 * 2 * 6 + 4 * 10
+    assert model.state_bytes == 5 * 3 * 4 * (3 * channels + 4 * 6 * 10)
+    assert make_pair("qwen3").ours.model.state_bytes == 0
+
+
+def test_the_text_part_of_a_model_that_also_sees() -> None:
+    """As it is published: experts fused, names one level deeper, an eye and an MTP layer aside."""
+    reference = tiny_reference("qwen3.5")
+    named = {n: p.detach() for n, p in reference.named_parameters()}
+    inner = {n.replace("model.", "model.language_model.", 1): p for n, p in named.items()}
+    aside = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(3, 1)}
+    aside["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.ones(6, 36, 36)
+    text = reference.config.to_dict()
+    text.pop("tie_word_embeddings")
+    values = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 1}}
+    ours = from_tensors(values, inner | aside)
+    assert ours.unused == set()
+    ids = list(range(40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids]), use_cache=False).logits[0]
+    logits = ours.model.extend([(ids, ours.model.new_state(40))], ours.experts, "all")
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,178 @@
+"""Templates with the constructs of the published ones render what transformers renders.
+
+The templates are our own: each has the habits of one group of families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from moeinf.runtime.template import TemplateWorker
+
+CHATML = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if not ns.found and message.role == "user" %}
+        {%- set ns.found = true %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}{% generation %}{{- content }}{% endgeneration %}
+        {%- if message.tool_calls %}
+            {%- for call in message.tool_calls %}
+                {{- '\\n<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+                {{- call.function.arguments if call.function.arguments is string
+                    else call.function.arguments | tojson }}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\\n<tool>' + message.content + '</tool><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+INSTRUCT = """{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.first and system_message is defined %}
+            {{- ' [INST] ' + system_message + '\\n\\n' + message['content'] + ' [/INST]' }}
+        {%- else %}
+            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] | trim + eos_token }}
+    {%- else %}
+        {%- continue %}
+    {%- endif %}
+{%- endfor %}
+"""
+
+SPOKEN = """{% if not add_generation_prompt is defined %}
+{% set add_generation_prompt = false %}
+{% endif %}
+{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ 'User: ' + message['content'] + '\n\n' }}
+{% elif message['role'] == 'assistant' %}
+{{ 'Assistant: ' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ message['content'] + '\n\n' }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
+"""
+
+HARMONY = """
+{%- macro described(tools) -%}
+    {%- for tool in tools %}
+type {{ tool.function.name }} = (_: {{ tool.function.parameters | tojson(indent=2) }}) => any;
+    {%- endfor %}
+{%- endmacro -%}
+<|start|>system<|message|>Knowledge cutoff: 2024-06
+{%- if strftime_now is defined %}
+
+Reasoning: {{ reasoning_effort | default('medium') }}
+{%- endif %}<|end|>
+{%- if tools %}<|start|>developer<|message|>{{ described(tools) }}<|end|>{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if "<|channel|>analysis" in message.content %}
+            {{- raise_exception("marks in a message") }}
+        {%- endif %}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+    {%- else %}
+<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}
+"""
+
+ASK = {"role": "user", "content": "What is <2 & 'é'> \U0001f642?\n"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one": [ASK],
+    "system": [SYSTEM, ASK],
+    "turns": [
+        SYSTEM,
+        ASK,
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFour. "},
+        {"role": "user", "content": "And 3?"},
+    ],
+    "tools": [
+        ASK,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+    ],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"ü": {}}}},
+    }
+]
+VARIABLES: list[dict[str, Any]] = [
+    {"add_generation_prompt": True},
+    {"add_generation_prompt": False},
+    {"add_generation_prompt": True, "tools": TOOLS, "enable_thinking": False},
+]
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, INSTRUCT, SPOKEN, HARMONY], ids=["chatml", "instruct", "spoken", "harmony"]
+)
+def test_the_same_text_as_transformers(template: str) -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    worker = TemplateWorker(template)
+    try:
+        for name, messages in CHATS.items():
+            for variables in VARIABLES:
+                rest = {k: v for k, v in variables.items() if k != "tools"}
+                expected, _ = render_jinja_template(
+                    conversations=[messages],
+                    tools=variables.get("tools"),
+                    chat_template=template,
+                    **rest,
+                    **tokens,
+                )
+                assert worker.render(messages, **variables, **tokens) == expected[0], name
+    finally:
+        worker.close()

@@ -1,0 +1,45 @@
+"""The registry: entries are whole and lead to families; no name means two models."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from moeinf.models import FAMILIES
+from moeinf.runtime.names import TAGS, parse_name
+from moeinf.runtime.registry import Entry, entry_of, registry
+
+
+@pytest.mark.parametrize("entry", registry().values(), ids=lambda entry: entry.name)
+def test_an_entry(entry: Entry) -> None:
+    assert entry.family in FAMILIES
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repo)
+    assert re.fullmatch(r"[a-z0-9.-]+", entry.licence)
+    assert 0.1 < entry.parameters < 2000
+    assert entry.files in ("safetensors", "bin")
+    assert entry.tag in TAGS
+    for name in (entry.name, *entry.aliases):
+        assert parse_name(name).name == name
+        assert entry_of(f"{name.upper()}:q4") is entry
+    sizes = entry.sizes()
+    assert sizes["q4"] < sizes["q8"] < sizes["bf16"] < sizes["f32"]
+
+
+def test_names_are_unique() -> None:
+    names = [name for entry in registry().values() for name in (entry.name, *entry.aliases)]
+    assert len(set(names)) == len(names)
+
+
+def test_every_family_has_a_model() -> None:
+    assert {entry.family for entry in registry().values()} == {
+        f.model_type for f in FAMILIES.values()
+    }
+
+
+def test_sizes_come_near_what_is_published() -> None:
+    """Bytes of the safetensors files of bfloat16 repositories."""
+    for name, published in (("mixtral", 93.4e9), ("olmoe", 13.8e9), ("phi-3.5-moe", 83.7e9)):
+        entry = entry_of(name)
+        assert entry is not None
+        assert entry.sizes()["bf16"] == pytest.approx(published, rel=0.01)

@@ -1,0 +1,60 @@
+"""Thinking and answers told apart, however the text is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeinf.runtime.thinking import HarmonyParser, Parser, ThinkParser, parser_for
+
+
+def parse(parser: Parser, pieces: list[str]) -> list[tuple[str, str]]:
+    """Joined: (kind, text), a new entry wherever the kind changes."""
+    found: list[tuple[str, str]] = []
+    parts = [part for piece in pieces for part in parser.add(piece)]
+    for kind, text in [*parts, *parser.rest()]:
+        assert text
+        if found and found[-1][0] == kind:
+            found[-1] = kind, found[-1][1] + text
+        else:
+            found.append((kind, text))
+    return found
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me see: a<b<|end|><|start|>assistant<|channel|>commentary"
+    " to=functions.f <|constrain|>json<|message|>{}<|call|><|start|>assistant<|channel|>final"
+    "<|message|>It is <4.<|return|>"
+)
+CASES = [
+    (lambda: ThinkParser(), "<think>\nhm <b>\n</think>\n\nYes.", ["hm <b>\n", "Yes."]),
+    (lambda: ThinkParser(inside=True), "\nhm</think>\n\nYes.", ["hm", "Yes."]),
+    (lambda: ThinkParser(inside=True), "never closed </thin", ["never closed </thin", None]),
+    (lambda: ThinkParser(), "No thought <think> at all", [None, "No thought <think> at all"]),
+    (lambda: ThinkParser(), "<think></think>\n\nA </think> b", [None, "A </think> b"]),
+    (lambda: ThinkParser(), "", [None, None]),
+    (lambda: ThinkParser(), "1 < 2 <t", [None, "1 < 2 <t"]),
+    (HarmonyParser, HARMONY, ["Let me see: a<b{}", "It is <4."]),
+    (HarmonyParser, "<|channel|>final<|message|>Hi", [None, "Hi"]),
+    (HarmonyParser, "<|channel|>ana", [None, None]),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "expected"), CASES)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 1000])
+def test_at_any_cut(make, text, expected, size):
+    found = parse(make(), [text[at : at + size] for at in range(0, len(text), size)])
+    wanted = zip(("thinking", "answer"), expected, strict=True)
+    assert found == [(kind, part) for kind, part in wanted if part is not None]
+
+
+def test_nothing_is_held_back_longer_than_it_must() -> None:
+    parser = ThinkParser()
+    assert list(parser.add("<think>a <")) == [("thinking", "a ")]
+    assert list(parser.add("b")) == [("thinking", "<b")]
+    assert list(parser.add("</think>x<")) == [("answer", "x<")]
+
+
+def test_which_parser() -> None:
+    assert isinstance(parser_for("… <|channel|>final<|message|> …", ""), HarmonyParser)
+    assert parse(parser_for("chatml", "assistant\n<think>\n"), ["a</think>b"])[0][0] == "thinking"
+    assert parse(parser_for(None, "assistant\n"), ["a</think>b"]) == [("answer", "a</think>b")]
