@@ -8,6 +8,7 @@ Each program runs in a control group whose memory, page cache included, is limit
 
 and gets the same tokens of a calibrated text. The two take turns every few tokens, so that both see
 the same drive; before each start its files are dropped from the page cache.
+(Longer than other files by its options and the three ways in which a peer is started.)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.calibrated import Calibration, calibrated, named, tokens
 from benchmarks.cgroup import MemoryGroup, NoMemoryGroup
 from benchmarks.cold import forget_pages
 from benchmarks.models import GGUF_OF_TAG, RaceModel
+from benchmarks.report import capped_markdown
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.worker import Worker, WorkerFailed
 from moeinf.runtime.bench import machine, read_ceiling
@@ -34,7 +36,6 @@ from moeinf.runtime.config import read_environment
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import measure
 from moeinf.runtime.memory import physical_bytes
-from moeinf.runtime.sizes import format_bytes
 
 SPARE_BYTES = 300_000_000
 PEERS = ("default", "no-repack", "no-mmap", "accelerate")  # the first three are llama.cpp's
@@ -210,36 +211,6 @@ def limit_bytes(manifest: Manifest, share: float) -> int:
     return round(manifest.dense_bytes + SPARE_BYTES + share * manifest.slots.max_bytes)
 
 
-def markdown(results: list[Result]) -> str:
-    """A row per share and peer."""
-    head = "limit|experts|peer|ours tok/s|its|times as fast|first 32|hits|MB/token ours, its|floor"
-    lines = [f"| {head.replace('|', ' | ')} |", "|" + "---|" * (head.count("|") + 1)]
-    for found in results:
-        limit = [format_bytes(found["limit_bytes"]), f"{found['share']:.0%}"]
-        for name, one in found["races"].items():
-            mine, peer, floors = one["ours"], one.get("peer"), one["floor_ms"]
-            how = ", limited once loaded" if found["fates"].get(name) else ""
-            if one.get("read_ahead_bytes"):
-                how += f", read-ahead {format_bytes(one['read_ahead_bytes'])}"
-            cells = [
-                *limit,
-                name + how,
-                f"{mine['tokens_per_s']:.2f}",
-                f"{peer['tokens_per_s']:.3f}" if peer else "",
-                f"{one['times_as_fast']:.1f}" if peer else "",
-                f"{one['times_as_fast_first_32']:.1f}" if peer else "",
-                f"{one['about']['hit_rate']:.1%}",
-                f"{mine['disk_bytes_per_token'] / 1e6:.0f}"
-                + (f", {peer['disk_bytes_per_token'] / 1e6:.0f}" if peer else ""),
-                f"{floors['ram']:.0f} ms RAM, {floors['disk']:.0f} ms disk",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-        for name, why in found["fates"].items():
-            if why:
-                lines.append(f"| {' | '.join([*limit, name, why])} |||||||")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     o = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups are removed
@@ -255,7 +226,7 @@ def main() -> None:
     about = {"command": " ".join(sys.argv), "machine": machine(), "shares": results}
     if o.out is not None:
         o.out.write_text(json.dumps(about, indent=1) + "\n")
-    print(json.dumps(about, indent=1) if o.json else markdown(results), end="")
+    print(json.dumps(about, indent=1) if o.json else capped_markdown(results), end="")
 
 
 def _options() -> argparse.Namespace:

@@ -24,6 +24,10 @@ eamc = typer.Typer(
     rich_markup_mode=None,
 )
 _SIZES_SHOWN = 12
+_BOUNDS = {
+    "matching": "what a token can afford to be matched with",
+    "memory": "64 MiB of memory",
+}
 File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
 
 
@@ -129,6 +133,7 @@ def _report(
 
 def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, object]:
     """The document of `show --json`, without the heat map."""
+    from moeinf.offload.eamc import ALIKE, MOST_ENTRIES
     from moeinf.offload.eamc_groups import nearest
 
     per_token = manifest.layers * manifest.top_k
@@ -137,6 +142,8 @@ def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, o
         "model": str(manifest.model),
         "entries": summary.entries,
         "capacity": capacity,
+        "capacity_limit": "matching" if capacity == MOST_ENTRIES else "memory",
+        "alike": ALIKE,
         "layers": manifest.layers,
         "experts_per_layer": manifest.experts,
         "prompt_tokens": summary.prompt_events // per_token,
@@ -158,7 +165,12 @@ def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, o
 def _words(figures: dict[str, object]) -> list[tuple[str, str]]:
     pairs = [
         ("model", f"{figures['model']}"),
-        ("entries", f"{figures['entries']} of {figures['capacity']}"),
+        ("entries", f"{figures['entries']} of at most {figures['capacity']}"),
+        (
+            "capacity",
+            f"grows while requests differ: cosines below {figures['alike']}",
+        ),
+        ("bounded by", _BOUNDS[str(figures["capacity_limit"])]),
     ]
     if not figures["entries"]:
         return pairs

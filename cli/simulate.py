@@ -32,12 +32,17 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="KNOB=1,2",
-            help="eamc_capacity, or a knob of adaptive or eamc: hysteresis, matches, worth, "
+            help="eamc_capacity, or a knob of adaptive or eamc: hysteresis, matches, worth, sure, "
             "step, prompt, decays (λ/λ), epsilon. Repeat for several.",
             show_default=False,
         ),
     ] = None,
-    eamc_capacity: Annotated[int, typer.Option(min=1, help="Requests remembered.")] = 100,
+    eamc_capacity: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Requests remembered. Default: by the workload.", show_default=False
+        ),
+    ] = None,
     hints: Annotated[
         str,
         typer.Option(
@@ -165,6 +170,8 @@ def _settings(sweep: list[str]) -> list[dict[str, Any]]:
 
 def _value(name: str, text: str) -> Any:
     try:
+        if (name, text) == ("eamc_capacity", "auto"):
+            return None
         if name in ("eamc_capacity", "matches"):
             return int(text)
         if name == "decays":

@@ -1,6 +1,6 @@
-"""The compiled floor: slots, a copy queue that fills them, checksums, and kernels.
+"""The compiled floor: slots, a copy queue that fills them, checksums, kernels, cores of policies.
 
-Does not know models, experts, policies or torch; imports nothing of ours.
+Does not know models, files' meaning or torch; imports nothing of ours.
 """
 
 from moeinf.native._native import (
@@ -11,11 +11,13 @@ from moeinf.native._native import (
     PAGE_BYTES,
     RESIDENT,
     SHARD_DATA_OFFSET,
+    AdaptiveCore,
     Cancelled,
     CopyQueue,
     CorruptShard,
     Counters,
     DecodeAttention,
+    EamMatch,
     ExpertKernel,
     GqaStep,
     LinearKernel,
@@ -23,6 +25,7 @@ from moeinf.native._native import (
     SlotPool,
     attention_block_keys,
     attention_path,
+    best_matches,
     combine_rows,
     compute_threads,
     crc32c,
@@ -45,11 +48,13 @@ __all__ = [
     "PAGE_BYTES",
     "RESIDENT",
     "SHARD_DATA_OFFSET",
+    "AdaptiveCore",
     "Cancelled",
     "CopyQueue",
     "CorruptShard",
     "Counters",
     "DecodeAttention",
+    "EamMatch",
     "ExpertKernel",
     "GqaStep",
     "LinearKernel",
@@ -57,6 +62,7 @@ __all__ = [
     "SlotPool",
     "attention_block_keys",
     "attention_path",
+    "best_matches",
     "combine_rows",
     "compute_threads",
     "crc32c",

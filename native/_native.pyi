@@ -6,9 +6,11 @@ Arguments of a wrong type, and negative numbers, raise TypeError everywhere.
 """
 
 import os
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
@@ -429,3 +431,84 @@ class MlaStep:
 
 def rms_norm(weight: int, width: int, eps: float, x: int, rows: int, out: int) -> None:
     """x [rows, width] bfloat16 -> out: each row ÷ its root mean square, times weight [width]."""
+
+@final
+class AdaptiveCore:
+    """The decisions of the policy `adaptive`; native/adaptive_core.h argues them.
+
+    A cell is layer · E + expert. ids are [T, K] of int16, int32 or int64, negative: none. Raises
+    ValueError for a shape, IndexError for an expert, layer or cell that does not exist.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        keep_at_most: int,
+        *,
+        hysteresis: float,
+        worth: float,
+        sure: float,
+        decays: Sequence[float],
+        step: float,
+        prompt: float,
+    ) -> None: ...
+    def begin_prefill(self) -> None: ...
+    def begin_decode(self, age: int) -> None:
+        """A pass of requests that have had `age` decode tokens; `past` is written before."""
+
+    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
+    def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
+    def end_pass(self) -> None: ...
+    def admitted(self, cell: int) -> None: ...
+    def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
+    def keeps(self, cell: int) -> bool: ...
+    def wishes(self, most: int) -> list[tuple[int, bool]]:
+        """Cells worth reading now, best first, and whether a gate's hint says so."""
+
+    def hint_precision(self, score: float) -> float:
+        """Share of recent hints that came true, among those of experts about as probable."""
+
+    def share(self, estimate: int) -> list[float]:
+        """[L·E]: one estimate; the decays in order, then past."""
+
+    @property
+    def insertions(self) -> int: ...
+    @property
+    def past(self) -> NDArray[np.float32]:
+        """[L, E], to be written by whoever knows the running requests."""
+
+    @property
+    def score(self) -> NDArray[np.float32]:
+        """[L, E], not to be written: the probability of use that decisions go by."""
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the estimates in the mixture in use."""
+
+@final
+class EamMatch:
+    """The cosine of one running request to N past ones, layer by layer; see native/eam_match.h."""
+
+    def __init__(self, layers: int, experts: int) -> None: ...
+    def rebuild(self, counts: NDArray[np.float32], squares: NDArray[np.float32]) -> None:
+        """counts [L, E, N] and squares [L, N], both with rows of the same stride, kept alive.
+
+        To be called again when an entry changes. Raises ValueError.
+        """
+
+    def begin_pass(self) -> None: ...
+    def observe(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+        """ids [T, K] of int16, int32 or int64, negative: none. Raises ValueError, IndexError."""
+
+    def similarity(self) -> NDArray[np.float32]:
+        """[N]"""
+
+    @property
+    def layer(self) -> int:
+        """The last observed one; -1: none."""
+
+def best_matches(
+    similarity: NDArray[np.float32], stamps: NDArray[np.int64], most: int
+) -> list[int]:
+    """The places of the `most` largest, best first; equal to 1e-6: the largest stamp first."""

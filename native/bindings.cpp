@@ -22,6 +22,7 @@
 #include "copy_queue_files.h"
 #include "crc32c.h"
 #include "kernel_bindings.h"
+#include "policy_bindings.h"
 #include "read_loop.h"
 
 namespace py = pybind11;
@@ -280,4 +281,5 @@ PYBIND11_MODULE(_native, m) {
     m.def("syncfs", &sync_file_system, py::arg("fd"));
     bind_attention(m);
     bind_kernels(m);
+    bind_policies(m);
 }

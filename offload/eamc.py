@@ -7,36 +7,61 @@ entries. What the paper leaves open: an entry is the pair (prefill rEAM, decode 
 request; the distance of two entries is the mean of the cosine distances of their parts; equally
 close entries rank by age, the newest first.
 
-Counts lie as [L, E, N], so that one routed expert is one contiguous row of N numbers: matching
-adds K of them per layer instead of reading N whole matrices.
+How many entries: the paper fixes a capacity. `Eamc.automatic` chooses it by the workload: a
+request that is less than ALIKE like every stored one is added, any other takes the place of those
+that it is so like, up to a ceiling that matching and memory set. docs/study.md has measurements.
+
+Counts lie twice: as [N, L, E], an entry in one piece to be summed, and as [L, E, N], so that one
+routed expert is one contiguous row of N numbers: matching adds K of them per layer instead of
+reading N whole matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.native import EamMatch, best_matches
 from moeinf.offload.container import BadContainer, pack, unpack
 from moeinf.offload.trace import Phase, RequestEam
 
 KIND = "eamc"
 VERSION = 1
-TIE = 1e-6  # cosines that differ by less are equal: rounding of float32 sums
+
+ALIKE = 0.97  # cosine from which two requests say the same
+MOST_ENTRIES = 512  # what a token can afford to be matched with
+MOST_BYTES = 64 << 20
 
 Floats = NDArray[np.float32]
 _PARTS = ("prefill", "decode")
 
 
-class Eamc:
-    """At most `capacity` entries of L layers x E experts; a full one replaces the most similar."""
+def ceiling(layers: int, experts: int) -> int:
+    """Entries that an automatic EAMC has at most: each takes 16·L·E bytes of memory."""
+    return max(1, min(MOST_ENTRIES, MOST_BYTES // (16 * layers * experts)))
 
-    def __init__(self, capacity: int, layers: int, experts: int) -> None:
+
+class Eamc:
+    """At most `capacity` entries of L layers x E experts; a full one replaces the most similar.
+
+    With `alike`, a new entry also replaces all those whose cosine to it is at least that. Adding
+    the entries of such a collection, oldest first, to an empty one restores it just the same.
+    """
+
+    def __init__(
+        self, capacity: int, layers: int, experts: int, alike: float | None = None
+    ) -> None:
         assert capacity > 0, "an EAMC holds at least one entry"
         self.capacity, self.layers, self.experts = capacity, layers, experts
+        self._alike = alike
         self._size = 0
         self._room = 0
+        self._entries: dict[str, Floats] = {
+            part: np.zeros((0, layers, experts), np.float32) for part in _PARTS
+        }
         self._counts: dict[str, Floats] = {
             part: np.zeros((layers, experts, 0), np.float32) for part in _PARTS
         }
@@ -48,20 +73,27 @@ class Eamc:
         self._next_stamp = 0
         self.changes = 0  # entries that came or were replaced, ever: running matches check it
 
+    @classmethod
+    def automatic(cls, layers: int, experts: int) -> Eamc:
+        """As many entries as the workload has different requests, within the ceiling."""
+        return cls(ceiling(layers, experts), layers, experts, ALIKE)
+
     def __len__(self) -> int:
         return self._size
 
     def add(self, prefill: NDArray[np.integer], decode: NDArray[np.integer]) -> int:
         """Stores the rEAMs [L, E] of a finished request; returns the place that they took.
 
-        When full, the stored entry with the smallest distance to the new one goes.
+        When full, the stored entry with the smallest distance to the new one goes; with `alike`,
+        those that it is so like go in any case.
         """
         new = {"prefill": prefill.astype(np.float32), "decode": decode.astype(np.float32)}
-        place = self._size if self._size < self.capacity else self._closest(new)
+        place = self._place_for(new)
         if place == self._room:
             self._grow(min(self.capacity, max(16, 2 * self._room)))
         self._size = max(self._size, place + 1)
         for part, counts in new.items():
+            self._entries[part][place] = counts
             self._counts[part][:, :, place] = counts
             self._squares[part][:, place] = np.cumsum((counts.astype(np.float64) ** 2).sum(1))
         self._stamps[place] = self._next_stamp
@@ -71,12 +103,16 @@ class Eamc:
 
     def entry(self, place: int) -> RequestEam:
         """The counts of one entry."""
-        prefill, decode = (self._counts[p][:, :, place].astype(np.uint32) for p in _PARTS)
+        prefill, decode = (self._entries[p][place].astype(np.uint32) for p in _PARTS)
         return RequestEam(prefill, decode)
 
     def entries(self) -> list[RequestEam]:
         """All entries, oldest first: adding them to an empty EAMC in this order restores it."""
-        return [self.entry(int(place)) for place in np.argsort(self._stamps[: self._size])]
+        return [self.entry(int(place)) for place in self.oldest_first()]
+
+    def oldest_first(self) -> NDArray[np.intp]:
+        """The places [N] in the order in which their entries came."""
+        return np.argsort(self._stamps[: self._size])
 
     def similarity(self, prefill: NDArray[np.number], decode: NDArray[np.number]) -> Floats:
         """[N]: 1 - distance of a pair of EAMs [L, E] to every entry.
@@ -97,20 +133,12 @@ class Eamc:
 
     def best(self, similarity: Floats, most: int = 1) -> list[int]:
         """The places of the `most` most similar entries, best first; ties: the newest first."""
-        order = np.lexsort((-self._stamps[: self._size], -_rounded(similarity)))
-        return [int(place) for place in order[:most]]
-
-    def newest_of_best(self, similarity: Floats) -> int:
-        """best(similarity, 1)[0], without sorting."""
-        (ties,) = np.nonzero(similarity >= similarity.max() - TIE)
-        return int(ties[0] if len(ties) == 1 else ties[self._stamps[ties].argmax()])
+        return best_matches(similarity, self._stamps, most)
 
     def sum_of(self, places: Sequence[int], phase: Phase) -> Floats:
         """[L, E]: the matched matrices of this phase, summed cell by cell."""
-        counts = self._counts[part_of(phase)]
-        if len(places) == 1:
-            return counts[:, :, places[0]]
-        total: Floats = counts[:, :, list(places)].sum(2)
+        counts = self._entries[part_of(phase)][list(places)]
+        total: Floats = counts.sum(0)
         return total
 
     def counts(self, phase: Phase) -> Floats:
@@ -152,14 +180,36 @@ class Eamc:
             found.add(*pair)
         return found
 
-    def _closest(self, new: dict[str, Floats]) -> int:
-        return self.newest_of_best(self.similarity(new["prefill"], new["decode"]))
+    def _place_for(self, new: dict[str, Floats]) -> int:
+        full = self._size == self.capacity
+        if not full and self._alike is None:
+            return self._size
+        similarity = self.similarity(new["prefill"], new["decode"])
+        if self._alike is not None:
+            places = np.flatnonzero(similarity >= self._alike).tolist()
+            for place in reversed(places[1:]):
+                self._fill(place)
+            if places:
+                return int(places[0])
+        return self.best(similarity)[0] if full else self._size
+
+    def _fill(self, place: int) -> None:
+        """Forgets an entry: the last one moves to its place."""
+        last = self._size - 1
+        for part in _PARTS:
+            self._entries[part][place] = self._entries[part][last]
+            self._counts[part][:, :, place] = self._counts[part][:, :, last]
+            self._squares[part][:, place] = self._squares[part][:, last]
+        self._stamps[place] = self._stamps[last]
+        self._size = last
 
     def _grow(self, room: int) -> None:
         more = room - self._room
         for part in _PARTS:
-            pad = np.zeros((self.layers, self.experts, more), np.float32)
-            self._counts[part] = np.concatenate([self._counts[part], pad], 2)
+            pad = np.zeros((more, self.layers, self.experts), np.float32)
+            self._entries[part] = np.concatenate([self._entries[part], pad])
+            turned = np.moveaxis(pad, 0, 2)
+            self._counts[part] = np.concatenate([self._counts[part], turned], 2)
             flat = np.zeros((self.layers, more), np.float32)
             self._squares[part] = np.concatenate([self._squares[part], flat], 1)
         self._stamps = np.concatenate([self._stamps, np.zeros(more, np.int64)])
@@ -170,78 +220,41 @@ _SIZE = ("layers", "experts")
 
 
 class Matcher:
-    """Follows one request through the passes of one phase and keeps its cosine to every entry.
+    """Follows one request through the passes of one phase; native/eam_match.h draws how.
 
     The query is the request's EAM of this phase on the observed rows: layers 0 … l of the running
-    pass, each with the request's earlier passes of the phase added. Per layer it costs K rows of N
-    numbers: the dot product of every layer is kept and only grows by what was routed, and the sum
-    over observed layers is a running prefix.
+    pass, each with the request's earlier passes of the phase added. Entries may come and go
+    meanwhile.
     """
 
     def __init__(self, eamc: Eamc, phase: Phase) -> None:
         self._eamc, self.phase = eamc, phase
-        self.query = np.zeros((eamc.layers, eamc.experts), np.float32)
-        self._layer_squares = [0.0] * eamc.layers  # of the query
-        self._rebuild()
-        self.begin_pass()
+        self._match = EamMatch(eamc.layers, eamc.experts)
+        self._changes = -1
+
+    @property
+    def layer(self) -> int:
+        """The last observed one of the running pass; -1: none."""
+        return self._match.layer
 
     def begin_pass(self) -> None:
         """Nothing of this pass is observed yet."""
-        self.layer = -1  # the last observed one
-        self._square = 0.0
-        if self._changes != self._eamc.changes:
-            self._rebuild()
-        self._dot = np.zeros(len(self._eamc), np.float32)
+        self._match.begin_pass()
 
-    def observe(self, layer: int, counts: NDArray[np.number]) -> None:
-        """`layer` of the running pass routed counts [E] of this request's rows."""
-        experts = np.flatnonzero(counts)
-        self.observe_ids(layer, np.repeat(experts, counts[experts].astype(np.int64)))
-
-    def observe_ids(self, layer: int, experts: NDArray[np.integer]) -> None:
-        """The same, as the chosen experts [n], once per row that chose them; layers ascend."""
-        if self._changes != self._eamc.changes:
-            self._restart()
-        while self.layer < layer:  # a layer that this pass skipped counts with its history
-            if self.layer >= 0:
-                self._close(self.layer)
-            self.layer += 1
-        row, kept = self.query[layer], self._dots[layer]
-        if len(set(experts.tolist())) < len(experts):
-            added = np.bincount(experts, minlength=len(row)).astype(np.float32)
-            row += added
-            (which,) = np.nonzero(added)
-            kept += added[which] @ self._counts[layer, which]
-        else:
-            row[experts] += 1
-            kept += self._counts[layer, experts].sum(0)
-        self._layer_squares[layer] = float(row @ row)
+    def observe(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+        """`layer` of the running pass routed ids [T, K]; -1 = none. Layers ascend; one that the
+        pass skipped counts with its history."""
+        self._current().observe(layer, ids)
 
     def similarity(self) -> Floats:
         """[N]: the cosine over the observed rows; 0 before anything is observed."""
+        return self._current().similarity()
+
+    def _current(self) -> EamMatch:
         if self._changes != self._eamc.changes:
-            self._restart()
-        if self.layer < 0:
-            return np.zeros(len(self._eamc), np.float32)
-        dot = self._dot + self._dots[self.layer]
-        square = self._square + self._layer_squares[self.layer]
-        return cosine(dot, square, self._squares[self.layer])
-
-    def _close(self, layer: int) -> None:
-        self._dot += self._dots[layer]
-        self._square += self._layer_squares[layer]
-
-    def _rebuild(self) -> None:
-        """All dot products anew, after entries came or went."""
-        self._changes = self._eamc.changes
-        self._counts = self._eamc.counts(self.phase)
-        self._squares = self._eamc.squares(self.phase)
-        self._dots: Floats = np.einsum("len,le->ln", self._counts, self.query)
-
-    def _restart(self) -> None:
-        """A rebuild in the middle of a pass."""
-        self._rebuild()
-        self._dot = self._dots[: max(self.layer, 0)].sum(0)
+            self._changes = self._eamc.changes
+            self._match.rebuild(self._eamc.counts(self.phase), self._eamc.squares(self.phase))
+        return self._match
 
 
 def part_of(phase: Phase) -> str:
@@ -287,10 +300,6 @@ def eviction_priorities(prediction: Floats, epsilon: float) -> Floats:
     layers = len(prediction)
     late = 1 - np.arange(layers, dtype=np.float32) / layers
     return ((prediction + np.float32(epsilon)) * late[:, None]).astype(np.float32)
-
-
-def _rounded(similarity: Floats) -> NDArray[np.int64]:
-    return np.round(similarity / TIE).astype(np.int64)
 
 
 def _positive(value: object) -> int:

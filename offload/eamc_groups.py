@@ -47,7 +47,8 @@ class Summary:
 
 def summarise(eamc: Eamc) -> Summary:
     """Raises nothing; an empty EAMC has no groups."""
-    prefill, decode = eamc.counts("prefill"), eamc.counts("decode")  # [L, E, N]
+    order = eamc.oldest_first()  # not that of places, which depends on what was replaced
+    prefill, decode = eamc.counts("prefill")[:, :, order], eamc.counts("decode")[:, :, order]
     both = prefill + decode
     count = len(eamc)
     vectors = np.concatenate([_unit(_flat(prefill)), _unit(_flat(decode))], axis=1)

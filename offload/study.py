@@ -17,7 +17,6 @@ from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
-from moeinf.offload.policy.usage import UsageKnobs
 from moeinf.offload.simulate import Conditions, Outcome, Replay
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Pass, Recording
@@ -32,13 +31,13 @@ class Case:
 
     policy: str
     share: float
-    eamc_capacity: int = 100
+    eamc_capacity: int | None = None  # None: automatic
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
-_KNOBS = frozenset(
-    knob.name for kind in (AdaptiveKnobs, UsageKnobs, EamcKnobs) for knob in fields(kind)
-) - {"usage"} | {"eamc_capacity"}
+_KNOBS = frozenset(knob.name for kind in (AdaptiveKnobs, EamcKnobs) for knob in fields(kind)) | {
+    "eamc_capacity"
+}
 
 
 def run_case(
@@ -56,14 +55,15 @@ def run_case(
     shape = recording.shape
     slots = max(1, round(case.share * shape.layers * shape.experts))
     capacity = case.knobs.get("eamc_capacity", case.eamc_capacity)
-    eamc = eamc or Eamc(capacity, shape.layers, shape.experts)
+    if eamc is None:
+        size = shape.layers, shape.experts
+        eamc = Eamc.automatic(*size) if capacity is None else Eamc(capacity, *size)
 
     def make(setup: Setup) -> Policy:
         if case.policy == "belady":
             return Belady(setup, _events(recording))
         if case.policy == "adaptive":
-            knobs = _chosen(AdaptiveKnobs(), case.knobs)
-            return Adaptive(setup, replace(knobs, usage=_chosen(UsageKnobs(), case.knobs)))
+            return Adaptive(setup, _chosen(AdaptiveKnobs(), case.knobs))
         if case.policy == "eamc":
             return EamcPolicy(setup, _chosen(EamcKnobs(), case.knobs))
         return POLICIES[case.policy](setup)
@@ -108,5 +108,5 @@ def _events(recording: Recording) -> Iterator[tuple[int, Any]]:
 
 
 def _chosen(defaults: Any, knobs: dict[str, Any]) -> Any:
-    mine = {knob.name for knob in fields(defaults)} - {"usage"}
+    mine = {knob.name for knob in fields(defaults)}
     return replace(defaults, **{name: value for name, value in knobs.items() if name in mine})

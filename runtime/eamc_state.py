@@ -24,12 +24,12 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.record_log import RecordLog
 
 VERSION = 1
-DEFAULT_CAPACITY = 120  # where the paper's latency was lowest (arXiv 2401.14361, section 8)
 MAX_FILE_BYTES = 256 << 20
 MAX_ENTRIES = 1 << 14
 _LOG = "eamc.log"
 _SIZES = struct.Struct("<II")  # layers, experts
 _DEFLATE_LEVEL = 1
+_SMALL = 64  # a log of fewer entries is not worth rewriting
 
 
 class ForeignEamc(ValueError):
@@ -39,7 +39,8 @@ class ForeignEamc(ValueError):
 class EamcState:
     """What a model's requests have left, shared by all processes that run it.
 
-    note hears, in one line each, of what could not be read and where it was put.
+    note hears, in one line each, of what could not be read and where it was put. A capacity of
+    None is automatic (offload/eamc.py).
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class EamcState:
         settings: Settings,
         manifest: Manifest,
         note: Callable[[str], None],
-        capacity: int = DEFAULT_CAPACITY,
+        capacity: int | None = None,
     ) -> None:
-        self.capacity = capacity
+        self._capacity = capacity
         self._live: Eamc | None = None
         self._shape = (manifest.layers, manifest.experts)
         layers, experts = self._shape
@@ -57,6 +58,11 @@ class EamcState:
         header = json.dumps(about).encode()
         folder = settings.state_of(manifest.model)
         self._log = RecordLog(folder, _LOG, header, self._problem, note)
+
+    @property
+    def capacity(self) -> int:
+        """Entries at most."""
+        return self._empty().capacity
 
     def live(self) -> Eamc:
         """The collection for this process to predict from; `append` adds to it. Raises OSError.
@@ -71,7 +77,8 @@ class EamcState:
         """Makes a finished request's rEAMs durable. Raises OSError."""
         if self._live is not None:
             self._live.add(entry.prefill, entry.decode)
-        if self._log.append(_encode(entry)) > 2 * self.capacity:
+        held = self.capacity if self._live is None else len(self._live)
+        if self._log.append(_encode(entry)) > 2 * max(held, min(_SMALL, self.capacity)):
             self._log.rewrite(lambda records: self._encoded(self._replay(records)))
 
     def extend(self, entries: Iterable[RequestEam]) -> int:
@@ -97,12 +104,17 @@ class EamcState:
         return held
 
     def _replay(self, records: list[bytes]) -> Eamc:
-        eamc = Eamc(self.capacity, *self._shape)
+        eamc = self._empty()
         for record in records:
             entry = _decode(record, *self._shape)
             if entry is not None:  # checked by its CRC, so only a bug writes what is none
                 eamc.add(entry.prefill, entry.decode)
         return eamc
+
+    def _empty(self) -> Eamc:
+        if self._capacity is None:
+            return Eamc.automatic(*self._shape)
+        return Eamc(self._capacity, *self._shape)
 
     def _encoded(self, eamc: Eamc) -> list[bytes]:
         return [_encode(entry) for entry in eamc.entries()]

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.eamc import Eamc
+from moeinf.offload.hints import RecordedHints
 from moeinf.offload.policy.requests import RunningRequest
 from moeinf.offload.recording_file import recording_from_bytes
 from moeinf.offload.simulate import Outcome
-from moeinf.offload.study import Case, run_case, shifted
+from moeinf.offload.study import Case, interleaved, run_case, shifted
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Recording
 
@@ -31,13 +32,21 @@ _PARTS = (
 )
 
 
-def collection(recording: Recording, requests: Sequence[int], capacity: int) -> Eamc:
-    """An EAMC that has seen these requests."""
-    eamc = Eamc(capacity, recording.shape.layers, recording.shape.experts)
+def collection(recording: Recording, requests: Sequence[int], capacity: int | None) -> Eamc:
+    """An EAMC that has seen these requests; None: of automatic capacity."""
+    size = recording.shape.layers, recording.shape.experts
+    eamc = Eamc.automatic(*size) if capacity is None else Eamc(capacity, *size)
     eams = recording.request_eams()
     for request in requests:
         eamc.add(eams[request].prefill, eams[request].decode)
     return eamc
+
+
+def nearest(recording: Recording, requests: Sequence[int], eamc: Eamc) -> NDArray[np.float32]:
+    """Per request: the cosine to the closest entry."""
+    eams = recording.request_eams()
+    near = [eamc.similarity(eams[r].prefill, eams[r].decode).max() for r in requests]
+    return np.array(near)
 
 
 def predictions(
@@ -80,11 +89,13 @@ def predictions(
     return {k: v[1:, 0] / np.maximum(v[1:, 1], 1) for k, v in found.items()}
 
 
-def by_age(outcome: Outcome, name: str, ages: int = 16) -> NDArray[np.float64]:
-    """Mean of a token's figure by its place in the answer."""
+def by_age(
+    outcome: Outcome, name: str, ages: int = 16, early: Sequence[int] | None = None
+) -> NDArray[np.float64]:
+    """Mean of a token's figure by its place in the answer; of all requests, or of the early."""
     sums = np.zeros((ages, 2))
     for token in outcome.tokens:
-        if token.age < ages:
+        if token.age < ages and (early is None or token.request in early):
             sums[token.age] += getattr(token, name), 1
     return sums[:, 0] / np.maximum(sums[:, 1], 1)
 
@@ -136,21 +147,65 @@ def main() -> None:
     for name, memory in (("cold", None), ("warm", collection(recording, past, len(past)))):
         outcome = run_case(second, Case("adaptive", options.share), CLOCK, eamc=memory)
         curves[name] = by_age(outcome, "stall_seconds") * 1000
-        print(f"  {name}: mean {curves[name].mean():.4f}", *(f"{x:.3f}" for x in curves[name]))
+        early = by_age(outcome, "stall_seconds", early=now[:30]).mean() * 1000
+        print(f"  {name}: mean {curves[name].mean():.4f}, of the first 30 requests {early:.4f}")
 
     print(f"\ncapacity of the EAMC at {options.share:.0%}: stall ms, hit rate, mean best cosine")
-    for capacity in (1, 3, 10, 30, 100, 300):
-        case = Case("adaptive", options.share, capacity)
+    for capacity in (1, 3, 10, 30, 100, 200, 300, None):
         memory = collection(recording, past, capacity)
-        eams = second.request_eams().values()
-        near = np.mean([memory.similarity(eam.prefill, eam.decode).max() for eam in eams])
-        warm = run_case(second, case, CLOCK, eamc=memory)
-        paper = run_case(
-            second, Case("eamc", options.share), CLOCK, eamc=collection(recording, past, capacity)
+        near, held = nearest(recording, now, memory).mean(), len(memory)
+        warm, paper = (
+            run_case(
+                second,
+                Case(policy, options.share),
+                CLOCK,
+                eamc=collection(recording, past, capacity),
+            )
+            for policy in ("adaptive", "eamc")
         )
         print(
-            f"  {capacity:4}: adaptive {warm.stall_ms_per_token:.4f} {warm.hit_rate:.1%}   "
-            f"eamc {paper.stall_ms_per_token:.4f} {paper.hit_rate:.1%}   cosine {near:.3f}"
+            f"  {capacity or 'auto':>4} ({held:3}): adaptive {warm.stall_ms_per_token:.4f} "
+            f"{warm.hit_rate:.1%}   eamc {paper.stall_ms_per_token:.4f} {paper.hit_rate:.1%}   "
+            f"cosine {near:.3f}"
+        )
+
+    cells = recording.shape.layers * recording.shape.experts
+    print("\ncosine of the rest to the closest of the first requests: mean, least, share at least")
+    for name, entries, bound in (
+        ("2LE", 2 * cells, 0.75),
+        ("½·LE·ln LE", round(cells * np.log(cells) / 2), 0.98),
+    ):
+        if entries < len(requests):
+            memory = collection(recording, requests[:entries], entries)
+            near = nearest(recording, requests[entries:], memory)
+            print(
+                f"  {name} = {entries}: {near.mean():.3f}, {near.min():.3f}, "
+                f"{(near >= bound).mean():.1%} at {bound}"
+            )
+
+    print(f"\nconditions, adaptive at {options.share:.0%}: stall ms, hit rate, of all requests")
+    for name, users, late, hints in (
+        ("as recorded", 1, False, None),
+        ("routing told after its pass", 1, True, None),
+        ("recorded hints", 1, False, RecordedHints()),
+        ("2 users in turn", 2, False, None),
+        ("4 users in turn", 4, False, None),
+        ("8 users in turn", 8, False, None),
+    ):
+        mixed = interleaved(recording, users) if users > 1 else recording
+        row = []
+        for policy in ("lru", "adaptive"):
+            found = run_case(mixed, Case(policy, options.share), CLOCK, hints, late)
+            row.append(f"{policy} {found.stall_ms_per_token:.4f} {found.hit_rate:.1%}")
+        print(f"  {name:28}", "   ".join(row))
+
+    print("\nlookahead from a probability: stall ms, hit rate, share of it that was used")
+    for sure in (0.1, 0.2, 0.3, 0.5, 0.7, 2.0):
+        found = run_case(recording, Case("adaptive", options.share, knobs={"sure": sure}), CLOCK)
+        right = found.prefetch_precision
+        print(
+            f"  {sure}: {found.stall_ms_per_token:.4f} {found.hit_rate:.1%}",
+            "-" if right is None else f"{right:.0%} of {found.fetched_ahead}",
         )
 
     shift = shifted(recording, ",".join(_PARTS))

@@ -1,220 +1,115 @@
 """The default policy: keeps what is probably used next, whatever tells so.
 
-Does not know bytes, time or threads. usage.py says how probable the use of each expert is.
+Does not know bytes, time or threads. Its decisions are made in native/adaptive_core.h and its
+estimates in native/usage.h, which argue both; a plain transcription that tests compare them with is
+tests/offload/policy/plain.py. Here is what one decode pass asks of them:
 
-Admission: a slot is *kept* or *staged*. What has been read is staged first. It takes over the slot
-of the least probable kept expert only if it is more probable by the factor 1 + ε; the two change
-places, nothing is copied, and the loser stays usable until its slot is needed. Victims are staged
-ones, the least probable first. So a miss that will not come again costs one read and displaces
-nobody.
+    begin_pass   what matched requests of the past did is written to `past`; the mixture is made
+    routed       estimates and weights move; hints for this layer are judged; what was staged and
+                 is now probable enough is kept
+    hinted       the gate's choice is noted, and protected until its layer has run
+    prefetch     hints that are worth it, then what is likelier used than not
 
-Reading ahead: what a gate hints for a later layer, and lookahead by probability, each only while
-it is more probably right than wrong. Hints are judged by what is routed afterwards, whether or
-not they were acted upon. Hinted experts are not evicted before their layer has run.
+A pass of several requests is one token that chose all that they chose; `past` is the sum over them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Evictable, Passive, Setup, Wish, chosen_cells, lowest
+from moeinf.native import AdaptiveCore
+from moeinf.offload.policy.base import Evictable, Setup, Wish
 from moeinf.offload.policy.requests import RunningRequests
-from moeinf.offload.policy.usage import Usage, UsageKnobs
-from moeinf.offload.trace import Phase, eam_row
-
-_MEMORY = 0.99  # how long the success of hints is remembered: about a hundred hints
-_SURPRISE = (0.01, 0.03, 0.1, 0.3)  # hints are judged by how probable their expert was anyway
-_NONE = np.float32(np.inf)
-_SURE = 0.5  # lookahead reads only what is likelier used than not: its misses cost as much
+from moeinf.offload.trace import Phase
 
 
 @dataclass(frozen=True)
 class AdaptiveKnobs:
-    """hysteresis: ε. matches: EAMC entries that are averaged. worth: the probability from which a
-    hinted read is worth its while. usage: of the estimates."""
+    """hysteresis: ε of admission. matches: EAMC entries that are averaged. worth: the probability
+    from which a hinted read is worth its while. sure: the one from which lookahead reads. decays:
+    λ per token of the decayed shares. step: how far a token moves the weights of the estimates, at
+    least. prompt: how many decode tokens a prompt token counts for in the decayed shares."""
 
     hysteresis: float = 0.25
     matches: int = 5
     worth: float = 0.25
-    usage: UsageKnobs = field(default_factory=UsageKnobs)
+    sure: float = 0.5
+    decays: tuple[float, ...] = (0.8, 0.95, 0.98)
+    step: float = 0.05
+    prompt: float = 1.0
 
 
-class Adaptive(Passive):
+class Adaptive:
     """Evicts by probability of use, admits with hysteresis, reads ahead what is worth it."""
 
     def __init__(self, setup: Setup, knobs: AdaptiveKnobs | None = None) -> None:
-        super().__init__(setup)
-        self._knobs = knobs or AdaptiveKnobs()
+        knobs = knobs or AdaptiveKnobs()
         shape = setup.shape
-        self._experts = shape.experts
-        self.usage = Usage(shape.layers, shape.experts, self._knobs.usage)
         self._requests = RunningRequests(shape, setup.eamc)
-        self._keep_at_most = setup.slots - min(shape.top_k, max(1, setup.slots // 4))
-        self._kept = 0
-        self._is_kept = np.zeros(setup.cells, np.bool_)
-        self._keys = np.full(setup.cells, _NONE)  # score of kept cells, infinite for the others
-        self._staged: dict[int, None] = {}  # the oldest first
-        self._phase: Phase = "prefill"
-        self._layer = -1
-        self._hints: dict[int, list[int]] = {}  # layer -> cells, the surest first
-        self._hinted: set[int] = set()
-        self._hint_right = [1.0] * (len(_SURPRISE) + 1)
-        self._hint_seen = [1.0] * (len(_SURPRISE) + 1)
-        self._hint_class: dict[int, int] = {}
+        self._matches, self._top_k = knobs.matches, shape.top_k
+        self.core = AdaptiveCore(
+            shape.layers,
+            shape.experts,
+            keep_at_most=setup.slots - min(shape.top_k, max(1, setup.slots // 4)),
+            hysteresis=knobs.hysteresis,
+            worth=knobs.worth,
+            sure=knobs.sure,
+            decays=knobs.decays,
+            step=knobs.step,
+            prompt=knobs.prompt,
+        )
 
-    def hint_precision(self, score: float) -> float:
-        """Share of recent hints that came true, among those of experts about as probable."""
-        kind = bisect(_SURPRISE, score)
-        return self._hint_right[kind] / self._hint_seen[kind]
+    @property
+    def insertions(self) -> int:
+        return self.core.insertions
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self._requests.begin_pass(rows, phase)
-        self._phase, self._layer = phase, -1
         if phase == "decode":
-            active = self._requests.active()
-            age = min(request.decode_passes for request in active) - 1
             self._write_predictions()
-            self.usage.begin_token(age)
-            self._refresh()
+            youngest = min(request.decode_passes for request in self._requests.active())
+            self.core.begin_decode(youngest - 1)
         else:
-            self._prompt_tokens = len(rows)
+            self.core.begin_prefill()
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        self._layer = layer
         self._requests.routed(layer, ids)
-        cells = chosen_cells(layer, ids, self._experts)
-        if self._phase == "decode":
-            self.usage.used(layer, cells)
-        else:
-            self.usage.prompted(layer, eam_row(ids, self._experts), len(ids))
-        self._judge_hints(layer, cells)
-        row = slice(layer * self._experts, (layer + 1) * self._experts)
-        self._keys[row] = np.where(self._is_kept[row], self.usage.score[row], _NONE)
-        for cell in cells:
-            if cell in self._staged:
-                self._settle(cell)
+        self.core.routed(layer, ids)
 
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        first = layer * self._experts
-        by_rank = ids.T.ravel().tolist()  # every row's surest first
-        cells = list(dict.fromkeys(first + e for e in by_rank if e >= 0))
-        self._hints[layer] = cells
-        score = self.usage.score
-        self._hint_class.update((cell, bisect(_SURPRISE, score[cell])) for cell in cells)
-        self._hinted.update(cells)
+        self.core.hinted(layer, ids)
 
     def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
-        self._hints.clear()
-        self._hinted.clear()
-        self._hint_class.clear()
+        self.core.end_pass()
 
     def end_request(self, request: int) -> None:
         self._requests.end(request)
 
     def admitted(self, cell: int) -> None:
-        self._staged[cell] = None
-        if cell not in self._hinted:  # else it is judged when its layer has run
-            self._settle(cell)
+        self.core.admitted(cell)
 
     def victim(self, evictable: Evictable) -> int | None:
-        hinted = self._hinted
-        score = self.usage.score
-        free = [cell for cell in self._staged if cell not in hinted and evictable(cell)]
-        if free:
-            cell = min(free, key=score.__getitem__)
-            del self._staged[cell]
-            return cell
-        kept = lowest(self._keys, lambda c: c not in hinted and evictable(c))
-        if kept is None:
-            kept = lowest(self._keys, evictable)
-        if kept is not None:
-            self._unkeep(kept)
-            return kept
-        for cell in self._staged:
-            if evictable(cell):
-                del self._staged[cell]
-                return cell
-        return None
+        return self.core.victim(evictable)
 
     def keeps(self, cell: int) -> bool:
-        if self._kept < self._keep_at_most:
-            return True
-        least = self._keys.min()
-        return bool(self.usage.score[cell] > least * (1 + self._knobs.hysteresis))
+        return self.core.keeps(cell)
 
     def prefetch(self, most: int) -> Sequence[Wish]:
-        wishes: list[Wish] = []
-        score = self.usage.score
-        for layer in sorted(self._hints):
-            if layer > self._layer:
-                absent = [cell for cell in self._hints[layer] if not self._has(cell)]
-                absent.sort(key=score.__getitem__, reverse=True)
-                worth = self._knobs.worth
-                wishes += [Wish(c, True) for c in absent if self.hint_precision(score[c]) >= worth]
-        return wishes[:most] + self._lookahead(most - len(wishes))
-
-    def _lookahead(self, most: int) -> list[Wish]:
-        """Absent experts of later layers, or after the last layer of all, that are probable."""
-        last = self._layer == self.setup.shape.layers - 1
-        first = 0 if last else (self._layer + 1) * self._experts
-        score = self.usage.score
-        probable = first + np.flatnonzero(score[first:] >= _SURE)
-        absent = [cell for cell in probable.tolist() if not self._has(cell)]
-        absent.sort(key=score.__getitem__, reverse=True)
-        return [Wish(cell, False) for cell in absent[: max(most, 0)] if cell not in self._hinted]
-
-    def _has(self, cell: int) -> bool:
-        return bool(self._is_kept[cell]) or cell in self._staged
-
-    def _settle(self, cell: int) -> None:
-        """A staged cell is kept from now on if it deserves it."""
-        if self._kept >= self._keep_at_most:
-            loser = int(self._keys.argmin())
-            least = self._keys[loser]
-            if not self.usage.score[cell] > least * (1 + self._knobs.hysteresis):
-                return
-            self._unkeep(loser)
-            self._staged[loser] = None
-        del self._staged[cell]
-        self.insertions += 1
-        self._is_kept[cell] = True
-        self._keys[cell] = self.usage.score[cell]
-        self._kept += 1
-
-    def _unkeep(self, cell: int) -> None:
-        self._is_kept[cell] = False
-        self._keys[cell] = _NONE
-        self._kept -= 1
-
-    def _refresh(self) -> None:
-        np.copyto(self._keys, self.usage.score)
-        self._keys[~self._is_kept] = _NONE
-
-    def _judge_hints(self, layer: int, cells: list[int]) -> None:
-        hinted = self._hints.pop(layer, None)
-        if hinted:
-            chosen = set(cells)
-            for cell in hinted:
-                kind = self._hint_class.pop(cell)
-                self._hint_right[kind] = self._hint_right[kind] * _MEMORY + (cell in chosen)
-                self._hint_seen[kind] = self._hint_seen[kind] * _MEMORY + 1
-            self._hinted.difference_update(hinted)
+        return [Wish(cell, urgent) for cell, urgent in self.core.wishes(most)]
 
     def _write_predictions(self) -> None:
-        """Before a decode pass: what past requests say about the running ones."""
-        usage, shape = self.usage, self.setup.shape
-        active = self._requests.active()
-        past = usage.past
+        """What past requests say about the running ones: a probability per expert."""
+        past = self.core.past
         past.fill(0)
+        active = self._requests.active()
         for request in active:
-            predicted = request.predict(request.pair_similarity(), self._knobs.matches, "decode")
+            predicted = request.predict(request.pair_similarity(), self._matches, "decode")
             if predicted is not None:
-                past += predicted.ravel() * shape.top_k
+                past += predicted * self._top_k
         if len(active) > 1:
             np.minimum(past, 1, out=past)

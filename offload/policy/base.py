@@ -63,7 +63,10 @@ class Wish(NamedTuple):
 class Policy(Protocol):
     """Decides who leaves, who stays and what to read ahead. See the module for the order."""
 
-    insertions: int  # arrivals that were given a place to stay, ever
+    @property
+    def insertions(self) -> int:
+        """Arrivals that were given a place to stay, ever."""
+        ...
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         """A pass of T rows starts; rows [T] names the request of each."""

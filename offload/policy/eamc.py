@@ -102,7 +102,8 @@ class EamcPolicy(Passive):
         known = [part for part in parts if part is not None]
         if known:
             total = known[0] if len(known) == 1 else normalised(np.sum(known, 0))
-            self._set_prediction(total)
+            if total is not self._prediction:
+                self._set_prediction(total)
 
     def _set_prediction(self, prediction: Floats) -> None:
         self._prediction = prediction

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.eamc import Eamc, Floats, Matcher, normalised
-from moeinf.offload.trace import Phase, RoutingShape, eam_row
+from moeinf.offload.trace import Phase, RoutingShape
 
 
 class RunningRequest:
@@ -20,6 +20,8 @@ class RunningRequest:
     def __init__(self, eamc: Eamc) -> None:
         self._eamc = eamc
         self._matchers: dict[Phase, Matcher] = {}
+        self._found: tuple[Phase, int, list[int]] | None = None  # what _predicted is made of
+        self._predicted: Floats
         self.decode_passes = 0
 
     def begin_pass(self, phase: Phase) -> None:
@@ -33,11 +35,7 @@ class RunningRequest:
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
         """This request's rows [t, K] chose ids in `layer`."""
-        matcher = self._matchers[self.phase]
-        if len(ids) == 1 and ids.min() >= 0:
-            matcher.observe_ids(layer, ids[0])
-        else:
-            matcher.observe(layer, eam_row(ids, self._eamc.experts))
+        self._matchers[self.phase].observe(layer, ids)
 
     def similarity(self) -> Floats:
         """[N] on the observed rows of the running pass, phase by phase as the paper has it.
@@ -53,24 +51,29 @@ class RunningRequest:
     def pair_similarity(self) -> Floats:
         """[N] on all that is known: the mean over prefill and decode."""
         parts = [m.similarity() for m in self._matchers.values() if m.layer >= 0]
-        return np.mean(parts, 0) if parts else np.zeros(len(self._eamc), np.float32)
+        total: Floats = sum(parts, np.zeros(len(self._eamc), np.float32))
+        return total / np.float32(max(1, len(parts)))
 
     def predict(self, similarity: Floats, matches: int, phase: Phase) -> Floats | None:
-        """[L, E], rows sum to 1: what the matched entries routed in `phase`; None: no entry."""
+        """[L, E], rows sum to 1: what the matched entries routed in `phase`; None: no entry.
+
+        The same array as before while the same entries match. Not to be written.
+        """
         if not len(self._eamc):
             return None
-        if matches == 1:
-            places = [self._eamc.newest_of_best(similarity)]
-        else:
-            places = self._eamc.best(similarity, matches)
-        return normalised(self._eamc.sum_of(places, phase))
+        found = (phase, self._eamc.changes, self._eamc.best(similarity, matches))
+        if found != self._found:
+            self._found = found
+            self._predicted = normalised(self._eamc.sum_of(found[2], phase))
+        return self._predicted
 
 
 class RunningRequests:
     """All requests that live, and those of the running pass."""
 
     def __init__(self, shape: RoutingShape, eamc: Eamc | None) -> None:
-        self.eamc = eamc or Eamc(1, shape.layers, shape.experts)
+        # An empty collection is false, and fills while requests run.
+        self.eamc = Eamc(1, shape.layers, shape.experts) if eamc is None else eamc
         self._all: dict[int, RunningRequest] = {}
         self._rows: dict[int, NDArray[np.intp]] = {}  # of the running pass
 

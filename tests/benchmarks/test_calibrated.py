@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from benchmarks.calibrated import Calibration, bfloat16, calibrated, embeddings, tokens
-from benchmarks.capped import Program, Side, fate, markdown, race
+from benchmarks.capped import Program, Side, fate, race
 from benchmarks.cgroup import MemoryGroup, NoMemoryGroup
 from benchmarks.context import measure as measure_context
 from benchmarks.curves import comparable, curve, hint_recall, record, repeats, table
 from benchmarks.overhead import measure as measure_overhead
+from benchmarks.report import capped_markdown
 from benchmarks.shapes import shape
 from benchmarks.worker import Worker
 from moeinf.runtime.checkpoint import read_header
@@ -148,7 +149,7 @@ def test_a_capped_race(cache: Path) -> None:
     assert 0 < found["about"]["hit_rate"] < 1
     found["floor_ms"] = {"ram": 1.0, "disk": 2.0}
     fates = {"no-repack": "", "no-mmap": "killed at the limit"}
-    rows = markdown(
+    rows = capped_markdown(
         [{"share": 0.5, "limit_bytes": 1 << 30, "fates": fates, "races": {"no-repack": found}}]
     ).splitlines()
     assert len(rows) == 4

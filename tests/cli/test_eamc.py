@@ -14,7 +14,7 @@ from tests.cli.conftest import COMMAND, Command, command_in, environment
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, demo_home: Path) -> Path:
-    """Forty traced prompts of four kinds."""
+    """Forty traced prompts of four kinds; two of them go unseen, so alike are they to others."""
     folder = tmp_path_factory.mktemp("eamc")
     (folder / "models").symlink_to(demo_home / "models")
     options = ("--subset", "add,sort,json,spell", "--limit", "40", "--quiet")
@@ -30,11 +30,12 @@ def moeinf(home: Path) -> Command:
 
 def test_show_finds_the_kinds_of_requests(moeinf: Command) -> None:
     about = json.loads(moeinf("eamc", "show", "demo", "--json").out)
-    assert (about["model"], about["entries"]) == ("demo:bf16", 40)
+    assert (about["model"], about["entries"]) == ("demo:bf16", 38)
     sizes = [group["entries"] for group in about["groups"]]
-    assert sum(sizes) == 40
-    assert 4 <= len(sizes) <= 5  # one kind may fall into two
-    assert sizes.count(10) >= 3
+    assert sum(sizes) == 38
+    assert 4 <= len(sizes) <= 7  # a kind may fall into two
+    assert max(sizes) <= 10  # no group spans two kinds
+    assert (about["capacity"], about["capacity_limit"], about["alike"]) == (512, "matching", 0.97)
     assert about["silhouette"] > 0.3
     assert 0 < about["experts_used_per_request"] < about["experts_used"] <= 1
     assert 0.7 < about["nearest"]["median"] < 1
@@ -45,9 +46,9 @@ def test_show_finds_the_kinds_of_requests(moeinf: Command) -> None:
 def test_show_in_words_with_a_small_heat_map(moeinf: Command) -> None:
     result = moeinf("eamc", "show", "demo")
     lines = result.out.splitlines()
-    assert "entries:       40 of 120" in lines
+    assert "entries:       38 of at most 512" in lines
     (groups,) = (line for line in lines if line.startswith("groups:"))
-    assert "of 10, 10, 10, " in groups
+    assert "of 10, " in groups
     layers = [line for line in lines if line.startswith("L")]
     assert [line[:6] for line in layers] == [f"L{layer}    " for layer in range(6)]
     assert all("█" in line and len(line) <= 6 + 32 for line in layers)
@@ -87,16 +88,16 @@ def test_export_clear_import(home: Path, demo_home: Path, tmp_path: Path) -> Non
     (tmp_path / "models").symlink_to(demo_home / "models")
     fresh, file = command_in(tmp_path), str(tmp_path / "x.eamc")
     assert command_in(home)("eamc", "export", "demo", file).out == (
-        "exported 40 entries; the EAMC of demo:bf16 holds 40\n"
+        "exported 38 entries; the EAMC of demo:bf16 holds 38\n"
     )
     assert json.loads(fresh("eamc", "import", "demo", file, "--json").out) == {
-        "model": "demo:bf16", "imported": 40, "entries": 40, "file": file,
+        "model": "demo:bf16", "imported": 38, "entries": 38, "file": file,
     }  # fmt: skip
     shown = json.loads(fresh("eamc", "show", "demo", "--json").out)
     assert shown == json.loads(command_in(home)("eamc", "show", "demo", "--json").out)
-    assert fresh("eamc", "clear", "demo").out == "cleared 40 entries\n"
+    assert fresh("eamc", "clear", "demo").out == "cleared 38 entries\n"
     empty = fresh("eamc", "show", "demo")
-    assert "entries: 0 of 120" in empty.out
+    assert "0 of at most 512" in empty.out
     assert "`moeinf run demo:bf16` and `moeinf trace` fill it" in empty.err
     assert fresh("eamc", "show", "demo", "--plot", "x.png").code == 2
 
@@ -130,5 +131,5 @@ def test_a_damaged_log_is_put_aside_in_one_line(demo_home: Path, tmp_path: Path)
     (line,) = result.err.splitlines()
     assert "is not a log of moeinf: it was put aside as eamc.log.aside-1" in line
     assert (folder / "eamc.log.aside-1").read_text() == "what is this"
-    assert moeinf("run", "demo", "17+25=").err == ""
+    assert moeinf("run", "demo", "sort: 5 3 9").err == ""
     assert json.loads(moeinf("eamc", "show", "demo", "--json").out)["entries"] == 2

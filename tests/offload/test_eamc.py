@@ -12,6 +12,7 @@ from moeinf.offload.container import BadContainer, pack
 from moeinf.offload.eamc import (
     Eamc,
     Matcher,
+    ceiling,
     distance_weights,
     eviction_priorities,
     normalised,
@@ -44,9 +45,9 @@ def test_cosine_on_the_observed_rows_only() -> None:
     B: 4/(√26·√32) = .1387, C: (8+16)/(√26·√24) = .9608."""
     matcher = Matcher(of(9, A, B, C), "prefill")
     assert matcher.similarity().tolist() == [0, 0, 0]
-    matcher.observe(0, np.array([3, 1, 0]))
+    matcher.observe(0, np.array([[0], [0], [0], [1]]))
     assert_allclose(matcher.similarity(), [0.9487, 0.3162, 0.8944], atol=1e-4)
-    matcher.observe(1, np.array([4, 0, 0]))
+    matcher.observe(1, np.array([[0], [0], [0], [0]]))
     assert_allclose(matcher.similarity(), [0.4160, 0.1387, 0.9608], atol=1e-4)
 
 
@@ -55,22 +56,22 @@ def test_rows_of_later_layers_count_with_earlier_passes_once_they_ran() -> None:
     [2, 0, 0] alone, so A: 8/(2·4) = 1, C: 4/(2·√8) = .7071. Then layer 1 routes 0: rows
     [2, 0, 0], [1, 1, 0]; A: (8+4)/(√6·√32) = .8660, C: (4+4)/(√6·√24) = .6667."""
     matcher = Matcher(of(9, A, C), "prefill")
-    matcher.observe_ids(0, np.array([0]))
-    matcher.observe_ids(1, np.array([1]))
+    matcher.observe(0, np.array([[0]]))
+    matcher.observe(1, np.array([[1]]))
     matcher.begin_pass()
     assert matcher.similarity().tolist() == [0, 0]
-    matcher.observe_ids(0, np.array([0]))
+    matcher.observe(0, np.array([[0]]))
     assert_allclose(matcher.similarity(), [1, 0.7071], atol=1e-4)
-    matcher.observe_ids(1, np.array([0]))
+    matcher.observe(1, np.array([[0]]))
     assert_allclose(matcher.similarity(), [0.8660, 0.6667], atol=1e-4)
 
 
 def test_ties_go_to_the_newest() -> None:
     eamc = of(9, A, B, 3 * A)
     matcher = Matcher(eamc, "prefill")
-    matcher.observe(0, np.array([1, 0, 0]))
+    matcher.observe(0, np.array([[0]]))
     assert eamc.best(matcher.similarity(), 3) == [2, 0, 1]
-    assert eamc.newest_of_best(matcher.similarity()) == 2
+    assert eamc.best(matcher.similarity()) == [2]
 
 
 def test_a_full_collection_replaces_the_closest() -> None:
@@ -81,6 +82,51 @@ def test_a_full_collection_replaces_the_closest() -> None:
     assert eamc.entry(0).prefill.tolist() == [[3, 1, 0], [0, 4, 0]]
     assert eamc.entry(1).prefill.tolist() == B.tolist()
     assert [e.prefill.tolist() for e in eamc.entries()] == [B.tolist(), [[3, 1, 0], [0, 4, 0]]]
+
+
+def test_automatic_capacity_grows_with_what_is_different() -> None:
+    """3A is like A (cosine 1) and takes its place; B and C are not (.5 and less) and join."""
+    eamc = Eamc(9, 2, 3, alike=0.97)
+    places = [eamc.add(prefill, NONE) for prefill in (A, B, 3 * A, C, 2 * B)]
+    assert places == [0, 1, 0, 2, 1]
+    assert [e.prefill.tolist() for e in eamc.entries()] == [
+        (3 * A).tolist(), C.tolist(), (2 * B).tolist(),
+    ]  # fmt: skip
+
+
+def test_an_entry_replaces_all_that_it_is_alike() -> None:
+    """A and C have cosine 8/(√32·√24) = .29; A + C has .86 and .73 to them, .28 to B."""
+    eamc = Eamc(9, 2, 3, alike=0.7)
+    for prefill in (A, B, C):
+        eamc.add(prefill, NONE)
+    assert eamc.add(A + C, NONE) == 0
+    assert [e.prefill.tolist() for e in eamc.entries()] == [B.tolist(), (A + C).tolist()]
+    matcher = Matcher(eamc, "prefill")
+    matcher.observe(0, np.array([[1]]))
+    assert eamc.best(matcher.similarity(), 2) == [eamc.best(matcher.similarity())[0], 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 30), st.integers(1, 12))
+def test_an_automatic_collection_is_restored_by_its_entries(
+    seed: int, count: int, capacity: int
+) -> None:
+    """What a rewritten log relies on: added again, oldest first, nothing is merged or lost."""
+    random = np.random.default_rng(seed)
+    first, again = (Eamc(capacity, 2, 3, alike=0.9) for _ in range(2))
+    for _ in range(count):
+        first.add(*random.poisson(2, (2, 2, 3)))
+    for entry in first.entries():
+        again.add(entry.prefill, entry.decode)
+    assert len(again) == len(first) <= capacity
+    for ours, theirs in zip(first.entries(), again.entries(), strict=True):
+        assert ours.prefill.tolist() == theirs.prefill.tolist()
+
+
+def test_the_ceiling_is_set_by_matching_or_memory() -> None:
+    assert ceiling(26, 64) == 512
+    assert ceiling(58, 256) == (64 << 20) // (16 * 58 * 256) == 282
+    assert ceiling(1000, 100_000) == 1
 
 
 def test_distance_of_pairs_is_the_mean_of_both_parts() -> None:
@@ -139,7 +185,7 @@ def test_the_running_match_is_the_cosine(seed: int, count: int, data: st.DataObj
             ids = data.draw(st.lists(st.integers(0, 4), max_size=12))
             if not ids and data.draw(st.booleans()):
                 continue
-            matcher.observe_ids(layer, np.array(ids, np.int64))
+            matcher.observe(layer, np.array([ids], np.int64))
             np.add.at(history[layer], ids, 1)
             if data.draw(st.integers(0, 5)) == 0:
                 eamc.add(*np.random.default_rng(seed + layer).poisson(1, (2, 3, 5)))

@@ -12,6 +12,7 @@ import pytest
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import ModelledHints, RecordedHints
 from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.lru import Lru
@@ -84,6 +85,21 @@ def test_finished_requests_join_the_collection() -> None:
     Replay(decode([[0, 1], [0, 1]]), Lru, Conditions(8, CLOCK), eamc).run()
     assert len(eamc) == 1
     assert eamc.entry(0).decode.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_a_collection_that_begins_empty_is_used_once_it_fills() -> None:
+    """Requests of one kind: from the second on the past knows what a token will use."""
+    recording = Recording("alike", SHAPE)
+    for request in range(6):
+        for step in range(5):
+            builder = PassBuilder(SHAPE, np.array([request]), "decode" if step else "prefill")
+            builder.ids[:] = [0, 1]
+            recording.add(builder.end())
+    replay = Replay(recording, POLICIES["adaptive"], Conditions(6, CLOCK), Eamc(4, 2, 4))
+    replay.run()
+    policy = replay.policy
+    assert isinstance(policy, Adaptive)
+    assert policy.core.past.tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("name", POLICIES)

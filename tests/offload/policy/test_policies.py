@@ -16,7 +16,6 @@ from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.policy.lfu import Lfu
 from moeinf.offload.policy.lru import Lru
-from moeinf.offload.policy.usage import Usage, UsageKnobs
 from moeinf.offload.trace import RoutingShape
 
 ONE = RoutingShape(layers=1, experts=6, top_k=1)
@@ -139,34 +138,6 @@ def test_eamc_drops_encoder_rows_once_decoding() -> None:
     for cell in (0, 3, 4, 5):
         policy.admitted(cell)
     assert leave(policy)[0] == 0
-
-
-def test_decayed_shares_by_hand() -> None:
-    """λ = 1/2: used 0, 0, 1 -> share of 0: .5, .75, .375; of 1: .5. λ = 0 knows the last alone."""
-    usage = Usage(1, 3, UsageKnobs(decays=(0.5, 0.0)))
-    for chosen in (0, 0, 1):
-        usage.begin_token(9)
-        usage.used(0, [chosen])
-    assert usage.shares[0].tolist() == [0.375, 0.5, 0]
-    assert usage.shares[1].tolist() == [0, 1, 0]
-
-
-def test_a_prompt_counts_as_tokens() -> None:
-    """Two tokens of prompt with λ = 1/2 keep 1/4 of what was: 3/4 of [2/2, 1/2, 0] joins."""
-    usage = Usage(1, 3, UsageKnobs(decays=(0.5,)))
-    usage.prompted(0, np.array([2, 1, 0]), 2)
-    assert usage.shares[0].tolist() == [0.75, 0.375, 0]
-
-
-def test_weights_go_to_the_estimate_that_is_right() -> None:
-    """Alternating experts: what was used last is always wrong, the past always half right."""
-    usage = Usage(1, 2, UsageKnobs(decays=(0.0,), step=0.2))
-    usage.past[:] = 0.5
-    for token in range(60):
-        usage.begin_token(99)
-        usage.used(0, [token % 2])
-    last, past = usage.weights
-    assert past > 0.95 > 0.05 > last
 
 
 def test_adaptive_admits_only_what_is_surely_better() -> None:

@@ -1,0 +1,10 @@
+// Binds the cores of cache policies to Python. Does not know how anything works.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moeinf {
+
+void bind_policies(pybind11::module_& m);
+
+}  // namespace moeinf
