@@ -48,8 +48,14 @@ def quantised_noise(kind: Kind) -> Array:
     return data.view(np.uint8)
 
 
+_given: dict[str, Path] = {}  # tensors that are no noise: files of bfloat16 items
+
+
 def plain(name: str, count: int) -> Array:
     """The items of a tensor as float32."""
+    if name in _given:
+        bits = np.fromfile(_given[name], np.uint16, count).astype(np.uint32)
+        return (bits << 16).view(np.float32)
     span = span_of(name, count)
     if span.ones:
         return np.ones(count, np.float32)
@@ -64,6 +70,8 @@ def stored(name: str, shape: tuple[int, ...], kind: Kind) -> Array:
         return plain(name, count).view(np.uint8)
     if kind == Kind.Q6_K:
         return _q6_k(plain(name, count).reshape(shape))
+    if name in _given:
+        return gguf.quants.quantize(plain(name, count).reshape(shape), kind).view(np.uint8).ravel()
     return cut(quantised_noise(kind), span.start // GROUP, count // GROUP).reshape(-1)
 
 
@@ -211,6 +219,7 @@ def _describe_mla(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def main() -> None:
     about = json.load(sys.stdin)
     names = [(name, tuple(shape)) for name, shape in about["tensors"]]
+    _given.update((name, Path(file)) for name, file in about.get("given", {}).items())
     write(Path(sys.argv[1]), about["config"], names, Kind[sys.argv[2]])
 
 

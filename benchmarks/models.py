@@ -15,12 +15,15 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.noise import span_of, write_noise
 from benchmarks.shapes import Config, tensors_of
-from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
+from moeinf.runtime.checkpoint import SINGLE, Checkpoint, SourceTensor
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, read_manifest
@@ -36,11 +39,15 @@ _SPARE_BYTES = 2 << 30  # never filled
 
 @dataclass(frozen=True)
 class RaceModel:
-    """One shape in a cache folder: its name there, and its config."""
+    """One shape in a cache folder: its name there, and its config.
+
+    given: tensors that are not noise, by checkpoint name: files of their bfloat16 items alone.
+    """
 
     cache: Path
     name: str
     config: Config
+    given: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def settings(self) -> Settings:
@@ -73,12 +80,37 @@ class RaceModel:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_space(path.parent, int(self.weights() * GGUF_BITS[kind] / 8))
         names = [(name, list(shape)) for name, shape in tensors_of(self.config)]
-        about = json.dumps({"config": self.config, "tensors": names})
+        given = {name: os.fspath(file) for name, file in self.given.items()}
+        about = json.dumps({"config": self.config, "tensors": names, "given": given})
         partial = path.with_suffix(".partial")
         command = [python, "-m", "benchmarks.gguf_file", os.fspath(partial), kind]
         subprocess.run(command, input=about, text=True, check=True, cwd=_ROOT)
         partial.rename(path)
         return path
+
+    def huggingface(self) -> Path:
+        """A folder that other programs can load: real files, in bfloat16."""
+        checkpoint = self._checkpoint()
+        path = checkpoint.folder / SINGLE
+        if not path.exists():
+            sizes = {name: 2 * _count(sides) for name, sides in tensors_of(self.config)}
+            check_space(path.parent, sum(sizes.values()))
+            header, offset = {}, 0
+            for name, sides in tensors_of(self.config):
+                span = [offset, offset + sizes[name]]
+                header[name] = {"dtype": "BF16", "shape": sides, "data_offsets": span}
+                offset = span[1]
+            text = json.dumps(header).encode()
+            partial = path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for name in header:
+                    tensor = checkpoint.tensors[name]
+                    np.fromfile(
+                        tensor.path, np.uint8, tensor.size_bytes, offset=tensor.offset
+                    ).tofile(file)
+            partial.rename(path)
+        return checkpoint.folder
 
     def _checkpoint(self) -> Checkpoint:
         """The checkpoint that is nowhere: headers that point into the noise."""
@@ -91,8 +123,10 @@ class RaceModel:
         tensors = {}
         for name, sides in shapes.items():
             count = _count(sides)
-            offset = 2 * span_of(name, count).item
-            tensors[name] = SourceTensor(name, "BF16", sides, noise, offset, 2 * count)
+            path, offset = self.given.get(name), 0
+            if path is None:
+                path, offset = noise, 2 * span_of(name, count).item
+            tensors[name] = SourceTensor(name, "BF16", sides, path, offset, 2 * count)
         return Checkpoint(folder, self.config, tensors)
 
     def _noise(self, largest: int) -> Path:
@@ -118,7 +152,7 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 def files_of(path: Path) -> list[Path]:
     """A file, or all files below a folder."""
-    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return [path] if not path.is_dir() else sorted(p for p in path.rglob("*") if p.is_file())
 
 
 def bits_per_weight(path: Path, weights: int) -> float:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import serve
+from moeinf.offload.policy import DEFAULT_POLICY
 from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
+from moeinf.runtime.memory import peak_rss_bytes
 from moeinf.runtime.sizes import parse_memory
 
 _IMPORTED_AT = time.monotonic()
@@ -52,6 +54,9 @@ class EngineRunner:
             "resident": engine.store.resident,
             "stall_seconds": stats.stall_seconds,
             "hit_rate": stats.hit_rate,
+            "slots": engine.placement.slots,
+            "rss_bytes": peak_rss_bytes(),
+            "choices": engine.choices,
         }
 
 
@@ -62,10 +67,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--memory", type=parse_memory, default=parse_memory("100%"))
+    parser.add_argument("--policy", default=DEFAULT_POLICY)
     o = parser.parse_args()
     settings = Settings(o.home)
     manifest, folder = Library(settings).read(o.model)
-    config = EngineConfig(memory=o.memory, context=o.context, threads=o.threads)
+    config = EngineConfig(memory=o.memory, context=o.context, threads=o.threads, policy=o.policy)
     with Engine(manifest, folder, config, settings) as engine:
         greeting = {"imported_at": _IMPORTED_AT, "ready_at": time.monotonic()}
         serve(EngineRunner(engine), greeting)

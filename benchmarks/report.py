@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeinf.runtime.sizes import format_bytes
+
 Result = dict[str, Any]
 
 
@@ -97,3 +99,33 @@ def _middle(values: list[float]) -> str:
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def capped_markdown(results: list[Result]) -> str:
+    """A row per share and peer."""
+    head = "limit|experts|peer|ours tok/s|its|times as fast|first 32|hits|MB/token ours, its|floor"
+    lines = [f"| {head.replace('|', ' | ')} |", "|" + "---|" * (head.count("|") + 1)]
+    for found in results:
+        limit = [format_bytes(found["limit_bytes"]), f"{found['share']:.0%}"]
+        for name, one in found["races"].items():
+            mine, peer, floors = one["ours"], one.get("peer"), one["floor_ms"]
+            how = ", limited once loaded" if found["fates"].get(name) else ""
+            if one.get("read_ahead_bytes"):
+                how += f", read-ahead {format_bytes(one['read_ahead_bytes'])}"
+            cells = [
+                *limit,
+                name + how,
+                f"{mine['tokens_per_s']:.2f}",
+                f"{peer['tokens_per_s']:.3f}" if peer else "",
+                f"{one['times_as_fast']:.1f}" if peer else "",
+                f"{one['times_as_fast_first_32']:.1f}" if peer else "",
+                f"{one['about']['hit_rate']:.1%}",
+                f"{mine['disk_bytes_per_token'] / 1e6:.0f}"
+                + (f", {peer['disk_bytes_per_token'] / 1e6:.0f}" if peer else ""),
+                f"{floors['ram']:.0f} ms RAM, {floors['disk']:.0f} ms disk",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        for name, why in found["fates"].items():
+            if why:
+                lines.append(f"| {' | '.join([*limit, name, why])} |||||||")
+    return "\n".join(lines) + "\n"

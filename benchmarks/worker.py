@@ -9,6 +9,9 @@ first what it is and when it was ready, then one answer per request line. Reques
     {"do": "logits"}                    -> {"logits": [...]}    of the last token
     {"do": "about"}                     -> what the worker has to say
 
+Every answer also says when it was given (`at`) and what the process has read from disk so far
+(`disk_bytes`, page faults included; 0 where the system does not count it).
+
 Times of day are those of time.monotonic(), which all processes of a machine share. A worker that is
 not asked anything sleeps, so that two can live side by side.
 """
@@ -16,10 +19,12 @@ not asked anything sleeps, so that two can live side by side.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -55,12 +60,19 @@ def serve(runner: Runner, greeting: dict[str, Any], out: TextIO = sys.stdout) ->
                 answer = {"logits": runner.logits()}
             case "about":
                 answer = runner.about()
-        _say(out, answer | {"at": time.monotonic()})
+        _say(out, answer | {"at": time.monotonic(), "disk_bytes": _disk_bytes()})
 
 
 def _say(out: TextIO, answer: dict[str, Any]) -> None:
     out.write(json.dumps(answer) + "\n")
     out.flush()
+
+
+def _disk_bytes() -> int:
+    with suppress(OSError):
+        match = re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+        return int(match[1]) if match else 0
+    return 0
 
 
 class Worker:

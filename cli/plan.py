@@ -29,7 +29,6 @@ from moeinf.runtime.live import Registry
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
-from moeinf.runtime.names import TAGS, ModelName
 from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
@@ -109,10 +108,10 @@ def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
 
 def _prospects(model: str, settings: Settings, out: Output) -> tuple[Manifest, dict[str, Manifest]]:
     """The manifest that a pull would write, and that of every tag."""
-    from moeinf.runtime.repack import prospect  # imports torch
+    from moeinf.runtime.repack import prospects  # imports torch
 
     wanted, source = find_source(model, None, settings, out)
-    tags = {tag: prospect(source, ModelName(wanted.name, tag)) for tag in TAGS}
+    tags = prospects(source, wanted)
     return tags[wanted.tag], tags
 
 

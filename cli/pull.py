@@ -53,8 +53,9 @@ def pull(
     """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4 (the default; the demo: bf16), q8, bf16 or f32. An interrupted
-    pull goes on where it was; a model that is up to date is left alone.
+    folder, or demo. TAG is q4 (the default), q8, mxfp4 (gpt-oss, whose default it is), bf16 (the
+    demo's default) or f32. An interrupted pull goes on where it was; a model that is up to date
+    is left alone.
 
     Example: moeinf pull olmoe:q4
     """
@@ -205,9 +206,12 @@ def _print_sizes(name: ModelName, source: Source, out: Output) -> None:
         return
     out.table(["SOURCE FILE", "SIZE"], [[n, format_bytes(size)] for n, size in sizes.files])
     out.line()
-    models = [str(ModelName(name.name, tag)) for tag in TAGS]
-    on_disk = [format_bytes(sizes.disk_bytes[tag]) for tag in TAGS]
-    out.table(["MODEL", "ON DISK"], list(zip(models, on_disk, strict=True)))
+    on_disk = [
+        [str(ModelName(name.name, tag)), format_bytes(sizes.disk_bytes[tag])]
+        for tag in TAGS
+        if tag in sizes.disk_bytes
+    ]
+    out.table(["MODEL", "ON DISK"], on_disk)
     out.line()
     out.fields(
         [

@@ -38,12 +38,21 @@ def causal_mask(
     return mask if window is None else mask & (key > at - window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The last T of S tokens attend to what they may see.
 
     q [T, H, W], k and v [G, S, W] with G dividing H: query head h uses key head h // (H / G).
     Returns [T, H·W]. A window of n sees the token itself and the n - 1 before it. Keys are never
     expanded to H heads, and scores are never held for all of T × S × H at once.
+
+    sinks [H]: a logit per head that takes its share of the softmax and has no value (gpt-oss).
     """
     if window is not None:
         seen = min(k.shape[1], len(q) + window - 1)
@@ -51,22 +60,48 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     if len(q) == 1:
         heads = q[0].view(len(k), -1, q.shape[2])  # [G, H/G, W]
         blocks = head_blocks(len(k), heads.shape[1] * k.shape[1] * 8)
-        return torch.cat([attend_one(heads[b], k[b], v[b], scale) for b in blocks]).view(1, -1)
+        groups = None if sinks is None else sinks.view(len(k), -1)  # [G, H/G]
+        return torch.cat(
+            [
+                attend_one(heads[b], k[b], v[b], scale, None if groups is None else groups[b])
+                for b in blocks
+            ]
+        ).view(1, -1)
     new, total = len(q), k.shape[1]
     mask = None
-    if new != total or window is not None:
+    if new != total or window is not None or sinks is not None:
         mask = causal_mask(new, total, window, q.device)
     q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
+    if sinks is not None and mask is not None:  # with sinks there always is one
+        q, k, v = _with_sink_key(q, k, v, sinks / scale)
+        mask = functional.pad(mask, (1, 0), value=True)  # [T, 1 + S]
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # no copies
     out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
     )
+    if sinks is not None:
+        out = out[..., :-1]
     return out.permute(2, 0, 1, 3).flatten(1)
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One more dimension, and before all keys one with no value whose product with q is the sink.
+
+    q [G, P, T, W], k and v [G, S, W] and sinks [G·P] -> W + 1 and S + 1. torch's fused attention
+    has no sinks; as a mask they would be T × S × H numbers.
+    """
+    extra = sinks.to(q.dtype).view(len(k), -1, 1, 1).expand(-1, -1, q.shape[2], 1)
+    k, v = (functional.pad(x, (0, 1, 1, 0)) for x in (k, v))
+    k[:, 0, -1] = 1
+    return torch.cat((q, extra), -1), k, v
+
+
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """The newest token, computed in float32: q [G, P, W], k [G, S, W], v [G, S, V] -> [G, P, V].
 
+    sinks [G, P]: see attend.
     Scratch is 2 · G·P·S floats of scores and _WIDENED_ITEMS of keys. Written as matmuls because
     scaled_dot_product_attention is slower for one row, and on widened pieces of k and v because
     torch compiles a bfloat16 matmul anew for every S. Measured on one core with 16 heads of 128,
@@ -77,7 +112,10 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     pieces = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     wide = q.float() * scale
     scores = torch.cat([wide @ k[:, piece].float().mT for piece in pieces], -1)  # [G, P, S]
-    weights = scores.softmax(-1)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat((scores, sinks.float()[..., None]), -1).softmax(-1)[..., :-1]
     out = weights[..., pieces[0]] @ v[:, pieces[0]].float()
     for piece in pieces[1:]:
         out += weights[..., piece] @ v[:, piece].float()
@@ -135,6 +173,7 @@ class GqaCore:
     shape: GqaShape
     q_norm: Callable[[Tensor], Tensor] | None = None
     k_norm: Callable[[Tensor], Tensor] | None = None
+    sinks: Tensor | None = None  # [H], see attend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
         """q [T, H·W], k and v [T, G·W] -> [T, H·W]; writes keys and values into the caches.
@@ -154,7 +193,7 @@ class GqaCore:
         for span in rows.spans:
             r = span.rows
             keys, values = span.cache.write(self.layer, span.past, k[r], v[r])
-            out[r] = attend(q[r], keys, values, shape.softmax_scale, shape.window)
+            out[r] = attend(q[r], keys, values, shape.softmax_scale, shape.window, self.sinks)
         return out
 
 
@@ -179,10 +218,11 @@ class GqaAttention:
         projections: Projections,
         q_norm: Callable[[Tensor], Tensor] | None = None,
         k_norm: Callable[[Tensor], Tensor] | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """The norms: see GqaCore."""
+        """The norms and sinks: see GqaCore."""
         self._projections, self._shape = projections, shape
-        self._core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm))
+        self._core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm, sinks))
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
         """x [T, D] -> [T, D]; writes each request's keys and values into its cache."""

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 Phase = Literal["encode", "prefill", "decode"]
-Role = Literal["gate", "up", "down"]
+Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+Activation = Literal["swiglu", "clamped_swiglu", "relu"]  # see ffn.py
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Piece = TypeVar("Piece", bound=Callable[..., Any])
 
@@ -106,20 +107,33 @@ class ModelDataError(ValueError):
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What an expert store must know of a family: L layers of E gated experts, K per token."""
+    """What an expert store must know of a family: L layers of E experts, K per token."""
 
     layers: int
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    activation: Activation = "swiglu"
+    biased: bool = False  # every matrix of an expert has a bias
+
+    @property
+    def parts(self) -> dict[Role, tuple[int, ...]]:
+        """The tensors of an expert and their shapes, in the order in which they are stored."""
+        f, d = self.intermediate, self.hidden
+        found: dict[Role, tuple[int, ...]] = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        if self.biased:
+            found |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+        if self.activation == "relu":
+            return {role: shape for role, shape in found.items() if not role.startswith("gate")}
+        return found
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Where one source tensor belongs: the `role` matrix of expert `expert` of MoE layer `layer`.
+    """Where one source tensor belongs: it is `role` of expert `expert` of MoE layer `layer`.
 
-    gate and up are [F, D], down is [D, F].
+    gate and up are [F, D], down is [D, F]; biases are as long as their matrix has rows.
     """
 
     layer: int
@@ -131,11 +145,17 @@ class ExpertPart:
 class FusedPart:
     """A source tensor that holds all experts of MoE layer `layer`, one after the other.
 
-    gate_up is [E, 2F, D], each expert's gate rows before its up rows; down is [E, D, F].
+    gate_up is [E, 2F, D], each expert's gate rows before its up rows; down is [E, D, F]; their
+    biases are [E, 2F] and [E, D].
+
+    transposed    gate_up is [E, D, 2F] and down [E, F, D]; blocks of MXFP4 never are
+    interleaved   rows of gate and up take turns, gate first
     """
 
     layer: int
-    role: Literal["gate_up", "down"]
+    role: Literal["gate_up", "down", "gate_up_bias", "down_bias"]
+    transposed: bool = False
+    interleaved: bool = False
 
 
 class State(Protocol):

@@ -23,7 +23,7 @@ from moeinf.models.config import (
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.moe import Router, SparseFfn
-from moeinf.models.norms import RmsNorm, centred_norm, layer_norm
+from moeinf.models.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.recurrent import RecurrentLayout
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
@@ -43,7 +43,8 @@ class BodyConfig:
     tied_embeddings: bool
     rope: RopeConfig
     layer_norm: bool = False  # the final norm is one, with a bias
-    centred_norm: bool = False  # the final norm is a CentredNorm
+    centred_norm: bool = False  # the final norm holds what its weight has beyond 1
+    wide_norm: bool = False  # the final norm is a WideRmsNorm
     head_bias: bool = False  # on lm_head
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     logits_scale: float = 1.0  # logits are divided by it
@@ -58,12 +59,14 @@ def parse_body(
 ) -> BodyConfig:
     """Raises ModelDataError; also for an activation other than silu and for quantised weights.
 
-    Blocks of 8-bit floats are none: what reads the checkpoint widens them. default_partial: see
-    rope.parse_rope.
+    Blocks of 8-bit or MXFP4 floats are none: what reads the checkpoint widens or keeps them.
+    default_partial: see rope.parse_rope.
     """
     fields.choice("hidden_act", default="silu", known=("silu", "swish"))
     quantised = fields.section("quantization_config")
-    if quantised is None or not quantised.is_word("quant_method", "fp8"):
+    if quantised is None or not any(
+        quantised.is_word("quant_method", word) for word in ("fp8", "mxfp4")
+    ):
         fields.refuse("quantization_config")
     max_context = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     return BodyConfig(
@@ -143,7 +146,7 @@ class Decoder:
         self.max_context = config.max_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         self._embedding = embedding
-        self._blocks = _looking_ahead([_tuned_norms(block, parts) for block in blocks])
+        self._blocks = _looking_ahead([_tuned(block, parts) for block in blocks])
         self._norm = parts.tuned(_final_norm(config, parts))
         head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
         self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
@@ -243,13 +246,17 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
         return layer_norm(parts, "model.norm", config.hidden, config.norm_eps)
     if config.centred_norm:
         return centred_norm(parts, "model.norm", config.hidden, config.norm_eps)
-    return RmsNorm(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
+    kind = WideRmsNorm if config.wide_norm else RmsNorm
+    return kind(parts.tensor("model.norm.weight", config.hidden), config.norm_eps)
 
 
-def _tuned_norms(block: Layer, parts: Parts) -> Layer:
-    """The block with whatever the loader puts in the place of its norms."""
+def _tuned(block: Layer, parts: Parts) -> Layer:
+    """The block with whatever the loader puts in the place of its norms and its router."""
     names = [field.name for field in fields(block) if field.name.endswith("_norm")]
-    return replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
+    block = replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
+    if isinstance(block.ffn, SparseFfn):
+        block = replace(block, ffn=replace(block.ffn, router=parts.tuned(block.ffn.router)))
+    return block
 
 
 def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:

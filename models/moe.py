@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Experts, MoeShape, Pending, Phase
+from moeinf.models.base import Activation, Experts, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
-from moeinf.models.ffn import swiglu
+from moeinf.models.ffn import expert_ffn
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, D] -> ids [T, K], weights [T, K]
 
@@ -28,7 +28,7 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
         experts=fields.integer(
             "num_local_experts", "num_experts", "n_routed_experts", high=MAX_EXPERTS
         ),
-        top_k=fields.integer("num_experts_per_tok", high=MAX_EXPERTS),
+        top_k=fields.integer("num_experts_per_tok", "experts_per_token", high=MAX_EXPERTS),
         hidden=hidden,
         intermediate=fields.integer(intermediate, high=MAX_WIDTH),
     )
@@ -37,18 +37,19 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
     return shape
 
 
-def group(ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+def group(ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
     """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k, ascending.
 
-    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1.
+    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1. Lists, because
+    one row's handful of numbers takes some microseconds so, and a dozen torch calls a hundred.
     """
-    ordered, places = ids.reshape(-1).sort(stable=True)
-    found, counts = torch.unique_consecutive(ordered, return_counts=True)
-    numbers = found.tolist()
-    if numbers and not (numbers[0] >= -1 and numbers[-1] < experts):
-        raise ValueError(f"expert ids {numbers[0]} … {numbers[-1]} with {experts} experts")
-    pairs = zip(numbers, torch.split(places, counts.tolist()), strict=True)
-    return [(expert, rows) for expert, rows in pairs if expert >= 0]
+    found: dict[int, list[int]] = {}
+    for place, expert in enumerate(ids.flatten().tolist()):
+        found.setdefault(expert, []).append(place)
+    found.pop(-1, None)
+    if found and not (min(found) >= 0 and max(found) < experts):
+        raise ValueError(f"expert ids {min(found)} … {max(found)} with {experts} experts")
+    return sorted(found.items())
 
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
@@ -66,11 +67,14 @@ def combine(rows: Tensor, weights: Tensor) -> Tensor:
 class TorchMath:
     """These functions as one object, for a store that is handed its arithmetic."""
 
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    def __init__(self, activation: Activation = "swiglu") -> None:
+        self._activation = activation
+
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
         return group(ids, experts)
 
-    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return swiglu(x, gate_up, down)
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        return expert_ffn(self._activation, x, *weights)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         return combine(rows, weights)
@@ -91,9 +95,14 @@ class ResidentExperts:
 
     wants_hints = False
 
-    def __init__(self, weights: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
-        """(layer, expert) -> (gate_up [2F, D], down [D, F])."""
+    def __init__(
+        self,
+        weights: Mapping[tuple[int, int], tuple[Tensor, ...]],
+        activation: Activation = "swiglu",
+    ) -> None:
+        """(layer, expert) -> what ffn.expert_ffn takes: (gate_up [2F, D], down [D, F]), say."""
         self._weights = weights
+        self._activation = activation
         self._experts = 1 + max(expert for _, expert in weights)
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -102,9 +111,10 @@ class ResidentExperts:
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         """Computes at once. Raises KeyError for an expert that is not there."""
         rows = x.new_zeros(ids.numel(), x.shape[1])  # [T·K, D]; places without an expert stay 0
-        for expert, places in group(ids, self._experts):
-            gate_up, down = self._weights[layer, expert]
-            rows[places] = swiglu(x[places // ids.shape[1]], gate_up, down)
+        for expert, found in group(ids, self._experts):
+            places = torch.tensor(found)
+            mine = x[places // ids.shape[1]]
+            rows[places] = expert_ffn(self._activation, mine, *self._weights[layer, expert])
         return Done(combine(rows.view(*ids.shape, -1), weights))
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:

@@ -29,8 +29,8 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
-class CentredNorm:
-    """The same with a weight [D] in float32 that is multiplied before the cast."""
+class WideRmsNorm:
+    """The same, multiplied with the weight [D], of float32 or of x, before the cast."""
 
     weight: Tensor
     eps: float
@@ -42,9 +42,9 @@ class CentredNorm:
         return (wide * self.weight).to(x.dtype)
 
 
-def centred_norm(parts: Parts, prefix: str, width: int, eps: float) -> CentredNorm:
+def centred_norm(parts: Parts, prefix: str, width: int, eps: float) -> WideRmsNorm:
     """From `prefix`.weight, which holds what the weight has beyond 1."""
-    return CentredNorm(1.0 + parts.tensor(f"{prefix}.weight", width).float(), eps)
+    return WideRmsNorm(1.0 + parts.tensor(f"{prefix}.weight", width).float(), eps)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def layer_norm(parts: Parts, prefix: str, width: int, eps: float) -> LayerNorm:
 class HeadNorm:
     """One RMSNorm for each head of a projection; its weight is as wide as a head."""
 
-    norm: RmsNorm | CentredNorm
+    norm: RmsNorm | WideRmsNorm
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads·W] -> [T, heads·W]."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import (
+    Embedding,
     ExpertPart,
     Family,
     FusedPart,
@@ -33,7 +34,7 @@ from moeinf.models.delta_net import DeltaNet, DeltaShape, parse_delta
 from moeinf.models.expert_names import expert_part, expert_pattern
 from moeinf.models.ffn import gated_mlp
 from moeinf.models.moe import SparseFfn, parse_moe
-from moeinf.models.norms import CentredNorm, HeadNorm, centred_norm
+from moeinf.models.norms import HeadNorm, WideRmsNorm, centred_norm
 from moeinf.models.routing import SoftmaxRouter
 
 _ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
@@ -129,7 +130,7 @@ def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
     gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
     router = SoftmaxRouter(gate, moe.top_k, renormalise=True)
 
-    def norm(name: str) -> CentredNorm:
+    def norm(name: str) -> WideRmsNorm:
         return centred_norm(parts, f"{prefix}.{name}", body.hidden, body.norm_eps)
 
     return Block(
@@ -178,6 +179,9 @@ class _InnerParts:
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
         return self._parts.linear(_stored(prefix), out_features, in_features, bias)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        return self._parts.embedding(_stored(prefix), count, width)
 
 
 def _stored(name: str) -> str:

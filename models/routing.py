@@ -41,6 +41,21 @@ class SoftmaxRouter:
         return ids, weights * self.scale
 
 
+@dataclass(frozen=True)
+class TopSoftmaxRouter:
+    """The top K of biased logits, then softmax over those K alone, in float32 (gpt-oss)."""
+
+    weight: Tensor  # [E, D] in any dtype
+    bias: Tensor  # [E]
+    top_k: int
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> ids [T, K] int64 and weights [T, K] float32, the heaviest first."""
+        logits = functional.linear(x.float(), self.weight.float(), self.bias.float())  # [T, E]
+        best, ids = logits.topk(self.top_k, dim=-1)  # [T, K] each
+        return ids, best.softmax(-1)
+
+
 def limit_to_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     """scores [T, E] with 0 outside the `kept` of `groups` equal groups whose best score is highest.
 

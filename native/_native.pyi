@@ -299,13 +299,45 @@ class LinearKernel:
         """x [rows, in_features] -> out [rows, out_features]. Without the GIL."""
 
 @final
-class ExpertKernel:
-    """The experts of one layer: down @ (silu(gate @ x) * (up @ x)), each on its own rows.
+class RouterKernel:
+    """Softmax over the experts, then the top_k of them (router.h). Any thread may run it."""
 
-    An expert is gate, up and down one behind the other, each of matrix_bytes.
+    def __init__(
+        self,
+        weight: int,
+        experts: int,
+        hidden: int,
+        top_k: int,
+        renormalise: bool,
+        scale: float,
+        groups: int,
+        kept: int,
+    ) -> None:
+        """weight: bf16 [experts, hidden], which stays there. Raises ValueError."""
+
+    def run(self, x: int, rows: int, ids: int, weights: int) -> None:
+        """x [rows, hidden] bf16 -> ids [rows, top_k] int64 and weights float32. Without the GIL."""
+
+@final
+class ExpertKernel:
+    """The experts of one layer, each on its own rows of x.
+
+    An expert is gate, up and down one behind the other, each of matrix_bytes, then, where `biased`,
+    their biases in bf16. It computes down @ act(gate @ x, up @ x):
+
+        swiglu          silu(gate) * up
+        clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
+        relu            max(up, 0); there is no gate
     """
 
-    def __init__(self, format: str, hidden: int, intermediate: int) -> None:
+    def __init__(
+        self,
+        format: str,
+        hidden: int,
+        intermediate: int,
+        activation: str = "swiglu",
+        biased: bool = False,
+    ) -> None:
         """Raises ValueError."""
 
     @property
@@ -313,19 +345,21 @@ class ExpertKernel:
     def run(
         self,
         experts: Sequence[int],
-        counts: Sequence[int],
-        places: int,
+        places: Sequence[Sequence[int]],
         x: int,
         tokens: int,
         top_k: int,
         out: int,
         f32: bool,
     ) -> None:
-        """Runs experts[e] on the next counts[e] places: int64, row p // top_k of x [tokens, D].
+        """Runs experts[e] on places[e]: place p is row p // top_k of x [tokens, D].
 
         Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
         none. Without the GIL.
         """
+
+def is_gated(activation: str) -> bool:
+    """Whether experts with this activation have a gate. Raises ValueError for an unknown one."""
 
 def attention_path() -> str:
     """The fastest path of decode attention here: avx512bf16, avx512, avx2 or portable."""
@@ -385,10 +419,12 @@ class GqaStep:
         q_norm: tuple[int, int, float] | None,
         k_norm: tuple[int, int, float] | None,
         clip: float,
+        sinks: int = 0,
     ) -> None:
         """A norm is (address of its weight, width, eps); width divides the whole projection.
 
-        A window or clip of 0 means none. Weights must stay where they are. Raises ValueError.
+        sinks: see DecodeAttention. A window or clip of 0 means none. Weights must stay where they
+        are. Raises ValueError.
         """
 
     def __call__(

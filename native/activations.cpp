@@ -98,8 +98,9 @@ void quantise_group(const float* values, Format format, QuantGroup* out) noexcep
         for (std::size_t k = 0; k < kWide; ++k)
             out->codes[i + k] = static_cast<std::int8_t>(codes[k]);
     }
-    out->scale = magnitude / 127.0f;
-    out->start = -(format == Format::kQ4 ? kQ4Zero : kQ8Zero) * (sums[0] + sums[1] + sums[2] + sums[3]);
+    const float half = format == Format::kMxfp4 ? 0.5f : 1.0f;  // its codes are doubled (tiles.h)
+    out->scale = magnitude / 127.0f * half;
+    out->start = -zero_of(format) * (sums[0] + sums[1] + sums[2] + sums[3]);
 }
 
 void split_group(const float* values, SplitGroup* out) noexcept {
@@ -155,6 +156,22 @@ void activate(Activation activation, const float* gate, const float* up, float* 
             for (std::size_t i = 0; i < kGroup; i += kWide) {
                 const Floats g = load(gate + i);
                 store(values + i, g / (1.0f + exponential(-g)) * load(up + i));
+            }
+            return;
+        case Activation::kClampedSwiGlu:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats high = Floats{} + kClampedLimit, low = -high;
+                Floats g = load(gate + i), u = load(up + i);
+                g = g > high ? high : g;
+                u = u > high ? high : u;
+                u = u < low ? low : u;
+                store(values + i, g / (1.0f + exponential(g * -kClampedAlpha)) * (u + 1.0f));
+            }
+            return;
+        case Activation::kRelu:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats u = load(up + i);
+                store(values + i, u < 0.0f ? Floats{} : u);
             }
             return;
     }

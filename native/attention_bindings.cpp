@@ -76,9 +76,10 @@ void attend(const AttentionShape& shape, std::uint64_t q, std::uint64_t out,
 
 GqaStep make_gqa(std::size_t heads, std::size_t kv_heads, std::size_t width, float scale,
                  std::size_t window, const std::optional<Norm>& q_norm,
-                 const std::optional<Norm>& k_norm, float clip) {
+                 const std::optional<Norm>& k_norm, float clip, std::uint64_t sinks) {
     if (width % 2) throw std::invalid_argument("a head that is rotated has an even width");
-    return {checked({heads, kv_heads, width, width, scale, true, window}),
+    return {checked({heads, kv_heads, width, width, scale, true, window,
+                     reinterpret_cast<const float*>(sinks)}),
             to_norm(q_norm, heads * width), to_norm(k_norm, kv_heads * width), clip};
 }
 
@@ -140,7 +141,7 @@ void bind_attention(py::module_& m) {
     py::class_<GqaStep>(m, "GqaStep", py::is_final())
         .def(py::init(&make_gqa), py::arg("heads"), py::arg("kv_heads"), py::arg("width"),
              py::arg("scale"), py::arg("window"), py::arg("q_norm"), py::arg("k_norm"),
-             py::arg("clip"))
+             py::arg("clip"), py::arg("sinks") = 0)
         .def("__call__", &run_gqa, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
              py::arg("sin"), py::arg("out"), py::arg("requests"));
     py::class_<MlaStep>(m, "MlaStep", py::is_final())

@@ -13,6 +13,7 @@ namespace moeinf {
 namespace {
 
 constexpr std::size_t kPieceBlocks = 4;  // row blocks of a piece: some 70 KiB of q4 at K = 2048
+constexpr std::size_t kFewRows = 512;    // a matrix so small, a router's, is cut finer
 constexpr std::size_t kChunkRows = 64;   // activations that go through a piece's weights at once
 constexpr std::size_t kRowsWorthThreads = 8;  // from here on rows are prepared by all threads
 
@@ -90,7 +91,23 @@ void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t coun
         for (std::size_t t = 0; t < count; ++t) fill(t);
 }
 
-// Row block `block` of a matrix times `count` rows; zeros for a block behind the last.
+QuantLoop loop_of(const Kernels& kernels, Format format) {
+    if (format == Format::kMxfp4) return kernels.mxfp4;
+    return format == Format::kQ4 ? kernels.q4 : kernels.q8;
+}
+
+// out[t][r] += the bias of row first + r, as far as there are rows.
+void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
+              float (*out)[kBlockRows]) noexcept {
+    if (matrix.bias == nullptr) return;
+    float bias[kBlockRows];
+    const std::size_t there = std::min(kBlockRows, matrix.rows - first);
+    for (std::size_t r = 0; r < there; ++r) bias[r] = bf16_to_float(matrix.bias[first + r]);
+    for (std::size_t t = 0; t < count; ++t)
+        for (std::size_t r = 0; r < there; ++r) out[t][r] += bias[r];
+}
+
+// Row block `block` of a matrix times `count` rows, with its bias; zeros for a block behind the last.
 void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
               const std::byte* const* x, std::size_t count, float (*out)[kBlockRows]) noexcept {
     const std::size_t first = block * kBlockRows;
@@ -113,15 +130,20 @@ void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
             const QuantGroup* rows[kMaxRows];
             for (std::size_t i = 0; i < now; ++i)
                 rows[i] = reinterpret_cast<const QuantGroup*>(x[t + i]);
-            const QuantLoop loop = matrix.format == Format::kQ4 ? kernels.q4 : kernels.q8;
-            loop(matrix.data + block * block_bytes(matrix.format, matrix.columns),
-                 ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
+            loop_of(kernels, matrix.format)(
+                matrix.data + block * block_bytes(matrix.format, matrix.columns),
+                ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
         }
     }
+    add_bias(matrix, first, count, out);
+}
+
+std::size_t piece_blocks(const Matrix& matrix) {
+    return matrix.rows <= kFewRows ? 1 : kPieceBlocks;
 }
 
 std::size_t pieces_of(const Matrix& matrix) {
-    return ceil_div(matrix.rows, kBlockRows * kPieceBlocks);
+    return ceil_div(matrix.rows, kBlockRows * piece_blocks(matrix));
 }
 
 // One piece of outputs: x[i] times the piece's rows, into row place(i) of out.
@@ -130,10 +152,10 @@ void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t pi
                     const std::byte* const* x, std::size_t count, std::byte* out, Dtype dtype,
                     Place place) noexcept {
     alignas(64) float values[kChunkRows][kBlockRows];
-    const std::size_t stride = matrix.rows * item_bytes(dtype);
+    const std::size_t stride = matrix.rows * item_bytes(dtype), blocks = piece_blocks(matrix);
     for (std::size_t start = 0; start < count; start += kChunkRows) {
         const std::size_t now = std::min(kChunkRows, count - start);
-        for (std::size_t b = piece * kPieceBlocks; b < (piece + 1) * kPieceBlocks; ++b) {
+        for (std::size_t b = piece * blocks; b < (piece + 1) * blocks; ++b) {
             const std::size_t first = b * kBlockRows;
             if (first >= matrix.rows) break;
             multiply(kernels, matrix, b, x + start, now, values);
@@ -145,16 +167,28 @@ void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t pi
 }
 
 struct Expert {
-    Matrix gate, up, down;
+    Matrix gate, up, down;  // gate has no data where there is none
     std::span<const std::int64_t> places;
     std::size_t first;  // its first row among the rows of all experts
 
     Expert(const ExpertShape& shape, const ExpertRows& from, std::size_t first_row)
-        : gate{from.weights, shape.format, shape.intermediate, shape.hidden},
+        : gate{nullptr, shape.format, shape.intermediate, shape.hidden},
           up{from.weights + shape.up_offset(), shape.format, shape.intermediate, shape.hidden},
           down{from.weights + shape.down_offset(), shape.format, shape.hidden, shape.intermediate},
           places(from.places),
-          first(first_row) {}
+          first(first_row) {
+        const bool gated = is_gated(shape.activation);
+        if (gated) gate.data = from.weights;
+        if (!shape.biased) return;
+        const auto* bias =
+            reinterpret_cast<const std::uint16_t*>(from.weights + shape.bias_offset());
+        if (gated) {
+            gate.bias = bias;
+            bias += shape.intermediate;
+        }
+        up.bias = bias;
+        down.bias = bias + shape.intermediate;
+    }
 };
 
 // Group `group` of the rows between: activation(gate · x, up · x) for 32 columns of F.
@@ -165,14 +199,15 @@ void between(const Kernels& kernels, Activation activation, const Expert& expert
     for (std::size_t start = 0; start < count; start += kChunkRows) {
         const std::size_t now = std::min(kChunkRows, count - start);
         const std::byte* const* rows = x + expert.first + start;
-        for (std::size_t half = 0; half < 2; ++half)  // one stream after the other
+        for (std::size_t half = 0; half < 2 && is_gated(activation); ++half)  // stream by stream
             multiply(kernels, expert.gate, 2 * group + half, rows, now, gate[half]);
         for (std::size_t half = 0; half < 2; ++half)
             multiply(kernels, expert.up, 2 * group + half, rows, now, up[half]);
         for (std::size_t i = 0; i < now; ++i) {
             alignas(64) float g[kGroup], u[kGroup], values[kGroup];
             for (std::size_t half = 0; half < 2; ++half) {
-                std::memcpy(g + half * kBlockRows, gate[half][i], sizeof gate[half][i]);
+                if (is_gated(activation))
+                    std::memcpy(g + half * kBlockRows, gate[half][i], sizeof gate[half][i]);
                 std::memcpy(u + half * kBlockRows, up[half][i], sizeof up[half][i]);
             }
             activate(activation, g, u, values);
@@ -231,13 +266,13 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 }
 
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
-            std::size_t count, std::byte* out, Dtype dtype) {
+            Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype) {
     Rows inputs(weights.format, weights.columns, count, x_scratch);
-    fill_all(pool, inputs, x, count, weights.columns, dtype);
+    fill_all(pool, inputs, x, count, weights.columns, x_dtype);
     std::vector<const std::byte*> rows(count);
     for (std::size_t t = 0; t < count; ++t) rows[t] = inputs.row(t);
     pool.parallel_for(pieces_of(weights), [&](std::size_t piece) {
-        multiply_piece(kernels, weights, piece, rows.data(), count, out, dtype,
+        multiply_piece(kernels, weights, piece, rows.data(), count, out, out_dtype,
                        [](std::size_t i) { return i; });
     });
 }

@@ -13,6 +13,7 @@
 
 #include "expert_ffn.h"
 #include "quantise.h"
+#include "router.h"
 
 namespace py = pybind11;
 
@@ -24,13 +25,22 @@ constexpr std::size_t kMaxSide = std::size_t{1} << 24;
 Format format_of(const std::string& name) {
     if (name == "q4") return Format::kQ4;
     if (name == "q8") return Format::kQ8;
+    if (name == "mxfp4") return Format::kMxfp4;
     if (name == "bf16") return Format::kBf16;
     throw std::invalid_argument("no kernel for the format '" + name + "'");
+}
+
+Activation activation_of(const std::string& name) {
+    if (name == "swiglu") return Activation::kSwiGlu;
+    if (name == "clamped_swiglu") return Activation::kClampedSwiGlu;
+    if (name == "relu") return Activation::kRelu;
+    throw std::invalid_argument("no kernel for the activation '" + name + "'");
 }
 
 Format quantised_format(const std::string& name) {
     const Format format = format_of(name);
     if (format == Format::kBf16) throw std::invalid_argument("bf16 has no tiles");
+    if (format == Format::kMxfp4) throw std::invalid_argument("mxfp4 is sorted, not quantised");
     return format;
 }
 
@@ -45,7 +55,7 @@ T* at(std::uintptr_t address) {
 
 const std::byte* weights_at(std::uintptr_t address, Format format) {
     if (address == 0 || address % (format == Format::kBf16 ? 2 : 64) != 0)
-        throw std::invalid_argument("weights of q4 and q8 lie at multiples of 64 bytes");
+        throw std::invalid_argument("weights in tiles lie at multiples of 64 bytes");
     return at(address);
 }
 
@@ -65,7 +75,8 @@ class LinearKernel {
 
     void run(std::uintptr_t x, std::size_t rows, std::uintptr_t out, bool f32) const {
         const py::gil_scoped_release no_gil;
-        linear(compute_pool(), current_kernels(), matrix_, at(x), rows, at(out), dtype_of(f32));
+        linear(compute_pool(), current_kernels(), matrix_, at(x), dtype_of(f32), rows, at(out),
+               dtype_of(f32));
     }
 
   private:
@@ -74,26 +85,26 @@ class LinearKernel {
 
 class ExpertKernel {
   public:
-    ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate)
-        : shape_{format_of(format), Activation::kSwiGlu, hidden, intermediate} {
+    ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate,
+                 const std::string& activation, bool biased)
+        : shape_{format_of(format), activation_of(activation), hidden, intermediate, biased} {
         check_side(hidden);
         check_side(intermediate);
     }
 
     std::size_t expert_bytes() const { return shape_.bytes(); }
 
-    void run(const std::vector<std::uintptr_t>& experts, const std::vector<std::size_t>& counts,
-             std::uintptr_t places, std::uintptr_t x, std::size_t tokens, std::size_t top_k,
-             std::uintptr_t out, bool f32) const {
-        if (experts.size() != counts.size())
-            throw std::invalid_argument("as many counts as experts");
+    void run(const std::vector<std::uintptr_t>& experts,
+             const std::vector<std::vector<std::int64_t>>& places, std::uintptr_t x,
+             std::size_t tokens, std::size_t top_k, std::uintptr_t out, bool f32) const {
+        if (experts.size() != places.size())
+            throw std::invalid_argument("as many lists of places as experts");
         std::vector<ExpertRows> rows;
-        const auto* place = at<const std::int64_t>(places);
         for (std::size_t e = 0; e < experts.size(); ++e) {
-            rows.push_back({weights_at(experts[e], shape_.format), {place, counts[e]}});
-            for (std::size_t i = 0; i < counts[e]; ++i, ++place)
-                if (*place < 0 || static_cast<std::size_t>(*place) >= tokens * top_k)
-                    throw std::out_of_range("place " + std::to_string(*place) + " of " +
+            rows.push_back({weights_at(experts[e], shape_.format), places[e]});
+            for (const std::int64_t place : places[e])
+                if (place < 0 || static_cast<std::size_t>(place) >= tokens * top_k)
+                    throw std::out_of_range("place " + std::to_string(place) + " of " +
                                             std::to_string(tokens * top_k));
         }
         const py::gil_scoped_release no_gil;
@@ -103,6 +114,31 @@ class ExpertKernel {
 
   private:
     ExpertShape shape_;
+};
+
+class RouterKernel {
+  public:
+    RouterKernel(std::uintptr_t weight, std::size_t experts, std::size_t hidden, std::size_t top_k,
+                 bool renormalise, float scale, std::size_t groups, std::size_t kept)
+        : router_{{weights_at(weight, Format::kBf16), Format::kBf16, experts, hidden},
+                  top_k, renormalise, scale, groups, kept} {
+        check_side(experts);
+        check_side(hidden);
+        if (top_k < 1 || top_k > experts)
+            throw std::invalid_argument("a token goes to 1 ... all experts");
+        if (groups < 1 || groups > kMaxRouterGroups || experts % groups || kept < 1 ||
+            kept > groups)
+            throw std::invalid_argument("groups are equal, and 1 ... all of them are kept");
+    }
+
+    void run(std::uintptr_t x, std::size_t rows, std::uintptr_t ids, std::uintptr_t weights) const {
+        const py::gil_scoped_release no_gil;
+        route(compute_pool(), current_kernels(), router_, at(x), rows, at<std::int64_t>(ids),
+              at<float>(weights));
+    }
+
+  private:
+    Router router_;
 };
 
 }  // namespace
@@ -125,12 +161,20 @@ void bind_kernels(py::module_& m) {
              py::arg("weights"))
         .def("run", &LinearKernel::run, py::arg("x"), py::arg("rows"), py::arg("out"),
              py::arg("f32"));
+    py::class_<RouterKernel>(m, "RouterKernel", py::is_final())
+        .def(py::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, bool, float,
+                      std::size_t, std::size_t>(),
+             py::arg("weight"), py::arg("experts"), py::arg("hidden"), py::arg("top_k"),
+             py::arg("renormalise"), py::arg("scale"), py::arg("groups"), py::arg("kept"))
+        .def("run", &RouterKernel::run, py::arg("x"), py::arg("rows"), py::arg("ids"),
+             py::arg("weights"));
     py::class_<ExpertKernel>(m, "ExpertKernel", py::is_final())
-        .def(py::init<const std::string&, std::size_t, std::size_t>(), py::arg("format"),
-             py::arg("hidden"), py::arg("intermediate"))
+        .def(py::init<const std::string&, std::size_t, std::size_t, const std::string&, bool>(),
+             py::arg("format"), py::arg("hidden"), py::arg("intermediate"),
+             py::arg("activation") = "swiglu", py::arg("biased") = false)
         .def_property_readonly("expert_bytes", &ExpertKernel::expert_bytes)
-        .def("run", &ExpertKernel::run, py::arg("experts"), py::arg("counts"), py::arg("places"),
-             py::arg("x"), py::arg("tokens"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
+        .def("run", &ExpertKernel::run, py::arg("experts"), py::arg("places"), py::arg("x"),
+              py::arg("tokens"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
     m.def(
         "combine_rows",
         [](std::uintptr_t rows, std::uintptr_t weights, std::size_t tokens, std::size_t top_k,
@@ -179,6 +223,8 @@ void bind_kernels(py::module_& m) {
         },
         py::arg("blocks"), py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("ids"),
         py::arg("count"), py::arg("out"), py::arg("f32"), no_gil);
+    m.def("is_gated", [](const std::string& name) { return is_gated(activation_of(name)); },
+          py::arg("activation"));
     m.attr("BLOCK_ROWS") = kBlockRows;
     m.attr("GROUP") = kGroup;
     m.attr("TILE_COLUMNS") = kTileColumns;

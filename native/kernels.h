@@ -31,6 +31,7 @@ struct Kernels {
     bool fast;  // false: works, and is slow
     QuantLoop q4;
     QuantLoop q8;
+    QuantLoop mxfp4;
     Bf16Loop bf16;
 };
 

@@ -2,7 +2,8 @@
 // Does not know whether the processor has them; has_avx2() does.
 //
 // `vpmaddubsw` adds two products in 16 bits and saturates. With q4 nothing can: eight of its sums
-// are at most 8 · 2 · 15 · 127 = 30480, so a whole group stays in 16 bits. q8 multiplies |w| by
+// are at most 8 · 2 · 15 · 127 = 30480, so a whole group stays in 16 bits; with mxfp4 half a group
+// does, as four of its sums are at most 4 · 2 · 24 · 127 = 24384. q8 multiplies |w| by
 // a · sign(w): two products are at most 2 · 128 · 127 = 32512.
 #include "kernels.h"
 
@@ -19,7 +20,8 @@ namespace {
 
 constexpr std::size_t kHalfRows = kBlockRows / 2;
 constexpr std::size_t kAhead = 1024;  // as in kernels_avx512.cpp
-static_assert(8 * 2 * 15 * 127 < 32768 && 2 * 128 * 127 < 32768, "no saturation");
+static_assert(8 * 2 * 15 * 127 < 32768 && 4 * 2 * 24 * 127 < 32768 && 2 * 128 * 127 < 32768,
+              "no saturation");
 
 template <std::size_t bytes>
 MOEINF_AVX2 MOEINF_INLINE void prefetch(const std::byte* at) {
@@ -35,11 +37,18 @@ MOEINF_AVX2 MOEINF_INLINE __m256i word(const std::int8_t* codes, std::size_t v) 
 }
 
 MOEINF_AVX2 MOEINF_INLINE __m256i load(const std::byte* at) {
-    return _mm256_load_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
 }
 
 MOEINF_AVX2 MOEINF_INLINE __m256 scales_at(const std::byte* at) {
-    return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(at)));
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+
+// Of mxfp4: 8 bytes e, each 2^(e − 127).
+MOEINF_AVX2 MOEINF_INLINE __m256 powers_at(const std::byte* at) {
+    const __m128i e = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(e), 23);
+    return _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(kLeastE8M0)));
 }
 
 MOEINF_AVX2 MOEINF_INLINE __m256 step(__m256 sum, __m256i dot, __m256 scales, float scale) {
@@ -47,10 +56,13 @@ MOEINF_AVX2 MOEINF_INLINE __m256 step(__m256 sum, __m256i dot, __m256 scales, fl
                            sum);
 }
 
-// Rows 8 · half … 8 · half + 7 of the block.
-template <int kRows>
-MOEINF_AVX2 void q4_half(const std::byte* tile, std::size_t tiles, const QuantGroup* const* from,
-                         float (*out)[kBlockRows], std::size_t half) {
+// Rows 8 · half … 8 · half + 7 of the block. q4 and mxfp4 differ in what a nibble means, in their
+// scales, and in how much fits into 16 bits.
+template <Format format, int kRows>
+MOEINF_AVX2 void nibble_half(const std::byte* tile, std::size_t tiles,
+                             const QuantGroup* const* from, float (*out)[kBlockRows],
+                             std::size_t half) {
+    constexpr bool kLooked = format == Format::kMxfp4;
     const QuantGroup* x[kRows];
     __m256 sums[kRows];
     for (int t = 0; t < kRows; ++t) {
@@ -58,16 +70,23 @@ MOEINF_AVX2 void q4_half(const std::byte* tile, std::size_t tiles, const QuantGr
         sums[t] = _mm256_setzero_ps();
     }
     const __m256i nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (; tiles > 0; --tiles, tile += kQ4TileBytes) {
-        if (half == 0) prefetch<kQ4TileBytes>(tile);
+    const __m256i numbers = _mm256_broadcastsi128_si256(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
+    for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
+        if (half == 0) prefetch<tile_bytes(format)>(tile);
         for (std::size_t g = 0; g < kTileGroups; ++g) {
-            const __m256 scales = scales_at(tile + 512 + 32 * g + 16 * half);
+            const __m256 scales = kLooked ? powers_at(tile + 512 + 16 * g + 8 * half)
+                                          : scales_at(tile + 512 + 32 * g + 16 * half);
             __m256i low[4], high[4];
 #pragma GCC unroll 4
             for (std::size_t v = 0; v < 4; ++v) {
                 const __m256i both = load(tile + 256 * g + 64 * v + 32 * half);
                 low[v] = _mm256_and_si256(both, nibbles);
                 high[v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibbles);
+                if constexpr (kLooked) {
+                    low[v] = _mm256_shuffle_epi8(numbers, low[v]);
+                    high[v] = _mm256_shuffle_epi8(numbers, high[v]);
+                }
             }
 #pragma GCC unroll 4
             for (int t = 0; t < kRows; ++t) {
@@ -80,7 +99,10 @@ MOEINF_AVX2 void q4_half(const std::byte* tile, std::size_t tiles, const QuantGr
                     second = _mm256_add_epi16(
                         second, _mm256_maddubs_epi16(high[v], word(a.codes, 4 + v)));
                 }
-                const __m256i sum = _mm256_madd_epi16(_mm256_add_epi16(first, second), ones);
+                const __m256i sum =
+                    kLooked ? _mm256_add_epi32(_mm256_madd_epi16(first, ones),
+                                               _mm256_madd_epi16(second, ones))
+                            : _mm256_madd_epi16(_mm256_add_epi16(first, second), ones);
                 const __m256i dot = _mm256_add_epi32(sum, _mm256_set1_epi32(a.start));
                 sums[t] = step(sums[t], dot, scales, a.scale);
             }
@@ -194,12 +216,15 @@ void bf16_loop(const std::uint16_t* weights, std::size_t columns, std::size_t ro
 }
 
 // The second half reads its block from the cache: a block is some 20 KiB at K = 2048.
-void q4_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
-             float (*out)[kBlockRows]) noexcept {
+template <Format format>
+void nibble_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
+                 float (*out)[kBlockRows]) noexcept {
     for (; count >= 4; count -= 4, x += 4, out += 4)
-        for (std::size_t half = 0; half < 2; ++half) q4_half<4>(block, tiles, x, out, half);
+        for (std::size_t half = 0; half < 2; ++half)
+            nibble_half<format, 4>(block, tiles, x, out, half);
     for (; count >= 1; count -= 1, x += 1, out += 1)
-        for (std::size_t half = 0; half < 2; ++half) q4_half<1>(block, tiles, x, out, half);
+        for (std::size_t half = 0; half < 2; ++half)
+            nibble_half<format, 1>(block, tiles, x, out, half);
 }
 
 void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
@@ -218,7 +243,8 @@ bool has_avx2() noexcept {
            __builtin_cpu_supports("f16c");
 }
 
-const Kernels kAvx2Kernels{"avx2", true, q4_loop, q8_loop, bf16_loop};
+const Kernels kAvx2Kernels{"avx2", true, nibble_loop<Format::kQ4>, q8_loop,
+                           nibble_loop<Format::kMxfp4>, bf16_loop};
 
 }  // namespace moeinf
 #endif

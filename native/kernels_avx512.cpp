@@ -38,14 +38,24 @@ MOEINF_AVX512 MOEINF_INLINE __m512i codes_at(const std::byte* at) {
     return _mm512_load_si512(at);
 }
 
+// Of mxfp4: 16 bytes e, each 2^(e − 127).
+MOEINF_AVX512 MOEINF_INLINE __m512 powers_at(const std::byte* at) {
+    const __m128i e = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(e), 23);
+    return _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(kLeastE8M0)));
+}
+
 MOEINF_AVX512 MOEINF_INLINE __m512 step(__m512 sum, __m512i dot, __m512 scales, float scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scales, _mm512_set1_ps(scale)),
                            sum);
 }
 
-template <int kRows>
-MOEINF_AVX512 void q4_rows(const std::byte* tile, std::size_t tiles, const QuantGroup* const* from,
-                           float (*out)[kBlockRows]) {
+// q4 and mxfp4, which differ in what a nibble means, and in their scales. Every second tile of
+// mxfp4 begins in the middle of a cache line.
+template <Format format, int kRows>
+MOEINF_AVX512 void nibble_rows(const std::byte* tile, std::size_t tiles,
+                               const QuantGroup* const* from, float (*out)[kBlockRows]) {
+    constexpr bool kLooked = format == Format::kMxfp4;
     const QuantGroup* x[kRows];
     __m512 sums[kRows];
     for (int t = 0; t < kRows; ++t) {
@@ -53,16 +63,23 @@ MOEINF_AVX512 void q4_rows(const std::byte* tile, std::size_t tiles, const Quant
         sums[t] = _mm512_setzero_ps();
     }
     const __m512i nibbles = _mm512_set1_epi8(15);
-    for (; tiles > 0; --tiles, tile += kQ4TileBytes) {
-        prefetch<kQ4TileBytes>(tile);
+    const __m512i numbers = _mm512_broadcast_i32x4(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
+    for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
+        prefetch<tile_bytes(format)>(tile);
         for (std::size_t g = 0; g < kTileGroups; ++g) {
-            const __m512 scales = scales_at(tile + 512 + 32 * g);
+            const __m512 scales =
+                kLooked ? powers_at(tile + 512 + 16 * g) : scales_at(tile + 512 + 32 * g);
             __m512i low[4], high[4];
 #pragma GCC unroll 4
             for (std::size_t v = 0; v < 4; ++v) {
-                const __m512i both = codes_at(tile + 256 * g + 64 * v);
+                const __m512i both = _mm512_loadu_si512(tile + 256 * g + 64 * v);
                 low[v] = _mm512_and_si512(both, nibbles);
                 high[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibbles);
+                if constexpr (kLooked) {
+                    low[v] = _mm512_shuffle_epi8(numbers, low[v]);
+                    high[v] = _mm512_shuffle_epi8(numbers, high[v]);
+                }
             }
 #pragma GCC unroll 8
             for (int t = 0; t < kRows; ++t) {
@@ -179,12 +196,13 @@ void bf16_loop(const std::uint16_t* weights, std::size_t columns, std::size_t ro
     if (count > 0) bf16_block<1>(weights, columns, rows, x, out);
 }
 
-void q4_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
-             float (*out)[kBlockRows]) noexcept {
-    for (; count >= 8; count -= 8, x += 8, out += 8) q4_rows<8>(block, tiles, x, out);
-    for (; count >= 4; count -= 4, x += 4, out += 4) q4_rows<4>(block, tiles, x, out);
-    for (; count >= 2; count -= 2, x += 2, out += 2) q4_rows<2>(block, tiles, x, out);
-    if (count > 0) q4_rows<1>(block, tiles, x, out);
+template <Format format>
+void nibble_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
+                 float (*out)[kBlockRows]) noexcept {
+    for (; count >= 8; count -= 8, x += 8, out += 8) nibble_rows<format, 8>(block, tiles, x, out);
+    for (; count >= 4; count -= 4, x += 4, out += 4) nibble_rows<format, 4>(block, tiles, x, out);
+    for (; count >= 2; count -= 2, x += 2, out += 2) nibble_rows<format, 2>(block, tiles, x, out);
+    if (count > 0) nibble_rows<format, 1>(block, tiles, x, out);
 }
 
 void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
@@ -204,7 +222,12 @@ bool has_avx512() noexcept {
            has_avx2();
 }
 
-const Kernels kAvx512Kernels{"avx512", true, q4_loop, q8_loop, bf16_loop};
+const Kernels kAvx512Kernels{"avx512",
+                             true,
+                             nibble_loop<Format::kQ4>,
+                             q8_loop,
+                             nibble_loop<Format::kMxfp4>,
+                             bf16_loop};
 
 }  // namespace moeinf
 #endif

@@ -23,23 +23,35 @@ int code_of(const std::byte* codes, std::size_t r, std::size_t k) noexcept {
         return std::to_integer<int>(codes[k / 4 * 64 + r * 4 + k % 4]);
     } else {
         const int both = std::to_integer<int>(codes[k % 16 / 4 * 64 + r * 4 + k % 4]);
-        return k < 16 ? both & 15 : both >> 4;
+        const int code = k < 16 ? both & 15 : both >> 4;
+        return format == Format::kMxfp4 ? kMxfp4Codes[code] : code;
     }
+}
+
+// The scale of row r of a group whose scales begin at `scales`.
+template <Format format>
+float scale_of(const std::byte* scales, std::size_t r) noexcept {
+    if constexpr (format == Format::kMxfp4)
+        return std::bit_cast<float>(std::max(std::to_integer<int>(scales[r]) << 23, kLeastE8M0));
+    else
+        return half_to_float(load_u16(scales + 2 * r));
 }
 
 template <Format format>
 void quant_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
                 float (*out)[kBlockRows]) noexcept {
     constexpr std::size_t kTile = tile_bytes(format);
-    constexpr std::size_t kScales = kTile - 2 * kTileGroups * kBlockRows;
+    constexpr std::size_t kScaleBytes = format == Format::kMxfp4 ? 1 : 2;
+    constexpr std::size_t kScales = kTile - kScaleBytes * kTileGroups * kBlockRows;
     constexpr std::size_t kCodes = kScales / kTileGroups;
     for (int t = 0; t < count; ++t) std::memset(out[t], 0, sizeof out[t]);
     for (std::size_t group = 0; group < tiles * kTileGroups; ++group) {
         const std::byte* const tile = block + group / kTileGroups * kTile;
         const std::byte* const codes = tile + group % kTileGroups * kCodes;
-        const std::byte* const scales = tile + kScales + group % kTileGroups * 2 * kBlockRows;
+        const std::byte* const scales =
+            tile + kScales + group % kTileGroups * kScaleBytes * kBlockRows;
         for (std::size_t r = 0; r < kBlockRows; ++r) {
-            const float scale = half_to_float(load_u16(scales + 2 * r));
+            const float scale = scale_of<format>(scales, r);
             for (int t = 0; t < count; ++t) {
                 const QuantGroup& a = x[t][group];
                 std::int32_t dot = a.start;
@@ -89,6 +101,6 @@ float half_to_float(std::uint16_t bits) noexcept {
 }
 
 const Kernels kPortableKernels{"portable", false, quant_loop<Format::kQ4>, quant_loop<Format::kQ8>,
-                               bf16_loop};
+                               quant_loop<Format::kMxfp4>, bf16_loop};
 
 }  // namespace moeinf

@@ -18,7 +18,16 @@
 //     256   codes of group 1
 //     512   scales as above
 //
+//   mxfp4 tile, 544 bytes                                  4.25 bits per weight
+//     0     codes as in q4, each a number of OCP's E2M1 (Microscaling Formats 1.0, section 5.3.3):
+//           a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+//     512   scales:  group 0, row 0 … 15;  group 1, row 0 … 15      E8M0: byte e means 2^(e − 127)
+//
 //   weight = scale · (code − zero),  zero = 8 in q4 (codes 0 … 15), 128 in q8 (codes 1 … 255)
+//
+// mxfp4 is what a checkpoint has, sorted into tiles: nothing is rounded. Its kernels look codes up:
+// twice a code's number is whole, and 12 more is unsigned. So to what follows, a code is 0 … 24,
+// zero is 12, and half of the scale is in s. e = 255, no number, is infinite here.
 //
 // Why so: 16 rows of one word are a 64-byte vector whose 32-bit lanes are rows, and what meets it
 // is one 32-bit word of the activation, the same for all lanes: `vpdpbusd` with a broadcast operand
@@ -46,21 +55,35 @@ inline constexpr std::size_t kTileColumns = 64;
 inline constexpr std::size_t kTileGroups = kTileColumns / kGroup;
 inline constexpr std::size_t kQ4TileBytes = 576;
 inline constexpr std::size_t kQ8TileBytes = 1088;
+inline constexpr std::size_t kMxfp4TileBytes = 544;
 inline constexpr int kQ4Zero = 8;
 inline constexpr int kQ8Zero = 128;
+inline constexpr int kMxfp4Zero = 12;
+
+// 2 · E2M1 + kMxfp4Zero, by code: the upper eight are negative.
+inline constexpr unsigned char kMxfp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                  12, 11, 10, 9,  8,  6,  4,  0};
+inline constexpr int kLeastE8M0 = 0x00400000;  // bits of 2^-127, which e << 23 is not for e = 0
 
 static_assert(kQ4TileBytes == kBlockRows * (kTileColumns / 2 + 2 * kTileGroups));
 static_assert(kQ8TileBytes == kBlockRows * (kTileColumns + 2 * kTileGroups));
+static_assert(kMxfp4TileBytes == kBlockRows * (kTileColumns / 2 + kTileGroups));
 static_assert(kQ4TileBytes % 64 == 0 && kQ8TileBytes % 64 == 0, "a tile is whole cache lines");
 
-enum class Format { kBf16, kQ8, kQ4 };  // kBf16 is row-major, as in a checkpoint
+enum class Format { kBf16, kQ8, kQ4, kMxfp4 };  // kBf16 is row-major, as in a checkpoint
 
 constexpr std::size_t ceil_div(std::size_t count, std::size_t unit) {
     return (count + unit - 1) / unit;
 }
 
 constexpr std::size_t tile_bytes(Format format) {
+    if (format == Format::kMxfp4) return kMxfp4TileBytes;
     return format == Format::kQ4 ? kQ4TileBytes : kQ8TileBytes;
+}
+
+constexpr int zero_of(Format format) {
+    if (format == Format::kMxfp4) return kMxfp4Zero;
+    return format == Format::kQ4 ? kQ4Zero : kQ8Zero;
 }
 
 // Bytes of one row block of a quantised matrix with `columns` columns.

@@ -141,6 +141,17 @@ class Eamc:
         total: Floats = counts.sum(0)
         return total
 
+    def probable_cells(self) -> list[int]:
+        """The cells layer · E + expert that requests used, the most used first.
+
+        Every request counts alike, and its prefill as much as its decode.
+        """
+        total = np.zeros(self.layers * self.experts, np.float64)
+        for part in _PARTS:
+            flat = self._counts[part][:, :, : self._size].reshape(len(total), self._size)
+            total += (flat / np.maximum(flat.sum(0), 1)).sum(1)
+        return [int(cell) for cell in np.argsort(-total, kind="stable") if total[cell] > 0]
+
     def counts(self, phase: Phase) -> Floats:
         """[L, E, N]: a view of the stored counts of this phase. Not to be written."""
         return self._counts[part_of(phase)][:, :, : self._size]

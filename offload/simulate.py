@@ -125,7 +125,7 @@ class Replay:
         self._link = Link(time.read_seconds(shape), self._begin_ahead)
         self._now = 0.0
         self._resident: set[int] = set()
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, None] = {}  # the first to be computed first
         self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
         self._decoding = False
         self._token = Token(-1, 0)
@@ -198,7 +198,7 @@ class Replay:
             self._token.hits += len(hits)
             self.outcome.used_ahead += len(self._ahead.intersection(cells))
         self._ahead.difference_update(cells)
-        self._pinned = set(hits)
+        self._pinned = dict.fromkeys(hits)
         done = start + len(hits) * self._expert
         for cell in misses:
             there = self._link.arriving.pop(cell, None)
@@ -208,7 +208,7 @@ class Replay:
                 self._read()
                 self.outcome.demand_reads += self._decoding
             resident.add(cell)
-            self._pinned.add(cell)
+            self._pinned[cell] = None
             self.policy.admitted(cell)
             done = max(done, there) + self._expert
         if not self._conditions.late:
@@ -221,9 +221,9 @@ class Replay:
         if len(self._resident) + len(self._link.arriving) < self._conditions.slots:
             return
         victim = self.policy.victim(lambda other: other not in self._pinned)
-        if victim is None:  # more misses than slots: those computed by now give theirs
-            self._pinned.clear()
-            victim = self.policy.victim(lambda _: True)
+        while victim is None and self._pinned:  # more misses than slots: the next computed leaves
+            del self._pinned[next(iter(self._pinned))]
+            victim = self.policy.victim(lambda other: other not in self._pinned)
         if victim is None:  # every slot is being read into: the first to arrive goes unused
             there = next(iter(self._link.arriving))
             del self._link.arriving[there]

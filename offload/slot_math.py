@@ -22,8 +22,8 @@ _TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 class TorchFfn(Protocol):
     """The reference arithmetic, which is the models' business."""
 
-    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """One expert on its rows: [t, D] -> [t, D]."""
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """One expert, its tensors as they lie, on its rows: [t, D] -> [t, D]."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -40,24 +40,30 @@ class SlotMath:
         self._base = self._arena.data_ptr()
         self._slot_bytes = pool.slot_bytes
         self._kernel: ExpertKernel | None = None
-        self._weights: list[tuple[Tensor, Tensor]] = []
+        self._weights: list[tuple[Tensor, ...]] = []
         if layout.dtype != "F32":
             form = layout.dtype.lower()
-            self._kernel = ExpertKernel(form, layout.hidden, layout.intermediate)
+            self._kernel = ExpertKernel(
+                form, layout.hidden, layout.intermediate, layout.activation, layout.biased
+            )
+            assert self._kernel.expert_bytes == layout.data_bytes
         if not is_tiled(layout.dtype):
             self._weights = _views(layout, self._arena.view(pool.slots, pool.slot_bytes))
 
     def run(
-        self, x: Tensor, experts: Sequence[tuple[int, Tensor]], top_k: int, rows: Tensor
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
         """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        if self._kernel is not None and not self._weights:
+            self._run_native(x.contiguous(), experts, top_k, rows)
+            return
         few = [pair for pair in experts if self._is_native(len(pair[1]))]
         if few:
             self._run_native(x.contiguous(), few, top_k, rows)
         for slot, places in experts:
             if not self._is_native(len(places)):
-                gate_up, down = self._weights[slot]
-                rows[places] = self._reference.ffn(x[places // top_k], gate_up, down)
+                at = torch.tensor(places)
+                rows[at] = self._reference.ffn(x[at // top_k], *self._weights[slot])
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
@@ -73,30 +79,28 @@ class SlotMath:
         return out
 
     def _is_native(self, count: int) -> bool:
-        return self._kernel is not None and (not self._weights or count <= _MOST_BF16_ROWS)
+        return self._kernel is not None and count <= _MOST_BF16_ROWS
 
     def _run_native(
-        self, x: Tensor, experts: Sequence[tuple[int, Tensor]], top_k: int, rows: Tensor
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
         assert self._kernel is not None
-        places = torch.cat([places for _, places in experts])
         self._kernel.run(
             [self._base + slot * self._slot_bytes for slot, _ in experts],
-            [len(places) for _, places in experts],
-            places.data_ptr(), x.data_ptr(), len(x), top_k, rows.data_ptr(),
+            [places for _, places in experts],
+            x.data_ptr(), len(x), top_k, rows.data_ptr(),
             x.dtype == torch.float32,
         )  # fmt: skip
 
 
-def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Views of every slot as (gate_up, down); no bytes are copied or touched."""
-    views = []
-    for slot in slots:
-        gate_up, down = (
+def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of every slot as its tensors; no bytes are copied or touched."""
+    return [
+        tuple(
             slot[span.offset_bytes : span.offset_bytes + span.size_bytes]
-            .view(_TORCH_DTYPE[layout.dtype])
+            .view(_TORCH_DTYPE[span.dtype])
             .view(span.shape)
             for span in layout.spans
         )
-        views.append((gate_up, down))
-    return views
+        for slot in slots
+    ]

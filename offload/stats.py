@@ -23,6 +23,12 @@ class StoreStats:
     decode_bytes_read: int = 0
     stall_seconds: float = 0.0  # waiting for experts with nothing left to compute
     decode_stall_seconds: float = 0.0
+    decode_hits_hinted: int = 0  # hits on what a gate's hint had brought, at their first use
+    decode_hits_predicted: int = 0  # the same of lookahead and warm start; all others: cached
+    ahead_bytes_read: int = 0  # before a layer asked
+    ahead_bytes_used: int = 0  # of those, asked for later, or while they were on their way
+    ahead_bytes_wasted: int = 0  # evicted unused; what is neither may still be used
+    decode_policy_seconds: float = 0.0  # deciding, and telling the queue
 
     def copy(self) -> StoreStats:
         return StoreStats(**self.__dict__)

@@ -6,28 +6,35 @@ its own rows, and the K rows of a token are combined in a fixed order.
 
 One layer, as time runs:
 
-    submit    pin the hits, give slots to misses and ask for their bytes
+    submit    what was read ahead has arrived or is cancelled; the policy hears the routing; hits
+              are pinned
+    hint      the policy hears what the next layer will probably choose (models give hints at once)
+    (start)   misses take free slots or those of the policy's victims, and their bytes are asked
+              for; a miss that is being read ahead is promoted; then the policy's wishes are queued
     (model)   computes its shared experts meanwhile
     result    compute the hits, then each miss as it arrives; every finished expert is unpinned, so
               that its slot can serve a miss that had none: a layer with more distinct experts than
               there are slots runs through them, and cannot deadlock as long as there is one slot
 
-A miss is read into a staging slot and used there; finished with, it takes over the cache place of
-whom the policy names (residency.py draws it).
+Where nothing is read ahead, a layer whose experts are all there only computes them.
+
+The policy hears events in the order of policy/base.py, which is the simulator's order too: given
+the same routing and the same moments of arrival, hits, reads and victims are the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from moeinf.native import SlotPool
+from moeinf.offload.ahead import ReadAhead
 from moeinf.offload.layout import ExpertLayout
-from moeinf.offload.policy import Policy
+from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.stats import StoreStats
@@ -41,12 +48,12 @@ class Stopped(Exception):
 class ExpertMath(Protocol):
     """The arithmetic, which is the models' business: how rows are grouped, computed, combined."""
 
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
         """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
         ...
 
-    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """One expert on its rows: [t, D] -> [t, D]."""
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """One expert, its tensors as they lie, on its rows: [t, D] -> [t, D]."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -57,8 +64,6 @@ class ExpertMath(Protocol):
 class ExpertStore:
     """L layers of E experts behind `slots` slots of memory."""
 
-    wants_hints = False
-
     def __init__(
         self,
         layout: ExpertLayout,
@@ -68,17 +73,28 @@ class ExpertStore:
         transfer: Transfer,
         policy: Policy,
         math: ExpertMath,
+        *,
+        wishes: int = 0,
+        hints: bool = False,
     ) -> None:
+        """wishes: how many the policy is asked for after a layer; 0: it has none to make. hints:
+        whether those of a next layer's gate are wanted while decoding."""
         self._experts = experts
         self._residency = residency
         self._transfer = transfer
         self._policy = policy
         self._math = math
+        self._wishes, self._hints = wishes, hints
         self._slots = SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
         self.stats = StoreStats()
+        self._ahead = ReadAhead(residency, transfer, policy, self.stats)
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
+
+    @property
+    def wants_hints(self) -> bool:
+        return self._hints and self._decoding
 
     @property
     def resident(self) -> int:
@@ -90,19 +106,39 @@ class ExpertStore:
         """Whether nothing is pinned: true between passes, however the last one ended."""
         return self._residency.pinned() == 0
 
+    @property
+    def direct_io(self) -> bool:
+        """Whether every read has passed by the page cache."""
+        return self._transfer.direct_io
+
+    def warm(self, cells: Iterable[int]) -> int:
+        """Reads these into empty slots, the first first, behind everything else; how many fit."""
+        return self._ahead.warm(cells)
+
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self._abandon()
-        self._decoding = phase == "decode"
+        self._decoding = self._ahead.decoding = phase == "decode"
         self._policy.begin_pass(rows.numpy(), phase)
 
+    def end_request(self, request: int) -> None:
+        """No further pass names it."""
+        self._policy.end_request(request)
+
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """Nothing is read ahead yet."""
+        """ids [T, H], the surest first, of a layer to come; of the submitted layer, at most one."""
+        run = self._open
+        if run is None or not self.wants_hints:
+            return
+        start = time.perf_counter()
+        self._policy.hinted(layer, ids.numpy())
+        run.start()
+        self.stats.decode_policy_seconds += time.perf_counter() - start
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self._abandon()
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
-    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun:
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
         if self.stopped():
             self._abandon()
@@ -111,15 +147,26 @@ class ExpertStore:
             layer * self._experts + expert: places
             for expert, places in self._math.group(ids, self._experts)
         }
-        hits = [cell for cell in groups if self._residency.is_resident(cell)]
-        misses = deque(cell for cell in groups if not self._residency.is_resident(cell))
-        self._count(groups, hits)
-        self._policy.routed(layer, ids.numpy())
+        begin = time.perf_counter()
+        chosen = ids.numpy()
+        if not self._wishes and self._residency.are_resident(groups):
+            self._policy.routed(layer, chosen)
+            self._count(groups, groups)
+            return _AllThere(self, x, weights, groups)
+        self._ahead.settle()
+        hits, misses = list[int](), deque[int]()
+        for cell in chosen_cells(layer, chosen, self._experts):
+            (hits if self._residency.is_resident(cell) else misses).append(cell)
+        self._policy.routed(layer, chosen)
         for cell in hits:
             self._residency.pin(cell)
-        self._open = _LayerRun(self, x, weights, groups, hits, misses)
-        self._open.ask()
-        return self._open
+        self._count(groups, hits)
+        run = self._open = _LayerRun(self, x, weights, groups, hits, misses)
+        if not self.wants_hints:
+            run.start()
+        if self._decoding:
+            self.stats.decode_policy_seconds += time.perf_counter() - begin
+        return run
 
     def close(self) -> None:
         """Ends the readers; the slots must not be used afterwards."""
@@ -130,7 +177,7 @@ class ExpertStore:
         if self._open is not None:
             self._open.abandon()
 
-    def _count(self, groups: dict[int, Tensor], hits: list[int]) -> None:
+    def _count(self, groups: dict[int, list[int]], hits: Iterable[int]) -> None:
         events = sum(len(places) for places in groups.values())
         hit_events = sum(len(groups[cell]) for cell in hits)
         if self._decoding:
@@ -139,40 +186,56 @@ class ExpertStore:
         else:
             self.stats.prefill_events += events
             self.stats.prefill_hits += hit_events
+        for cell in hits:
+            cause = self._ahead.used(cell)
+            if cause is not None and self._decoding:
+                if cause == "hinted":
+                    self.stats.decode_hits_hinted += len(groups[cell])
+                else:
+                    self.stats.decode_hits_predicted += len(groups[cell])
 
-    def _finish(self, cell: int) -> None:
-        """Unpins; what was in a staging slot takes a cache place, if anybody can leave one."""
-        residency = self._residency
-        residency.unpin(cell)
-        if not residency.is_staged(cell):
-            return
-        if residency.can_admit():
-            residency.admit(cell)
-        else:
-            victim = self._policy.victim(residency.can_evict)
-            if victim is None:
-                residency.dismiss(cell)
-                return
-            residency.take_over(cell, victim)
-        self._policy.admitted(cell)
+    def _wish(self) -> None:
+        if self._wishes:
+            self._ahead.wish(self._policy.prefetch(self._wishes))
 
     def _give_up(self, cell: int) -> None:
         """The read into the cell's slot has ended badly, or is given up."""
-        if self._transfer.may_write(self._residency.slot_of(cell)):
-            self._residency.lose(cell)
-        else:
-            self._residency.release(cell)
+        self._policy.victim(lambda other: other == cell)  # it was told of an arrival
+        self._residency.give_up(cell, self._transfer.may_write)
 
     def _make_room(self) -> bool:
-        """Whether a slot is free, evicting somebody unpinned if need be."""
+        """Whether a slot is free, at the cost of reads ahead or of somebody unpinned if need be."""
         self._residency.regain(self._transfer.may_write)
-        if self._residency.free:
+        if self._residency.free or self._ahead.give_way():
             return True
         victim = self._policy.victim(self._residency.can_evict)
         if victim is None:
             return False
-        self._residency.evict(victim)
+        self._ahead.evict(victim)
         return True
+
+
+class _AllThere:
+    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
+    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
+    """
+
+    def __init__(
+        self, store: ExpertStore, x: Tensor, weights: Tensor, groups: dict[int, list[int]]
+    ) -> None:
+        self._store = store
+        self._x = x
+        self._mix = weights
+        self._groups = groups
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        store, mix = self._store, self._mix
+        rows = self._x.new_zeros(mix.numel(), self._x.shape[1])  # [T·K, D]
+        slot_of = store._residency.slot_of
+        experts = [(slot_of(cell), places) for cell, places in self._groups.items()]
+        store._slots.run(self._x, experts, mix.shape[1], rows)
+        return store._slots.combine(rows.view(*mix.shape, -1), mix)
 
 
 class _LayerRun:
@@ -183,7 +246,7 @@ class _LayerRun:
         store: ExpertStore,
         x: Tensor,
         weights: Tensor,
-        groups: dict[int, Tensor],
+        groups: dict[int, list[int]],
         hits: list[int],
         misses: deque[int],
     ) -> None:
@@ -194,32 +257,57 @@ class _LayerRun:
         self._ready = deque(hits)  # resident and pinned
         self._unasked = misses  # without a slot
         self._loading: deque[tuple[int, int]] = deque()  # (ticket, cell), slot assigned and pinned
+        self._started = False
         # Places without an expert stay 0, so that their rows add nothing.
         self._rows = x.new_zeros(weights.numel(), x.shape[1])  # [T·K, D]
 
+    def start(self) -> None:
+        """Once: asks for the misses, then for what the policy wishes ahead."""
+        if not self._started:
+            self._started = True
+            self.ask()
+
     def ask(self) -> None:
         """Gives slots to as many misses as can have one, and asks for their bytes."""
-        store, cells = self._store, []
-        while self._unasked and store._make_room():
-            cell = self._unasked.popleft()
-            store._residency.assign(cell)
-            cells.append(cell)
-        if cells:
-            slots = [store._residency.slot_of(cell) for cell in cells]
-            self._loading.extend(zip(store._transfer.demand(cells, slots), cells, strict=True))
+        store = self._store
+        tickets: dict[int, int] = {}
+        absent = []
+        while self._unasked:
+            cell = self._unasked[0]
+            ticket = store._ahead.take(cell)
+            if ticket is not None:
+                tickets[cell] = ticket
+            elif store._make_room():
+                store._residency.assign(cell)
+                absent.append(cell)
+                tickets[cell] = 0
+            else:
+                break
+            self._unasked.popleft()
+            store._policy.admitted(cell)
+        if absent:
+            slots = [store._residency.slot_of(cell) for cell in absent]
+            tickets.update(zip(absent, store._transfer.demand(absent, slots), strict=True))
+        self._loading.extend((ticket, cell) for cell, ticket in tickets.items())
+        if not self._unasked:
+            store._wish()
 
     def result(self) -> Tensor:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
-            while self._ready or self._loading:
+            self.start()
+            while self._ready or self._loading or self._unasked:
+                if not self._ready and not self._loading:  # reads ahead hold every slot
+                    if not self._store._ahead.wait_for_one():
+                        raise self._store._transfer.no_slot(self._unasked[0])
+                    self.ask()
+                    continue
                 # While slots are wanted, one by one: each that is done makes room for a miss.
                 count = 1 if self._unasked else len(self._ready)
                 ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
                 self._compute(ready or [self._arrived()])
                 if self._unasked:
                     self.ask()
-            if self._unasked:
-                raise self._store._transfer.no_slot(self._unasked[0])
         except BaseException:
             self.abandon()
             raise
@@ -235,7 +323,7 @@ class _LayerRun:
             store._slots.run(self._x, experts, self._mix.shape[1], self._rows)
         finally:
             for cell in cells:
-                store._finish(cell)
+                store._residency.unpin(cell)
 
     def _arrived(self) -> int:
         """Waits for the miss that was asked for first; it is resident and pinned then."""
@@ -267,6 +355,6 @@ class _LayerRun:
             self._store._transfer.abandon(ticket)
             self._store._give_up(cell)
         while self._ready:
-            self._store._finish(self._ready.popleft())
+            self._store._residency.unpin(self._ready.popleft())
         self._unasked.clear()
         self._store._open = None

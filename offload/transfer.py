@@ -65,6 +65,25 @@ class Transfer:
             shard = self._shards[cell].path
             raise ExpertReadError(shard, error.strerror or str(error)) from error
 
+    def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
+        """The same for cells that nobody waits for: after all demand, larger priorities first."""
+        return self._queue.submit_many([self._sources[c] for c in cells], list(slots), priority)
+
+    def hasten(self, ticket: int) -> None:
+        """Somebody waits for it now; it is not read a second time."""
+        self._queue.raise_priority(ticket, DEMAND)
+
+    def cancel(self, ticket: int) -> bool:
+        """True: it had not begun, and nothing was written to its slot."""
+        return self._queue.cancel(ticket)
+
+    def ended(self) -> list[tuple[int, Exception | None]]:
+        """Tickets that have ended since the last call, with what failed; none is told twice.
+
+        To be called while nobody is owed a wait for a ticket of `demand`.
+        """
+        return self._queue.collect()
+
     def abandon(self, ticket: int) -> None:
         """On return the ticket has ended and nothing will write to its slot any more."""
         self._queue.cancel(ticket)

@@ -37,6 +37,16 @@ class BadCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
+class Pick:
+    """What of the matrix or vector that lies at an offset is meant, where it is not all of it."""
+
+    shape: tuple[int, ...]  # of what lies there
+    transposed: bool = False  # first of all
+    first: int = 0
+    step: int = 1  # then of its rows these, as many as the tensor has
+
+
+@dataclass(frozen=True)
 class SourceTensor:
     """Where the bytes of one tensor lie."""
 
@@ -48,6 +58,7 @@ class SourceTensor:
     size_bytes: int
     scales: SourceTensor | None = None  # see fp8.py; the factors of blocks of `block` weights
     block: tuple[int, int] = (1, 1)
+    pick: Pick | None = None  # see picked.py
 
     @property
     def elements(self) -> int:

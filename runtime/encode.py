@@ -22,16 +22,29 @@ from moeinf.runtime.checkpoint import (
     read_exactly,
 )
 from moeinf.runtime.fp8 import wide_rows
+from moeinf.runtime.picked import mxfp4_tiles, picked_values
 
 
 def encoded(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
-    """The tensor as F32, BF16, Q8 or Q4, in blocks of bounded size.
+    """The tensor in the format `form`, in blocks of bounded size; a picked one is one block.
 
-    A block is valid until the next one is taken. Raises BadCheckpoint when the file ends early.
+    MXFP4 is made only of MXFP4. A block is valid until the next one is taken. Raises BadCheckpoint
+    when the file ends early.
     """
+    if tensor.pick is not None:
+        return iter([_picked(tensor, form)])
     if tensor.scales is not None:
         return _widened(tensor, form)
     return _tiles(tensor, form) if is_tiled(form) else blocks(tensor, form)
+
+
+def _picked(tensor: SourceTensor, form: str) -> memoryview:
+    if form == "MXFP4":
+        return memory_of(mxfp4_tiles(tensor))
+    values = picked_values(tensor)
+    if is_tiled(form):
+        return memory_of(quantise(values.float(), form))
+    return memory_of(values.to(TORCH_DTYPE[form]).view(-1))
 
 
 def _widened(tensor: SourceTensor, form: str) -> Iterator[memoryview]:

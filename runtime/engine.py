@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moeinf.models.base import Experts, State
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
+from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import Recording
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
@@ -88,21 +89,32 @@ class Engine:
             drive = drive_of(settings, folder, manifest)
             reading = DEFAULT_READING if drive is None else drive.reading
             self.model = load_model(folder, manifest, config, reading)
-            self.store = open_store(folder, manifest, self.placement, config, reading)
+            self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
+            past = self._open_past(settings) if config.trace else None
+            self.store = open_store(folder, manifest, self.placement, config, reading, past)
             how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
             self.choices = (*self.placement.notes, f"disk: {how}", *_kernels(manifest))
             undo.callback(self.store.close)
+            if past is not None and (warm := self.store.warm(past.probable_cells())):
+                self.choices += (f"reading ahead {warm} experts that past requests used most",)
             self._opened = undo.pop_all()
         registration.publish(self._figures)
-        self.notes: list[str] = []  # what went wrong without stopping anything; for a face to say
         self._requests = itertools.count()
         self.recorder: Recorder | None = None
         self.experts: Experts = self.store
         if config.trace:
             self.recorder = self.experts = Recorder(self.store, routing_shape(manifest))
-            self.eamc = EamcState(settings, manifest, self.notes.append)
             Library(settings).used(manifest.model)
         self.load_seconds = time.perf_counter() - start
+
+    def _open_past(self, settings: Settings) -> Eamc | None:
+        """What past requests routed; None, and a note, when it cannot be read."""
+        self.eamc = EamcState(settings, self.manifest, self.notes.append)
+        try:
+            return self.eamc.live()
+        except OSError as error:
+            self.notes.append(f"the EAMC of {self.manifest.model} cannot be read: {error}")
+            return None
 
     def _figures(self) -> Figures:
         """What `ps` shows. Called by another thread; reads counters only."""
@@ -167,6 +179,7 @@ class Engine:
 
         That it cannot be written is a note: an answer is worth more than the memory of it.
         """
+        self.store.end_request(request)
         if self.recorder is None:
             return
         eam = self.recorder.finish(request)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models import Family
-from moeinf.models.base import Embedding, FusedPart, Linear, MoeShape, Piece
+from moeinf.models.base import Embedding, FusedPart, Linear, MoeShape, Piece, Role
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import (
     ITEM_BYTES,
@@ -22,13 +22,28 @@ from moeinf.offload.layout import (
     plain_form,
     stored_bytes,
 )
-from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, Checkpoint, SourceTensor
+from moeinf.runtime.checkpoint import (
+    TORCH_DTYPE,
+    BadCheckpoint,
+    Checkpoint,
+    Pick,
+    SourceTensor,
+)
 from moeinf.runtime.fp8 import join_scales
+from moeinf.runtime.picked import MXFP4, join_blocks
 
 _HEAD = "lm_head.weight"
 # What only chooses experts: in bfloat16 the biases of DeepSeek-V3 would choose others. And rates
 # of forgetting: an error in them counts once for every token since.
 _EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
+
+
+_FUSED_ROLES: dict[str, tuple[Role, ...]] = {
+    "gate_up": ("gate", "up"),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+    "down": ("down",),
+    "down_bias": ("down_bias",),
+}
 
 
 class WantedParts:
@@ -80,8 +95,9 @@ class Inventory:
     def form_of(self, name: str, dtype: str) -> str:
         """The format of a dense tensor in a model of format `dtype`.
 
-        The output head and the embedding keep 8 bits (docs/log.md), so that they can be tied; what
-        is neither a linear's weight nor an embedding (norms, router gates) is never quantised.
+        The output head and the embedding keep 8 bits (docs/log.md), so that they can be tied; in
+        MXFP4, as checkpoints have it, only experts are, and all else gets 8 bits. What is neither a
+        linear's weight nor an embedding (norms, router gates) is never quantised.
         """
         if name.endswith(_EXACT):
             return "F32"
@@ -89,7 +105,8 @@ class Inventory:
             return dtype
         if name not in self.tileable:
             return plain_form(dtype)
-        return "Q8" if name == _HEAD or name in self.embeddings else dtype
+        eight = name == _HEAD or name in self.embeddings or dtype == MXFP4
+        return "Q8" if eight else dtype
 
     def dense_bytes(self, dtype: str) -> int:
         """Bytes of the weights that every token uses, in the format `dtype`."""
@@ -97,8 +114,12 @@ class Inventory:
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in the format `dtype`."""
-        layout = ExpertLayout(self.moe.hidden, self.moe.intermediate, dtype)
-        return self.dense_bytes(dtype) + len(self.experts) * layout.data_bytes
+        return self.dense_bytes(dtype) + len(self.experts) * self.expert_layout(dtype).data_bytes
+
+    def expert_layout(self, dtype: str) -> ExpertLayout:
+        """How an expert lies in a model of format `dtype`."""
+        moe = self.moe
+        return ExpertLayout(moe.hidden, moe.intermediate, dtype, moe.activation, moe.biased)
 
     def disk_bytes(self, dtype: str) -> int:
         """What they take on disk: every file has a header and ends in the middle of a block."""
@@ -113,7 +134,17 @@ class Inventory:
             *self.dense.values(),
             *(t for parts in self.experts.values() for t in parts.values()),
         ]
-        return dtype == "BF16" and any(tensor.dtype != "BF16" for tensor in tensors)
+        return dtype == "BF16" and any(tensor.dtype not in ("BF16", MXFP4) for tensor in tensors)
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether all matrices of experts are MXFP4 in the checkpoint, so that they can stay it."""
+        return all(
+            tensor.dtype == MXFP4
+            for parts in self.experts.values()
+            for tensor in parts.values()
+            if len(tensor.shape) == 2
+        )
 
 
 def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
@@ -124,7 +155,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
-    for name, tensor in join_scales(checkpoint).items():
+    for name, tensor in join_blocks(checkpoint, join_scales(checkpoint)).items():
         fused = family.fused(name, config)
         if fused is not None:
             for key, role, piece in _unfuse(fused, tensor, model.moe):
@@ -132,8 +163,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             continue
         part = family.expert(name, config)
         if part is not None:
-            sides = (model.moe.intermediate, model.moe.hidden)
-            _check(tensor, sides if part.role != "down" else sides[::-1])
+            _check(tensor, model.moe.parts[part.role])
             experts.setdefault(ExpertKey(part.layer, part.expert), {})[part.role] = tensor
         elif name in wanted.shapes:
             _check(tensor, wanted.shapes[name])
@@ -146,7 +176,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             have = experts.get(ExpertKey(layer, expert), {})
             missing += [
                 f"{role} of expert {expert} in MoE layer {layer}"
-                for role in ("gate", "up", "down")
+                for role in model.moe.parts
                 if role not in have
             ]
     if missing:
@@ -171,15 +201,33 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
 def _unfuse(
     fused: FusedPart, tensor: SourceTensor, moe: MoeShape
 ) -> Iterator[tuple[ExpertKey, str, SourceTensor]]:
-    """The matrices of all experts in a fused tensor, as spans of its bytes: nothing is copied."""
-    f, d = moe.intermediate, moe.hidden
-    _check(tensor, (moe.experts, 2 * f, d) if fused.role == "gate_up" else (moe.experts, d, f))
-    roles = (("gate", (f, d)), ("up", (f, d))) if fused.role == "gate_up" else (("down", (d, f)),)
-    size = tensor.size_bytes // (moe.experts * len(roles))
-    for number in range(moe.experts * len(roles)):
-        role, shape = roles[number % len(roles)]
-        piece = replace(tensor, shape=shape, offset=tensor.offset + number * size, size_bytes=size)
-        yield ExpertKey(fused.layer, number // len(roles)), role, piece
+    """Each expert's share of a fused tensor, as a span of its bytes: nothing is copied."""
+    roles = _FUSED_ROLES[fused.role]
+    shape = moe.parts[roles[0]]
+    rows = shape[0]
+    whole = (len(roles) * rows, *shape[1:])
+    transposed = fused.transposed and len(shape) == 2 and tensor.dtype != MXFP4
+    lies = whole[::-1] if transposed else whole
+    _check(tensor, (moe.experts, *lies))
+    alone = not (transposed or fused.interleaved or tensor.dtype == MXFP4)
+    for expert in range(moe.experts):
+        mine = _share(tensor, expert, moe.experts)
+        for number, role in enumerate(roles):
+            if alone:
+                piece = replace(_share(mine, number, len(roles)), shape=shape)
+            else:
+                first, step = (number, 2) if fused.interleaved else (number * rows, 1)
+                picked = Pick(lies, transposed, first, step if len(roles) > 1 else 1)
+                piece = replace(mine, shape=shape, pick=picked)
+            yield ExpertKey(fused.layer, expert), role, piece
+
+
+def _share(tensor: SourceTensor, number: int, count: int) -> SourceTensor:
+    """Of `count` equal shares of a tensor, and of its scales, one."""
+    size = tensor.size_bytes // count
+    scales = None if tensor.scales is None else _share(tensor.scales, number, count)
+    at = tensor.offset + number * size
+    return replace(tensor, offset=at, size_bytes=size, scales=scales)
 
 
 def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:

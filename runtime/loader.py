@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.models.base import Embedding, Linear, Model, ModelDataError, Piece
+from moeinf.models.base import Activation, Embedding, Linear, Model, ModelDataError, Piece
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
+from moeinf.offload.eamc import Eamc
 from moeinf.offload.layout import stored_bytes
-from moeinf.offload.policy import POLICIES, Setup
+from moeinf.offload.policy import POLICIES, USE_HINTS, USE_PAST, Setup
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord
 from moeinf.offload.store import ExpertStore
@@ -155,11 +157,17 @@ def load_model(folder: Path, manifest: Manifest, config: EngineConfig, reading: 
 
 
 def open_store(
-    folder: Path, manifest: Manifest, placement: Placement, config: EngineConfig, reading: Reading
+    folder: Path,
+    manifest: Manifest,
+    placement: Placement,
+    config: EngineConfig,
+    reading: Reading,
+    past: Eamc | None = None,
 ) -> ExpertStore:
     """An empty expert cache of the placement's size, with its readers running.
 
-    `reading` is how the drive is best read, as far as the config does not say otherwise.
+    `reading` is how the drive is best read, as far as the config does not say otherwise; `past` is
+    what policies that predict from the EAMC read.
     """
     layout = manifest.expert_layout
     pool = SlotPool(placement.slots, layout.slot_bytes)
@@ -175,8 +183,17 @@ def open_store(
     )
     cells = manifest.layers * manifest.experts
     all_fit = placement.slots >= cells  # nobody ever leaves: then a policy only costs time
-    staging = 0 if all_fit else min(manifest.top_k, placement.slots // 2)
-    residency = Residency(placement.slots, cells, staging)
+    name = "lru" if all_fit else config.policy
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
-    policy = POLICIES["lru" if all_fit else config.policy](Setup(shape, placement.slots))
-    return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())
+    policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
+    return ExpertStore(
+        layout,
+        manifest.experts,
+        pool,
+        Residency(placement.slots, cells),
+        transfer,
+        policy,
+        TorchMath(cast(Activation, manifest.activation)),  # which the layout has checked
+        wishes=2 * manifest.top_k if name in USE_PAST else 0,
+        hints=name in USE_HINTS,
+    )

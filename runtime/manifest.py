@@ -58,6 +58,8 @@ class Manifest:
     files: tuple[FileRecord, ...]
     layout: int  # the version of its format's layout
     state_bytes: int = 0  # what a request takes beside its kv_bytes_per_token
+    activation: str = "swiglu"  # of the experts; see models/ffn.py
+    biased: bool = False  # their matrices have biases
     format: int = FORMAT_VERSION
 
     @property
@@ -66,7 +68,9 @@ class Manifest:
 
     @property
     def expert_layout(self) -> ExpertLayout:
-        return ExpertLayout(self.hidden, self.intermediate, self.dtype)
+        return ExpertLayout(
+            self.hidden, self.intermediate, self.dtype, self.activation, self.biased
+        )
 
     @property
     def slots(self) -> SlotBudget:
@@ -140,6 +144,8 @@ def read_manifest(folder: Path) -> Manifest:
         for field in ("name", "tag", "family", "source", "created_at"):
             if not isinstance(raw[field], str):
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
+            raise DamagedModel(f"{path}: the experts' activation or biases are not described")
         data_bytes = manifest.expert_layout.data_bytes
         shards = manifest.shards()
         if is_current(manifest) and any(shard.data_bytes != data_bytes for shard in shards):

@@ -9,10 +9,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-TAGS = ("q4", "q8", "bf16", "f32")
+TAGS = ("q4", "q8", "mxfp4", "bf16", "f32")
 DEFAULT_TAG = "q4"
 DEMO = "demo"  # the model inside the package
-_DEFAULT_TAGS = {DEMO: "bf16"}  # it is small, and shows what was trained
+_NATIVE_MXFP4 = ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b")  # as published: 4.25 bits per weight
+_DEFAULT_TAGS = {
+    DEMO: "bf16",  # it is small, and shows what was trained
+    **dict.fromkeys(_NATIVE_MXFP4, "mxfp4"),
+    **dict.fromkeys((f"openai--{name}" for name in _NATIVE_MXFP4), "mxfp4"),
+}
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
 

@@ -34,7 +34,8 @@ class Entry:
 
     def sizes(self) -> dict[str, int]:
         """About how many bytes each tag takes on disk."""
-        return {tag: int(self.parameters * 1e9 * _BITS[tag] / 8) for tag in TAGS}
+        tags = [tag for tag in TAGS if tag != "mxfp4" or self.tag == tag]
+        return {tag: int(self.parameters * 1e9 * _BITS[tag] / 8) for tag in tags}
 
 
 @cache

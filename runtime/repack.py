@@ -29,11 +29,12 @@ from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import return_large_blocks
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.picked import MXFP4
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.workplace import Workplace, discard, workplace
 
-DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "bf16": "BF16", "f32": "F32"}
+DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (
     CONFIG,
     "generation_config.json",
@@ -128,6 +129,7 @@ def repack(
     return_large_blocks()
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     dtype = DTYPE_OF_TAG[name.tag]
+    _check_format(source, inventory, dtype)
     announce(inventory, name, note)
     library.check_unused(name)
     target = library.folder(name)
@@ -168,8 +170,20 @@ def measure_source(source: Source) -> SourceSizes:
     for tensor in source.checkpoint.tensors.values():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
     fetched = sum(sizes.values()) if source.space_bytes() else 0
-    disk = {tag: inventory.disk_bytes(dtype) for tag, dtype in DTYPE_OF_TAG.items()}
+    disk = {
+        tag: inventory.disk_bytes(dtype)
+        for tag, dtype in DTYPE_OF_TAG.items()
+        if dtype != MXFP4 or inventory.has_mxfp4
+    }
     return SourceSizes(sorted(sizes.items()), fetched, disk, source.space_bytes())
+
+
+def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
+    if dtype == MXFP4 and not inventory.has_mxfp4:
+        raise BadCheckpoint(
+            f"{source.origin} does not store its experts as MXFP4: there is nothing to keep; "
+            "the tag q4 quantises them"
+        )
 
 
 def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
@@ -241,11 +255,18 @@ def _convert_tokenizer(folder: Path, work: Workplace) -> None:
         work.add_file(write_file(work.folder, TOKENIZER, b"", [memoryview(data)]))
 
 
-def prospect(source: Source, name: ModelName) -> Manifest:
-    """The manifest that `repack` would write, but for its files. Raises like it, writes nothing."""
-    return _manifest(
-        source, take_inventory(family_of(source.checkpoint.config), source.checkpoint), name, ()
-    )
+def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
+    """The manifests that `repack` would write, but for their files, by tag: those that can be.
+
+    Raises like `repack` for `name`, and writes nothing.
+    """
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    _check_format(source, inventory, DTYPE_OF_TAG[name.tag])
+    return {
+        tag: _manifest(source, inventory, ModelName(name.name, tag), ())
+        for tag, dtype in DTYPE_OF_TAG.items()
+        if dtype != MXFP4 or inventory.has_mxfp4
+    }
 
 
 def _manifest(
@@ -271,6 +292,8 @@ def _manifest(
         files=tuple(files),
         layout=LAYOUT_VERSIONS[dtype],
         state_bytes=inventory.state_bytes,
+        activation=moe.activation,
+        biased=moe.biased,
     )
 
 

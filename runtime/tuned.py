@@ -17,7 +17,8 @@ from moeinf.models.base import Piece
 from moeinf.models.kv_cache import PassRows, Span
 from moeinf.models.mla import MlaCore
 from moeinf.models.norms import RmsNorm
-from moeinf.native import GqaStep, MlaStep, rms_norm
+from moeinf.models.routing import SoftmaxRouter
+from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.runtime.linears import MOST_ROWS
 
 _Request = tuple[int, int, int, int, int, int, int]
@@ -46,12 +47,36 @@ class NativeNorm:
         return out
 
 
+class NativeRouter:
+    """SoftmaxRouter for few rows. None of them sees the others, as they do in torch's product."""
+
+    def __init__(self, torch_router: SoftmaxRouter) -> None:
+        self._torch, weight = torch_router, torch_router.weight
+        groups, kept = torch_router.groups or (1, 1)
+        experts, hidden = weight.shape
+        self._top_k = torch_router.top_k
+        self._kernel = RouterKernel(
+            weight.data_ptr(), experts, hidden, self._top_k,
+            torch_router.renormalise, torch_router.scale, groups, kept,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if len(x) > MOST_ROWS or x.dtype != torch.bfloat16:
+            return self._torch(x)
+        x = x.contiguous()
+        ids = torch.empty(len(x), self._top_k, dtype=torch.int64)
+        weights = torch.empty(len(x), self._top_k)
+        self._kernel.run(x.data_ptr(), len(x), ids.data_ptr(), weights.data_ptr())
+        return ids, weights
+
+
 class NativeGqa:
     """GqaCore for the rows of requests that bring one token."""
 
     def __init__(self, core: GqaCore) -> None:
         shape = core.shape
         self._torch, self._layer = core, core.layer
+        self._sinks = None if core.sinks is None else core.sinks.float().contiguous()
         self._step = GqaStep(
             shape.heads,
             shape.kv_heads,
@@ -61,6 +86,7 @@ class NativeGqa:
             _norm(core.q_norm),
             _norm(core.k_norm),
             shape.clip or 0.0,
+            0 if self._sinks is None else self._sinks.data_ptr(),
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
@@ -176,6 +202,10 @@ def _rms_norm(norm: RmsNorm) -> object:
     return NativeNorm(norm) if _fits(norm.weight) else norm
 
 
+def _router(router: SoftmaxRouter) -> object:
+    return NativeRouter(router) if _fits(router.weight) else router
+
+
 def _weight(norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
     return getattr(getattr(norm, "norm", norm), "weight", None)
 
@@ -189,4 +219,5 @@ _NATIVE: dict[type, Callable[[Any], object]] = {
     GqaCore: _gqa,
     MlaCore: _mla,
     RmsNorm: _rms_norm,
+    SoftmaxRouter: _router,
 }

@@ -91,12 +91,15 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
     for name, tensor in tensors.items():
         fused = family.fused(name, config)
         if fused is not None:
-            for number, matrix in enumerate(tensor):
+            for number, stored in enumerate(tensor):
                 roles = matrices.setdefault((fused.layer, number), {})
-                if fused.role == "down":
-                    roles["down"] = matrix
-                else:
-                    roles["gate"], roles["up"] = matrix.chunk(2)
+                matrix = stored.mT if fused.transposed and stored.dim() == 2 else stored
+                if fused.role in ("down", "down_bias"):
+                    roles[fused.role] = matrix
+                    continue
+                halves = (matrix[::2], matrix[1::2]) if fused.interleaved else matrix.chunk(2)
+                suffix = fused.role.removeprefix("gate_up")
+                roles[f"gate{suffix}"], roles[f"up{suffix}"] = halves
             continue
         part = family.expert(name, config)
         if part is not None:
@@ -106,9 +109,19 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
     parts = DictParts(dense)
     model = family.build(config, parts)
     experts = ResidentExperts(
-        {key: (torch.cat((m["gate"], m["up"])), m["down"]) for key, m in matrices.items()}
+        {key: _joined(roles) for key, roles in matrices.items()}, model.moe.activation
     )
     return Loaded(family, config, model, experts, set(dense) - parts.used)
+
+
+def _joined(roles: Mapping[Role, Tensor]) -> tuple[Tensor, ...]:
+    """What models.ffn.expert_ffn takes."""
+    found = []
+    for suffix in ("", "_bias"):
+        inner = [roles[f"{half}{suffix}"] for half in ("gate", "up") if f"{half}{suffix}" in roles]
+        if inner:
+            found += [torch.cat(inner), roles[f"down{suffix}"]]
+    return tuple(found)
 
 
 @dataclass

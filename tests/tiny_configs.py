@@ -177,6 +177,22 @@ def _arctic(**settings: Any) -> Tiny:
     return Tiny("arctic", "ArcticConfig", {**sizes, **settings})
 
 
+def _gpt_oss(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 20,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 3,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "rope_parameters": {**_YARN, "factor": 8.0, "truncate": False},
+    }
+    return Tiny("gpt_oss", "GptOssConfig", {**sizes, **settings})
+
+
 TINY: dict[str, Tiny] = {
     "arctic": _arctic(),
     "arctic-three": _arctic(
@@ -327,6 +343,24 @@ TINY: dict[str, Tiny] = {
         num_experts_per_tok=1,
         attention_bias=True,
         tie_word_embeddings=True,
+    ),
+    "gpt-oss": _gpt_oss(),
+    "gpt-oss-all-experts": _gpt_oss(
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        num_key_value_heads=6,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+        rms_norm_eps=0.03,
+        tie_word_embeddings=True,
+    ),
+    "gpt-oss-one-expert": _gpt_oss(
+        hidden_size=40,
+        num_experts_per_tok=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_hidden_layers=2,
+        sliding_window=2,  # of 1, the cache of transformers 5.23 forgets nothing
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
     "granite": _granite(embedding_multiplier=1.5, logits_scaling=0.7, residual_multiplier=0.6),
     "granite-bare": _granite(

@@ -111,6 +111,7 @@ def test_many_rows_of_logits(olmoe: Pair) -> None:
         ("deepseek-v3", 3 * (20 + 8)),
         ("glm4", 3 * 2 * 2 * 12),
         ("arctic", 2 * 2 * 2 * 8),
+        ("gpt-oss", 3 * 2 * 2 * 10),
         ("granite", 2 * 2 * 2 * 8),
         ("phimoe", 2 * 2 * 2 * 12),
         ("glm4-lite", 3 * (20 + 8)),

@@ -11,17 +11,20 @@ import torch
 from moeinf.native import (
     ExpertKernel,
     LinearKernel,
+    RouterKernel,
     _native,
     combine_rows,
     compute_threads,
     dequantise_rows,
+    is_gated,
     kernel_path,
     matrix_bytes,
     quantise_rows,
     set_compute_threads,
 )
+from moeinf.runtime.picked import tile_blocks
 
-FORMATS = ["q4", "q8", "bf16"]
+FORMATS = ["q4", "q8", "mxfp4", "bf16"]
 PATHS = ["portable", "avx2", "avx512"]
 SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
 
@@ -49,10 +52,57 @@ def stored(weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor
     if form == "bf16":
         return weights.bfloat16().view(torch.uint8).flatten(), weights.bfloat16().float()
     data = aligned(matrix_bytes(form, rows, columns))
+    if form == "mxfp4":
+        blocks, scales, values = mxfp4(weights)
+        return data.copy_(tile_blocks(blocks, scales)), values
     quantise_rows(weights.data_ptr(), rows, columns, True, form, data.data_ptr())
     values = torch.empty(rows, columns)
     dequantise_rows(data.data_ptr(), form, rows, columns, values.data_ptr())
     return data, values
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks, scales and values of some MXFP4 matrix near the weights."""
+    rows, columns = weights.shape
+    groups = torch.nn.functional.pad(weights, (0, -columns % 32)).view(rows, -1, 32)
+    power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil().clamp(-127, 127)
+    codes = (groups.abs() / 2**power)[..., None].sub(E2M1).abs().argmin(-1)  # [R, G, 32]
+    values = E2M1[codes] * 2**power * groups.sign()
+    codes += 8 * (groups < 0)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return blocks, (power[..., 0] + 127).to(torch.uint8), values.flatten(1)[:, :columns]
+
+
+def test_mxfp4_tiles_are_drawn_as_in_tiles_h():
+    blocks = torch.randint(256, (19, 3, 16), generator=torch.Generator().manual_seed(4))
+    scales = torch.randint(255, (19, 3), generator=torch.Generator().manual_seed(5))
+    tiles = tile_blocks(blocks.to(torch.uint8), scales.to(torch.uint8))
+    assert len(tiles) == matrix_bytes("mxfp4", 19, 96) == 2 * 2 * 544
+    for row in range(19):
+        for k in range(96):
+            tile = tiles[544 * (2 * (row // 16) + k // 64) :]
+            half, at, r = k % 64 // 32, k % 32, row % 16
+            byte = int(tile[256 * half + at % 16 // 4 * 64 + 4 * r + at % 4])
+            wanted = int(blocks[row, k // 32, at // 2]) >> 4 * (at % 2) & 15
+            assert (byte & 15 if at < 16 else byte >> 4) == wanted
+            assert tile[512 + 16 * half + r] == scales[row, k // 32]
+
+
+def test_every_mxfp4_scale_is_the_power_that_it_names():
+    """A matrix of ones with every scale but 255, which is no number, times a row that is exact."""
+    scales = torch.arange(255, dtype=torch.uint8)[:, None]
+    data = aligned(matrix_bytes("mxfp4", 255, 32))
+    data.copy_(tile_blocks(torch.full((255, 1, 16), 0x22, dtype=torch.uint8), scales))
+    x = torch.full((1, 32), 127.0) * (torch.arange(32) == 5)
+    for path in [path for path in PATHS if use(path)]:
+        out = linear("mxfp4", data, (255, 32), x)[0].double()
+        wanted = 127 * 2.0 ** (torch.arange(255).double() - 127)
+        within = wanted < 2.0**128  # else infinite
+        assert torch.equal(out[within][1:], wanted[within][1:]), path
+        assert out[~within].isinf().all()
 
 
 def linear(form: str, data: torch.Tensor, shape: tuple[int, int], x: torch.Tensor) -> torch.Tensor:
@@ -135,14 +185,20 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form, bad):
         assert torch.equal(out[::2], clean[::2])
 
 
-def experts_of(form: str, count: int, hidden: int, inner: int) -> tuple[list, list]:
+def experts_of(
+    form: str, count: int, hidden: int, inner: int, gated: bool = True, biases: float = 0.0
+) -> tuple[list, list]:
+    """Bytes of each expert, and the values of its matrices and biases in the same order."""
     generator = torch.Generator().manual_seed(5)
     data, values = [], []
+    shapes = [(inner, hidden)] * (1 + gated) + [(hidden, inner)]
     for _ in range(count):
-        parts = [
-            stored(torch.randn(shape, generator=generator) * 0.05, form)
-            for shape in ((inner, hidden), (inner, hidden), (hidden, inner))
-        ]
+        parts = [stored(torch.randn(shape, generator=generator) * 0.05, form) for shape in shapes]
+        if biases:
+            parts += [
+                stored(torch.randn(1, shape[0], generator=generator) * biases, "bf16")
+                for shape in shapes
+            ]
         whole = aligned(sum(len(part) for part, _ in parts))
         whole.copy_(torch.cat([part for part, _ in parts]))
         data.append(whole)
@@ -165,11 +221,10 @@ def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden
     def run(chosen: torch.Tensor) -> torch.Tensor:
         out = torch.full((tokens * top_k, hidden), 5.0, dtype=torch.bfloat16)
         groups = [(e, (chosen == e).nonzero().flatten()) for e in range(4)]
-        order = torch.cat([places for _, places in groups])
         kernel.run(
             [data[e].data_ptr() for e, _ in groups],
-            [len(places) for _, places in groups],
-            order.data_ptr(), x.data_ptr(), tokens, top_k, out.data_ptr(), False,
+            [places.tolist() for _, places in groups],
+            x.data_ptr(), tokens, top_k, out.data_ptr(), False,
         )  # fmt: skip
         return out
 
@@ -195,6 +250,52 @@ def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden
         set_compute_threads(threads)
 
 
+def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
+    """The definitions of the activations, in the precision of their arguments."""
+    if activation == "relu":
+        return products[0].clamp(min=0)
+    gate, up = products
+    if activation == "swiglu":
+        return gate / (1 + (-gate).exp()) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate / (1 + (-1.702 * gate).exp())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("biases", [0.0, 6.0])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "relu"])
+def test_activations_and_biases_agree_with_float64_on_every_path(activation, biases, form):
+    hidden, inner = 70, 45  # biases of 6: half of what is clamped is
+    gated = is_gated(activation)
+    data, values = experts_of(form, 1, hidden, inner, gated, biases)
+    kernel = ExpertKernel(form, hidden, inner, activation, biases > 0)
+    assert kernel.expert_bytes == len(data[0])
+    x = torch.randn(16, hidden, generator=torch.Generator().manual_seed(6))
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out, places = torch.full((len(rows), hidden), 5.0), torch.arange(len(rows))
+        kernel.run(
+            [data[0].data_ptr()], [len(rows)], places.data_ptr(),
+            rows.data_ptr(), len(rows), 1, out.data_ptr(), True,
+        )  # fmt: skip
+        return out
+
+    *inners, down = (value.double() for value in values[0][: 2 + gated])
+    offsets = [value.double() for value in values[0][2 + gated :]] or [0.0] * 3
+    products = [x.double() @ w.T + b for w, b in zip(inners, offsets, strict=False)]
+    wanted = between(activation, products) @ down.T + offsets[len(inners)]
+    assert use("portable")
+    reference = run(x)
+    assert relative(reference, wanted) < (0.005 if form == "bf16" else 0.015)
+    for path in [path for path in PATHS if use(path)]:
+        for count in range(1, 17):
+            assert torch.equal(run(x[:count].clone()), reference[:count]), (path, count)
+    spoilt = x.clone()
+    spoilt[3, 4] = float("nan")
+    assert run(spoilt)[3].isnan().all()
+    assert torch.equal(run(spoilt)[4:], reference[4:])
+
+
 def test_combining_is_what_torch_does_term_by_term():
     generator = torch.Generator().manual_seed(8)
     rows = torch.randn(3, 4, 300, generator=generator).bfloat16()
@@ -207,7 +308,45 @@ def test_combining_is_what_torch_does_term_by_term():
     assert torch.equal(out, total.bfloat16())
 
 
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (5, 2)])
+def test_a_router_chooses_the_same_on_every_path_and_thread_count(groups, kept):
+    generator = torch.Generator().manual_seed(9)
+    weight = (torch.randn(40, 130, generator=generator) / 10).bfloat16()
+    x = torch.randn(7, 130, generator=generator).bfloat16()
+    kernel = RouterKernel(weight.data_ptr(), 40, 130, 6, True, 1.5, groups, kept)
+
+    def run() -> tuple[list, list]:
+        ids, weights = torch.empty(7, 6, dtype=torch.int64), torch.empty(7, 6)
+        kernel.run(x.data_ptr(), 7, ids.data_ptr(), weights.data_ptr())
+        return ids.tolist(), weights.tolist()
+
+    scores = (x.double() @ weight.double().T).softmax(-1).view(7, groups, -1)
+    best = scores.amax(-1).topk(kept).indices
+    mask = torch.zeros(7, groups, dtype=torch.float64).scatter(1, best, 1.0)
+    wanted, wanted_ids = (scores * mask[..., None]).flatten(1).topk(6)
+    reference = None
+    threads = compute_threads()
+    try:
+        for path in [path for path in PATHS if use(path)]:
+            for count in (1, 3):
+                set_compute_threads(count)
+                reference = reference or run()
+                assert run() == reference, (path, count)
+    finally:
+        set_compute_threads(threads)
+    assert reference is not None
+    assert reference[0] == wanted_ids.tolist()
+    normed = 1.5 * wanted / wanted.sum(-1, keepdim=True)
+    torch.testing.assert_close(torch.tensor(reference[1]), normed.float(), rtol=1e-5, atol=0)
+
+
 def test_what_cannot_be_is_refused():
+    weight = torch.zeros(4, 8).bfloat16().data_ptr()
+    with pytest.raises(ValueError, match="all experts"):
+        RouterKernel(weight, 4, 8, 5, False, 1.0, 1, 1)
+    for groups, kept in ((3, 1), (2, 3), (0, 0)):
+        with pytest.raises(ValueError, match="groups are equal"):
+            RouterKernel(weight, 4, 8, 2, False, 1.0, groups, kept)
     with pytest.raises(ValueError, match="no kernel for the format"):
         matrix_bytes("q5", 1, 1)
     with pytest.raises(ValueError, match="sizes lie in"):
@@ -216,11 +355,12 @@ def test_what_cannot_be_is_refused():
         LinearKernel("q4", 16, 64, aligned(9000).data_ptr() + 32)
     data, _ = experts_of("q8", 1, 32, 32)
     x = torch.zeros(1, 32)
-    place = torch.tensor([1])
     with pytest.raises(IndexError, match="place 1 of 1"):
         ExpertKernel("q8", 32, 32).run(
-            [data[0].data_ptr()], [1], place.data_ptr(), x.data_ptr(), 1, 1, x.data_ptr(), True
+            [data[0].data_ptr()], [[1]], x.data_ptr(), 1, 1, x.data_ptr(), True
         )
+    with pytest.raises(ValueError, match="no kernel for the activation 'gelu'"):
+        ExpertKernel("q8", 32, 32, "gelu")
     assert not _native._use_kernels("sse")
     assert kernel_path() in PATHS
 

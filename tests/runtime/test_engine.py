@@ -58,7 +58,9 @@ def test_memory_never_changes_the_tokens(model: str, open_engine: Open) -> None:
             expected = tokens(full, prompt, options)
             assert tokens(third, prompt, options) == expected
             assert tokens(smallest, prompt, options) == expected
-    assert 0 < (smallest.store.stats.hit_rate or 0) < 0.3  # 8 slots, 24 experts per token
+    stats = smallest.store.stats  # 8 slots, 24 experts per token: what hits was read ahead
+    ahead = stats.decode_hits_hinted + stats.decode_hits_predicted
+    assert 0 < ahead <= stats.decode_hits < ahead + 0.3 * stats.decode_events
     assert 0.3 < (third.store.stats.hit_rate or 0) < 1
     assert full.store.stats.loads <= 192
 

@@ -19,7 +19,7 @@ from moeinf.runtime.checkpoint import BadCheckpoint, blocks, open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.repack import LocalSource, prospect
+from moeinf.runtime.repack import LocalSource, prospects
 
 FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
@@ -103,6 +103,6 @@ def test_downcasts_and_strangers(tmp_path: Path) -> None:
 def test_the_prospect_of_a_model_is_its_manifest_without_files(tag: str, demo_home: Path) -> None:
     manifest, _ = Library(Settings(demo_home)).read(f"demo:{tag}")
     source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), manifest.source)
-    found = prospect(source, manifest.model)
+    found = prospects(source, manifest.model)[manifest.tag]
     assert found.dense_bytes == manifest.file("dense.safetensors").data_bytes
     assert replace(found, created_at="") == replace(manifest, files=(), created_at="")

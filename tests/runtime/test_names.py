@@ -35,7 +35,7 @@ def test_not_names(text: str) -> None:
 
 
 def test_unknown_tag_names_the_tags() -> None:
-    with pytest.raises(BadName, match=r"no tag 'q9'; the tags are q4, q8, bf16, f32"):
+    with pytest.raises(BadName, match=r"no tag 'q9'; the tags are q4, q8, mxfp4, bf16, f32"):
         parse_name("demo:q9")
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from moeinf.models import FAMILIES
-from moeinf.runtime.names import TAGS, parse_name
+from moeinf.runtime.names import TAGS, ModelName, parse_name
 from moeinf.runtime.registry import Entry, entry_of, registry
 
 
@@ -20,7 +20,7 @@ def test_an_entry(entry: Entry) -> None:
     assert entry.files in ("safetensors", "bin")
     assert entry.tag in TAGS
     for name in (entry.name, *entry.aliases):
-        assert parse_name(name).name == name
+        assert parse_name(name) == ModelName(name, entry.tag)
         assert entry_of(f"{name.upper()}:q4") is entry
     sizes = entry.sizes()
     assert sizes["q4"] < sizes["q8"] < sizes["bf16"] < sizes["f32"]

@@ -15,8 +15,10 @@ from moeinf.models.attention import GqaCore, GqaShape
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.mla import MlaCore, MlaShape
 from moeinf.models.norms import RmsNorm
+from moeinf.models.routing import SoftmaxRouter
 from moeinf.native import compute_threads, set_compute_threads
-from moeinf.runtime.tuned import NativeGqa, NativeMla, NativeNorm, tuned
+from moeinf.runtime.linears import MOST_ROWS
+from moeinf.runtime.tuned import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned
 
 BF16 = torch.bfloat16
 
@@ -153,3 +155,41 @@ def test_float32_stays_torch() -> None:
     q, k, v = torch.randn(3, 1, 16)
     rows = rows_of([1], [cache], 8)
     torch.testing.assert_close(bare(q, k, v, rows), v)
+
+
+def router(**changes: object) -> SoftmaxRouter:
+    settings: dict[str, object] = {"top_k": 4, "renormalise": False, **changes}
+    return SoftmaxRouter(Draw(5)(24, 96) / 10, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"renormalise": True, "scale": 2.5}, {"groups": (4, 2), "top_k": 6}]
+)
+def test_router(changes: dict[str, object]) -> None:
+    plain = router(**changes)
+    native = tuned(plain)
+    assert isinstance(native, NativeRouter)
+    x = Draw(6)(MOST_ROWS, 96)
+    ids, weights = native(x)
+    wanted_ids, wanted = plain(x)
+    assert torch.equal(ids, wanted_ids)  # no two scores of this draw lie within rounding
+    torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-7)
+    for row in range(MOST_ROWS):
+        alone = native(x[row : row + 1])
+        assert torch.equal(alone[0][0], ids[row])
+        assert torch.equal(alone[1][0], weights[row])
+    many = torch.cat((x, x))
+    assert all(torch.equal(a, b) for a, b in zip(native(many), plain(many), strict=True))
+
+
+def test_a_router_among_equals_and_without_numbers() -> None:
+    weight = torch.zeros(6, 64, dtype=BF16)
+    weight[4] = 1.0
+    native = tuned(SoftmaxRouter(weight, 3, renormalise=True))
+    ids, weights = native(torch.ones(1, 64, dtype=BF16))
+    assert ids.tolist() == [[4, 0, 1]]  # of equals the lower number first
+    assert float(weights.sum()) == pytest.approx(1.0)
+    ids, weights = native(torch.full((1, 64), torch.nan, dtype=BF16))
+    assert sorted(set(ids[0].tolist())) == sorted(ids[0].tolist())
+    assert set(ids[0].tolist()) <= set(range(6))
+    assert weights.isnan().all()

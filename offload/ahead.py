@@ -1,0 +1,175 @@
+"""Reads ahead of demand: which are on their way, whose slot they took, and what came of them.
+
+Does not know layers, rows or arithmetic, nor why a policy wishes what it wishes.
+
+    wish ──▶ flying ──arrived──▶ resident, told to the policy, unused until a layer asks for it
+               ├──its layer asks first──▶ promoted to demand: the same read, waited for
+               ├──still queued when the next layer has come──▶ cancelled: its victim, whose bytes
+               │                                              nothing has touched, is back
+               └──failed──▶ its slot is free; should a layer ask, the read is made anew and judged
+
+So every layer's wishes replace those before, as in the simulator, and only a read that has begun
+can cost anybody its place. The first reads ahead of all, the *warm start*, fill empty slots only;
+they wait at a lower priority than any wish, survive layers, and give way to whoever needs a slot.
+
+Used by the engine's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.residency import Residency
+from moeinf.offload.stats import StoreStats
+from moeinf.offload.transfer import Transfer
+
+Cause = Literal["hinted", "predicted"]
+
+_WISH, _WARM = 0.0, -1.0  # priorities; demand is above, equals are read in the order of asking
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A read that no layer has asked for yet."""
+
+    ticket: int  # 0: the bytes were there
+    cause: Cause
+    warm: bool
+    victim: int | None = None  # who left for it
+    victim_cause: Cause | None = None  # if it had been read ahead itself, and not been used
+
+
+class ReadAhead:
+    """All speculation of one store. `decoding` says whose account the bytes go to."""
+
+    def __init__(
+        self, residency: Residency, transfer: Transfer, policy: Policy, stats: StoreStats
+    ) -> None:
+        self._residency, self._transfer, self._policy = residency, transfer, policy
+        self._stats = stats
+        self._flying: dict[int, _Flight] = {}  # by cell, in the order of asking
+        self._unused: dict[int, Cause] = {}  # arrived, neither used nor evicted yet
+        self.decoding = False
+
+    def settle(self) -> None:
+        """What has arrived is resident; what has not begun is no longer wished."""
+        if not self._flying:
+            return
+        ended = dict(self._transfer.ended())
+        for cell, flight in list(self._flying.items()):
+            if flight.ticket and flight.ticket not in ended:
+                if not flight.warm and self._transfer.cancel(flight.ticket):
+                    self._return(cell, self._flying.pop(cell))
+                continue
+            del self._flying[cell]
+            if ended.get(flight.ticket) is not None:
+                self._residency.give_up(cell, self._transfer.may_write)
+                continue
+            self._residency.loaded(cell)
+            self._account(cell, flight)
+            self._unused[cell] = flight.cause
+            self._policy.admitted(cell)
+
+    def take(self, cell: int) -> int | None:
+        """The ticket of a cell that a layer asks for while it flies: demand from now on, pinned."""
+        flight = self._flying.pop(cell, None)
+        if flight is None:
+            return None
+        self._residency.pin(cell)
+        self._transfer.hasten(flight.ticket)
+        self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
+        self._stats.ahead_bytes_read += self._transfer.bytes_of(cell)
+        return flight.ticket
+
+    def used(self, cell: int) -> Cause | None:
+        """A layer has hit the cell: why it was there, if it was read ahead for this first use."""
+        cause = self._unused.pop(cell, None)
+        if cause is not None:
+            self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
+        return cause
+
+    def evict(self, victim: int) -> Cause | None:
+        """Frees the slot of an unpinned cell that the policy gives up."""
+        cause = self._unused.pop(victim, None)
+        if cause is not None:
+            self._stats.ahead_bytes_wasted += self._transfer.bytes_of(victim)
+        self._residency.evict(victim)
+        return cause
+
+    def wish(self, wishes: Sequence[Wish]) -> None:
+        """Asks for absent cells, the most urgent first, as far as anybody can leave for them."""
+        flights: dict[int, _Flight] = {}
+        for cell, urgent in wishes:
+            if self._residency.has_slot(cell):
+                continue
+            flight = _Flight(0, "hinted" if urgent else "predicted", warm=False)
+            if not self._residency.free:
+                flight.victim = self._policy.victim(self._residency.can_evict)
+                if flight.victim is None:
+                    break
+                flight.victim_cause = self.evict(flight.victim)
+            self._residency.assign(cell, pinned=False)
+            flights[cell] = flight
+        self._launch(flights, _WISH)
+
+    def warm(self, cells: Iterable[int]) -> int:
+        """Fills empty slots with these, in this order, behind all else; returns how many."""
+        flights: dict[int, _Flight] = {}
+        for cell in cells:
+            if not self._residency.free:
+                break
+            if not self._residency.has_slot(cell):
+                self._residency.assign(cell, pinned=False)
+                flights[cell] = _Flight(0, "predicted", warm=True)
+        self._launch(flights, _WARM)
+        return len(flights)
+
+    def give_way(self) -> bool:
+        """Frees the slot of the least of what is queued; False: nothing is."""
+        for cell in reversed(self._flying):
+            if self._transfer.cancel(self._flying[cell].ticket):
+                self._return(cell, self._flying.pop(cell))
+                return self._residency.free > 0
+        return False
+
+    def wait_for_one(self) -> bool:
+        """Waits until a read that holds a slot has ended, and frees the slot. False: none flies."""
+        if not self._flying:
+            return False
+        cell = next(iter(self._flying))
+        self._transfer.abandon(self._flying.pop(cell).ticket)
+        self._residency.give_up(cell, self._transfer.may_write)
+        return True
+
+    def _launch(self, flights: dict[int, _Flight], priority: float) -> None:
+        if not flights:
+            return
+        slots = [self._residency.slot_of(cell) for cell in flights]
+        tickets = self._transfer.ahead(list(flights), slots, priority)
+        for flight, ticket in zip(flights.values(), tickets, strict=True):
+            flight.ticket = ticket
+        self._flying.update(flights)
+
+    def _return(self, cell: int, flight: _Flight) -> None:
+        """A read that never began: the slot is its victim's again."""
+        self._residency.release(cell)
+        victim = flight.victim
+        if victim is None or self._residency.has_slot(victim):
+            return
+        self._residency.restore(victim)
+        self._policy.admitted(victim)
+        if flight.victim_cause is not None:
+            self._unused[victim] = flight.victim_cause
+            self._stats.ahead_bytes_wasted -= self._transfer.bytes_of(victim)
+
+    def _account(self, cell: int, flight: _Flight) -> None:
+        stats, size = self._stats, self._transfer.bytes_of(cell)
+        stats.loads += 1
+        stats.bytes_read += size
+        stats.ahead_bytes_read += size
+        if self.decoding and not flight.warm:
+            stats.decode_loads += 1
+            stats.decode_bytes_read += size

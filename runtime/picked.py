@@ -1,0 +1,141 @@
+"""Experts inside fused tensors that do not lie row by row: transposed, interleaved, or MXFP4.
+
+Does not know families, nor which experts there are.
+
+MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss stores it: for a matrix [R, C] `X_blocks` holds
+uint8 [R, C/32, 16], two numbers to a byte, the low nibble first, and `X_scales` uint8 [R, C/32]. A
+number is a code of E2M1 times 2^(scale - 127).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.native import BLOCK_ROWS
+from moeinf.runtime.checkpoint import (
+    TORCH_DTYPE,
+    BadCheckpoint,
+    Checkpoint,
+    SourceTensor,
+    read_exactly,
+)
+
+MXFP4 = "MXFP4"  # the dtype of a tensor that joins its blocks and scales
+_GROUP = 32  # weights that share a scale
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def join_blocks(
+    checkpoint: Checkpoint, tensors: Mapping[str, SourceTensor]
+) -> Mapping[str, SourceTensor]:
+    """`tensors` with X [E, R, C] of dtype MXFP4 in the place of X_blocks and X_scales.
+
+    Raises BadCheckpoint for blocks that are none (transformers saves widened weights under their
+    names), and for scales that are missing, misshapen or in another file.
+    """
+    quantised = checkpoint.config.get("quantization_config")
+    if not isinstance(quantised, Mapping) or quantised.get("quant_method") != "mxfp4":
+        return tensors
+    found = dict(tensors)
+    for name, blocks in tensors.items():
+        if not name.endswith(_BLOCKS):
+            continue
+        joined = name.removesuffix(_BLOCKS)
+        scales = found.pop(joined + _SCALES, None)
+        del found[name]
+        if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != _GROUP // 2:
+            raise BadCheckpoint(
+                f"{blocks.path}: {name!r} is {list(blocks.shape)} {blocks.dtype}, not MXFP4 blocks "
+                "[E, R, C/32, 16] U8; was it saved again by a program that had widened it?"
+            )
+        if scales is None or scales.dtype != "U8" or scales.shape != blocks.shape[:3]:
+            raise BadCheckpoint(f"{blocks.path}: {name!r} has no scales of its shape")
+        if scales.path != blocks.path:
+            raise BadCheckpoint(
+                f"{blocks.path}: the scales of {name!r} lie in another file, {scales.path.name}; "
+                "that is not supported"
+            )
+        shape = (*blocks.shape[:2], blocks.shape[2] * _GROUP)
+        found[joined] = replace(blocks, name=joined, dtype=MXFP4, shape=shape, scales=scales)
+    return found
+
+
+def picked_values(tensor: SourceTensor) -> Tensor:
+    """The tensor, in its own float format; MXFP4 as float32. Raises BadCheckpoint."""
+    assert tensor.pick is not None
+    if tensor.dtype == MXFP4:
+        return widen_blocks(*_blocks_and_scales(tensor))
+    raw = torch.frombuffer(_bytes_of(tensor), dtype=TORCH_DTYPE[tensor.dtype])
+    return _rows(tensor, raw.view(tensor.pick.shape))
+
+
+def mxfp4_tiles(tensor: SourceTensor) -> Tensor:
+    """Blocks and scales as the tiles of native/tiles.h: every code and every scale as it is."""
+    if tensor.dtype != MXFP4:
+        raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not MXFP4")
+    return tile_blocks(*_blocks_and_scales(tensor))
+
+
+def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [R, G, 16] and scales [R, G] uint8 -> tiles, uint8 of one dimension.
+
+    What is padded to whole tiles has codes of 0 and the least scale.
+    """
+    codes = _codes(blocks)  # [R, G, 32]
+    nibbles = codes[..., :16] | codes[..., 16:] << 4  # low: k, high: k + 16
+    rows, groups = scales.shape
+    more = (0, groups % 2, 0, -rows % BLOCK_ROWS)  # columns, then rows
+    nibbles = functional.pad(nibbles, (0, 0, *more))
+    scales = functional.pad(scales, more)
+    shape = (len(scales) // BLOCK_ROWS, BLOCK_ROWS, -(-groups // 2), 2)  # [B, 16, tiles, 2]
+    words = nibbles.view(*shape, 4, 4).permute(0, 2, 3, 4, 1, 5).flatten(2)  # [B, tiles, 512]
+    powers = scales.view(shape).permute(0, 2, 3, 1).flatten(2)  # [B, tiles, 32]
+    return torch.cat((words, powers), -1).view(-1)
+
+
+def widen_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [R, G, 16] and scales [R, G] uint8 -> [R, 32 G] float32, exactly."""
+    numbers = _E2M1[_codes(blocks).int()]  # [R, G, 32]
+    return torch.ldexp(numbers, scales[..., None].int() - 127).flatten(1)
+
+
+def _codes(blocks: Tensor) -> Tensor:
+    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+
+
+def _blocks_and_scales(tensor: SourceTensor) -> tuple[Tensor, Tensor]:
+    assert tensor.pick is not None
+    assert tensor.scales is not None
+    rows, columns = tensor.pick.shape
+    blocks = torch.frombuffer(_bytes_of(tensor), dtype=torch.uint8)
+    scales = torch.frombuffer(_bytes_of(tensor.scales), dtype=torch.uint8)
+    groups = columns // _GROUP
+    return (
+        _rows(tensor, blocks.view(rows, groups, _GROUP // 2)),
+        _rows(tensor, scales.view(rows, groups)),
+    )
+
+
+def _rows(tensor: SourceTensor, whole: Tensor) -> Tensor:
+    pick = tensor.pick
+    assert pick is not None
+    if pick.transposed:
+        whole = whole.T
+    return whole[pick.first :: pick.step][: tensor.shape[0]].contiguous()
+
+
+def _bytes_of(tensor: SourceTensor) -> bytearray:
+    data = bytearray(tensor.size_bytes)
+    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        read_exactly(descriptor, memoryview(data), tensor.offset, tensor.path)
+    finally:
+        os.close(descriptor)
+    return data

@@ -1,0 +1,193 @@
+"""gpt-oss with experts in MXFP4: blocks written here from known codes, widened here in plain loops.
+
+Does not know kernels. transformers cannot save MXFP4; it is given the widened weights.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeinf.models import family_of
+from moeinf.offload.layout import ExpertKey
+from moeinf.runtime.checkpoint import BadCheckpoint, open_checkpoint
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.library import Library
+from moeinf.runtime.picked import picked_values
+from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import pull
+from tests.tiny import TINY, save_tiny, tiny_reference
+
+D, F, E = 64, 32, 6
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def widened(blocks, scales):
+    """[R, G, 16] and [R, G] -> [R, 32 G], number by number."""
+    rows = []
+    for row, powers in zip(blocks.tolist(), scales.tolist(), strict=True):
+        values = []
+        for group, power in zip(row, powers, strict=True):
+            for byte in group:
+                for code in (byte & 15, byte >> 4):
+                    values.append(NUMBERS[code & 7] * (-1) ** (code >> 3) * 2.0 ** (power - 127))
+        rows.append(values)
+    return torch.tensor(rows)
+
+
+@pytest.fixture(scope="module")
+def model_and_checkpoint(tmp_path_factory):
+    """transformers with widened weights, and the folder with blocks."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    TINY["gpt-oss-mxfp4"] = replace(
+        TINY["gpt-oss"],
+        settings={**TINY["gpt-oss"].settings, "hidden_size": D, "intermediate_size": F},
+    )
+    try:
+        model = tiny_reference("gpt-oss-mxfp4", seed=3)
+    finally:
+        del TINY["gpt-oss-mxfp4"]
+    draw = torch.Generator().manual_seed(1)
+    stored = {}
+    for number, layer in enumerate(model.model.layers):
+        for name, outs, ins in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
+            blocks = torch.randint(256, (E, outs, ins // 32, 16), generator=draw).byte()
+            scales = torch.randint(122, 126, (E, outs, ins // 32), generator=draw).byte()
+            wide = torch.stack([widened(b, s) for b, s in zip(blocks, scales, strict=True)])
+            getattr(layer.mlp.experts, name).data = wide.mT.contiguous()
+            prefix = f"model.layers.{number}.mlp.experts.{name}"
+            stored[f"{prefix}_blocks"], stored[f"{prefix}_scales"] = blocks, scales
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in stored:
+        tensors.pop(name.removesuffix("_blocks"), None)
+    save_file(tensors | stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return model, folder
+
+
+def tokens_of(engine, prompt, count):
+    engine.ends = frozenset()
+    sampler = Sampler(SamplingOptions(temperature=0), SamplingOptions())
+    answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(count))
+    list(answer)
+    return answer.tokens
+
+
+def test_widened_it_is_transformers_token_for_token(model_and_checkpoint, tmp_path):
+    model, folder = model_and_checkpoint
+    settings = Settings(tmp_path)
+    manifest = pull(folder, settings, "tiny:f32")
+    prompt = [(7 * i + 3) % 97 for i in range(23)]
+    expected = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=25, eos_token_id=None
+    )[0, len(prompt) :].tolist()
+    config = EngineConfig(memory=parse_memory("100%"))
+    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+        assert tokens_of(engine, prompt, 25) == expected
+
+
+def test_kept_as_it_is(model_and_checkpoint, tmp_path):
+    """Experts of 4.25 bits; the same logits with any memory, and near the widened reference."""
+    model, folder = model_and_checkpoint
+    settings = Settings(tmp_path)
+    manifest = pull(folder, settings, "tiny:mxfp4")
+    layout = manifest.expert_layout
+    assert (layout.dtype, layout.activation, layout.biased) == ("MXFP4", "clamped_swiglu", True)
+    assert layout.data_bytes == 2 * 2 * 544 + 4 * 544 + 2 * (2 * F + D)  # F is half a tile
+    ids = [(5 * i + 1) % 97 for i in range(40)]
+    found = []
+    for memory in ("100%", str(manifest.slots.min_bytes)):
+        config = EngineConfig(memory=parse_memory(memory), threads=1)
+        with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+            state = engine.new_state()
+            parts = [engine.model.extend([(ids[:18], state)], engine.store, "all")]
+            parts += [engine.model.extend([([token], state)], engine.store) for token in ids[18:]]
+            found.append(torch.cat(parts))
+    assert torch.equal(*found)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids]), use_cache=False).logits[0]
+    errors = (found[0] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert errors.median() < 0.1  # 8 bits of activations and dense weights may choose other experts
+
+
+def test_routed_experts_are_near_float64_on_the_widened_weights(model_and_checkpoint, tmp_path):
+    model, folder = model_and_checkpoint
+    settings = Settings(tmp_path)
+    manifest = pull(folder, settings, "tiny:mxfp4")
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(19, D, generator=draw).bfloat16()
+    ids = torch.stack([torch.randperm(E, generator=draw)[:3] for _ in x])
+    weights = torch.rand(19, 3, generator=draw)
+    config = EngineConfig(memory=parse_memory("100%"), threads=1)
+    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+        engine.store.begin_pass(torch.zeros(19, dtype=torch.int64), "prefill")
+        found = engine.store.submit(0, x, ids, weights).result()
+        engine.store.end_pass()
+    experts, wanted = model.model.layers[0].mlp.experts, torch.zeros(19, D, dtype=torch.float64)
+    for t in range(19):
+        for k in range(3):
+            e = ids[t, k]
+            both = x[t].double() @ experts.gate_up_proj[e].double()
+            both += experts.gate_up_proj_bias[e].bfloat16().double()
+            gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+            middle = (up + 1) * gate / (1 + (-1.702 * gate).exp())
+            out = middle @ experts.down_proj[e].double()
+            wanted[t] += weights[t, k] * (out + experts.down_proj_bias[e].bfloat16().double())
+    assert (found - wanted).norm() / wanted.norm() < 2e-2
+
+
+def test_a_source_tensor_is_what_it_says(model_and_checkpoint):
+    model, folder = model_and_checkpoint
+    checkpoint = open_checkpoint(folder)
+    inventory = take_inventory(family_of(checkpoint.config), checkpoint)
+    assert inventory.has_mxfp4
+    parts = inventory.experts[ExpertKey(1, 4)]
+    experts = model.model.layers[1].mlp.experts
+    assert torch.equal(picked_values(parts["gate"]), experts.gate_up_proj[4, :, ::2].T)
+    assert torch.equal(picked_values(parts["up"]), experts.gate_up_proj[4, :, 1::2].T)
+    assert torch.equal(picked_values(parts["down"]), experts.down_proj[4].T)
+    assert torch.equal(picked_values(parts["up_bias"]), experts.gate_up_proj_bias[4, 1::2])
+
+
+def test_a_checkpoint_without_mxfp4_has_nothing_to_keep(tmp_path):
+    save_tiny("gpt-oss", tmp_path / "checkpoint")
+    byte_tokenizer().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
+    with pytest.raises(BadCheckpoint, match="does not store its experts as MXFP4"):
+        pull(tmp_path / "checkpoint", Settings(tmp_path), "tiny:mxfp4")
+
+
+def test_what_is_no_mxfp4_is_refused(model_and_checkpoint, tmp_path):
+    _, folder = model_and_checkpoint
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    def inventory(changed):
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        checkpoint = open_checkpoint(tmp_path)
+        return take_inventory(family_of(checkpoint.config), checkpoint)
+
+    name = "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(BadCheckpoint, match="not MXFP4 blocks"):
+        inventory(tensors | {f"{name}_blocks": torch.zeros(E, F, D, dtype=torch.bfloat16)})
+    with pytest.raises(BadCheckpoint, match="no scales of its shape"):
+        inventory(tensors | {f"{name}_scales": torch.zeros(E, D, 2, dtype=torch.uint8)})
+    with pytest.raises(BadCheckpoint, match="the config says"):
+        inventory(
+            tensors
+            | {
+                f"{name}_scales": torch.zeros(E, D, 2, dtype=torch.uint8),
+                f"{name}_blocks": torch.zeros(E, D, 2, 16, dtype=torch.uint8),
+            }
+        )
