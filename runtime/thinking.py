@@ -34,6 +34,11 @@ class Parser(Protocol):
         """What was held back for nothing, when no more will come."""
         ...
 
+    @property
+    def answering(self) -> bool:
+        """Whether what comes next belongs to the answer, unless it begins to think."""
+        ...
+
 
 class _Marked:
     """Cuts a stream at marks: subclasses say which marks count now and what a mark means."""
@@ -66,6 +71,10 @@ class _Marked:
             self._held = shown + self._held
         else:
             yield from self._give(shown)
+
+    @property
+    def answering(self) -> bool:
+        return self._kind == "answer"
 
     def rest(self) -> Iterator[tuple[Kind, str]]:
         held, self._held = self._held, ""

@@ -43,11 +43,15 @@ class Format:
     """How calls are marked. close "": they go on to the answer's end.
 
     read: what stands between the marks → calls; none when it is something else. Raises Unfinished.
+    write: a tool's name → what comes before and after its arguments in JSON, marks included;
+    not in templates that have one of the words of `unless`.
     """
 
     open: str
     close: str
     read: Callable[[str, Sequence[Tool]], list[Call]]
+    write: Callable[[str], tuple[str, str]] | None = None
+    unless: tuple[str, ...] = ()
     id_length: int = 0  # of the ids that the template insists on; 0: any
 
 
@@ -216,9 +220,27 @@ def _function(tool: Tool) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def _object(name: str) -> tuple[str, str]:
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}"
+
+
+def _between(open: str, close: str) -> Callable[[str], tuple[str, str]]:
+    def write(name: str) -> tuple[str, str]:
+        before, after = _object(name)
+        return open + before, after + close
+
+    return write
+
+
 FORMATS = (
-    Format("<tool_call>", "</tool_call>", _tagged),
+    Format(
+        "<tool_call>",
+        "</tool_call>",
+        _tagged,
+        _between("<tool_call>\n", "\n</tool_call>"),
+        unless=("<function=", "<arg_key>"),
+    ),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
-    Format("<|tool_call|>", "", _json),
-    Format("[TOOL_CALLS]", "", _json, id_length=9),
+    Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
+    Format("[TOOL_CALLS]", "", _json, _between("[TOOL_CALLS][", "]"), id_length=9),
 )

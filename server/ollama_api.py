@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from moeinf.runtime.config import parse_duration
+from moeinf.runtime.constrain import json_of
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import SamplingOptions
@@ -25,9 +26,9 @@ from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tokenizer import chat_template
 from moeinf.runtime.tools import knows_tools
 from moeinf.server.answers import BadRequest, events, status_of, words_of
-from moeinf.server.constrain import constraint_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
+from moeinf.server.prompts import MessageExtras
 from moeinf.server.turns import Chat, Reply, Text, called_ollama, heard
 
 router = APIRouter()
@@ -42,8 +43,7 @@ _OF_OTHER_ENGINES = (
 _SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class Message(MessageExtras):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
 
@@ -141,7 +141,7 @@ async def generate(asked: GenerateRequest, request: Request) -> Response:
 
 @router.post("/api/chat")
 async def chat(asked: ChatRequest, request: Request) -> Response:
-    messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+    messages = [message.dump() for message in asked.messages]
 
     def said(reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.answer}
@@ -178,7 +178,7 @@ async def _answer(
     if nothing_to_say:
         about = {"model": asked.model, "created_at": _now(), **said(Reply())}
         return JSONResponse({**about, "done": True, "done_reason": "load"})
-    constrain = constraint_of(asked.format)
+    constrain = json_of(asked.format, getattr(asked, "tools", ()))
     job = Job(turn.prepare, options, limits, lambda _: None, constrain=constrain)
     answer = events(loaded, job)
     first = await anext(answer)

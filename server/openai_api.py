@@ -16,17 +16,20 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.server.answers import BadRequest, events, status_of, words_of
-from moeinf.server.constrain import constraint_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
 from moeinf.server.openai_words import (
     Message,
+    ToolAsked,
+    ToolChoice,
     chat_logprob,
+    chosen_tools,
     deltas_of,
     effort_of,
     legacy_logprobs,
@@ -104,8 +107,8 @@ class ChatRequest(Asked):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: list[ToolAsked] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     metadata: dict[str, Any] | None = None
@@ -143,8 +146,7 @@ class _Kind:
 @router.post("/chat/completions")
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     messages = [plain(message) for message in asked.messages]
-    tools = [] if asked.tool_choice == "none" else asked.tools or []
-
+    tools, must_call = chosen_tools(asked.tools or [], asked.tool_choice)
     turn = Chat(
         messages,
         tools,
@@ -164,7 +166,8 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     )
     limits = Limits(most, asked.stops())
-    job = Job(turn.prepare, asked.sampling(), limits, lambda _: None, count, constraint_of(schema))
+    constrain = call_of_one(tools) if must_call else json_of(schema, tools)
+    job = Job(turn.prepare, asked.sampling(), limits, lambda _: None, count, constrain)
 
     def probabilities(found: list[Any]) -> Any:
         return {"content": found, "refusal": None} if count is not None else None

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.runtime.engine import Engine
 from moeinf.server.answers import BadRequest
 from moeinf.server.jobs import Ended, TokenInfo
+from moeinf.server.prompts import MessageExtras
 from moeinf.server.turns import Called, Part, Reply
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class Message(MessageExtras):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
 
 
 def plain(message: Message) -> dict[str, Any]:
     """A message for a template: text parts joined, the newer role under its older name."""
-    about = message.model_dump(exclude_none=True)
+    about = message.dump()
     content = message.content
     if isinstance(content, list):
         kinds = {str(part.get("type")) for part in content} - {"text"}
@@ -32,6 +32,49 @@ def plain(message: Message) -> dict[str, Any]:
         content = "".join(str(part.get("text", "")) for part in content)
     role = "system" if message.role == "developer" else message.role
     return {**about, "role": role, "content": content or ""}
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Function(_Named):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolAsked(BaseModel):
+    """A tool that may be called."""
+
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class ToolChoice(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: _Named
+
+
+def chosen_tools(
+    tools: list[ToolAsked], choice: str | ToolChoice | None
+) -> tuple[list[dict[str, Any]], bool]:
+    """The tools that are offered, and whether one of them must be called. Raises BadRequest."""
+    if choice == "none":
+        return [], False
+    offered = [{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in tools]
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        offered = [tool for tool in offered if tool["function"]["name"] == name]
+        if not offered:
+            raise BadRequest(f"tool_choice: there is no tool {name!r} among tools")
+    must = choice == "required" or isinstance(choice, ToolChoice)
+    if must and not offered:
+        raise BadRequest("tool_choice: there are no tools")
+    return offered, must
 
 
 def effort_of(said: str | None) -> bool | str | None:

@@ -10,12 +10,48 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.tools import load_json
 
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
+
+
+class _FunctionSaid(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class CallSaid(BaseModel):
+    """A call of an earlier turn, as either API sends it back."""
+
+    model_config = ConfigDict(extra="allow")
+    id: str | None = None
+    function: _FunctionSaid
+
+
+class MessageExtras(BaseModel):
+    """What a message has beside role and content; templates may look at more."""
+
+    model_config = ConfigDict(extra="allow")
+    thinking: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallSaid] | None = None
+    tool_call_id: str | None = None
+    tool_name: str | None = None
+    name: str | None = None
+
+    def dump(self) -> dict[str, Any]:
+        """What was said; a None says nothing, but in the arguments of a call."""
+        said = self.model_dump(exclude_unset=True)
+        for call in said.get("tool_calls") or ():
+            if call.get("id", "") is None:
+                del call["id"]
+        return {key: value for key, value in said.items() if value is not None}
 
 
 def chat_prompt(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import ollama
 import openai
 import pytest
@@ -182,3 +183,40 @@ def test_what_a_model_cannot(address: str, to_ollama: ollama.Client) -> None:
         pytest.raises(openai.BadRequestError, match="does not support tools"),
     ):
         create(client, tools=TOOLS)
+
+
+def test_a_call_that_must_be(to_openai: openai.OpenAI) -> None:
+    """Nobody writes the script here: the demo knows no tools, the grammar makes it call."""
+    other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
+    for seed in range(2):
+        options = {"tools": [*TOOLS, other], "seed": seed, "temperature": 1.5, "max_tokens": 100}
+        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+            found = create(to_openai, tool_choice=choice, **options).choices[0]
+            if found.finish_reason == "length":
+                continue
+            assert found.finish_reason == "tool_calls"
+            (call,) = found.message.tool_calls
+            if call.function.name == "add" or choice != "required":
+                given = json.loads(call.function.arguments)
+                assert sorted(given) == ["a", "b"]
+                assert all(type(value) is int for value in given.values())
+            else:
+                assert call.function.name == "sub"
+    wrong = {"type": "function", "function": {"name": "mul"}}
+    with pytest.raises(openai.BadRequestError, match="no tool 'mul'"):
+        create(to_openai, tools=TOOLS, tool_choice=wrong)
+    with pytest.raises(openai.BadRequestError, match="there are no tools"):
+        create(to_openai, tool_choice="required")
+
+
+def test_messages_of_any_shape_are_refused_in_words(chatml: str) -> None:
+    wrong: list[Any] = [
+        {"role": "assistant", "tool_calls": "x"},
+        {"role": "assistant", "tool_calls": [1]},
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]},
+        {"role": "tool", "content": "3", "tool_call_id": 7},
+    ]
+    for message in wrong:
+        for path in ("/api/chat", "/v1/chat/completions"):
+            body = {"model": "demo", "messages": [*ASK, message], "stream": False}
+            assert httpx.post(chatml + path, json=body).status_code == 400
