@@ -6,7 +6,6 @@ Does not know engines' threads nor OpenAI's API.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +24,7 @@ from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tokenizer import chat_template
 from moeinf.runtime.tools import knows_tools
+from moeinf.runtime.version import version
 from moeinf.server.answers import BadRequest, events, status_of, words_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
@@ -192,7 +192,7 @@ async def _answer(
     async def lines() -> AsyncIterator[str]:
         async for event in heard(first, answer, turn):
             if isinstance(event, Failed):
-                yield json.dumps({"error": words_of(event.error)}) + "\n"
+                yield json.dumps(_error(event.error)) + "\n"
             elif isinstance(event, Ended):
                 yield json.dumps(line(Reply(), event)) + "\n"
             else:
@@ -268,6 +268,7 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
         f"{m.family}.context_length": m.max_context,
     }
     return {
+        "model": str(m.model),
         "modelfile": "",
         "parameters": "",
         "template": template,
@@ -295,8 +296,8 @@ async def delete(asked: ModelRequest, request: Request) -> Response:
 
 
 @router.get("/api/version")
-def version() -> dict[str, str]:
-    return {"version": importlib.metadata.version("moeinf")}
+def this_version() -> dict[str, str]:
+    return {"version": version()}
 
 
 def _described(m: Manifest) -> dict[str, Any]:
@@ -326,6 +327,11 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
+def _error(error: Exception) -> dict[str, str]:
+    """code is ours: `moeinf run` tells errors by it."""
+    return {"error": words_of(error), "code": type(error).__name__}
+
+
 def error_response(error: Exception) -> JSONResponse:
     """Ollama's form of an error."""
-    return JSONResponse({"error": words_of(error)}, status_of(error))
+    return JSONResponse(_error(error), status_of(error))
