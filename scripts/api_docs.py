@@ -18,10 +18,10 @@ from moeinf.server.app import create_app
 PATH = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 _BEGIN = """# The HTTP API
 
-Written by `python scripts/api_docs.py` from what the server checks; do not edit. `moeinf serve` listens on
-`127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's APIs; errors are `{"error": "…"}` under
-`/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`. Fields without a default must be given.
-The whole as an OpenAPI document: `GET /openapi.json`.
+Written by `python scripts/api_docs.py` from what the server checks; do not edit. `moeinf serve`
+listens on `127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's APIs; errors are
+`{"error": "…"}` under `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
+Fields without a default must be given. The whole as an OpenAPI document: `GET /openapi.json`.
 """
 
 
