@@ -17,7 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 from torch import Tensor
 
 Phase = Literal["encode", "prefill", "decode"]
-Role = Literal["gate", "up", "down"]
+Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+Activation = Literal["swiglu", "clamped_swiglu", "relu"]  # see ffn.py
 Linear = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 Piece = TypeVar("Piece", bound=Callable[..., Any])
 
@@ -86,20 +87,33 @@ class ModelDataError(ValueError):
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What an expert store must know of a family: L layers of E gated experts, K per token."""
+    """What an expert store must know of a family: L layers of E experts, K per token."""
 
     layers: int
     experts: int
     top_k: int
     hidden: int
     intermediate: int
+    activation: Activation = "swiglu"
+    biased: bool = False  # every matrix of an expert has a bias
+
+    @property
+    def parts(self) -> dict[Role, tuple[int, ...]]:
+        """The tensors of an expert and their shapes, in the order in which they are stored."""
+        f, d = self.intermediate, self.hidden
+        found: dict[Role, tuple[int, ...]] = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        if self.biased:
+            found |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+        if self.activation == "relu":
+            return {role: shape for role, shape in found.items() if not role.startswith("gate")}
+        return found
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Where one source tensor belongs: the `role` matrix of expert `expert` of MoE layer `layer`.
+    """Where one source tensor belongs: it is `role` of expert `expert` of MoE layer `layer`.
 
-    gate and up are [F, D], down is [D, F].
+    gate and up are [F, D], down is [D, F]; biases are as long as their matrix has rows.
     """
 
     layer: int

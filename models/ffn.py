@@ -1,30 +1,57 @@
-"""Gated feed-forward networks: one expert's arithmetic, and the dense one.
+"""Feed-forward networks: one expert's arithmetic, and the gated dense one.
 
 Does not know routing, nor where weights come from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.base import Linear, Parts
+from moeinf.models.base import Activation, Linear, Parts
 
 _ROWS = 64  # so that F columns of them stay a few MiB: 64 · 2F · 2 bytes is 3.5 MiB in Mixtral
 
 
-def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """down @ (silu(gate @ x) * (up @ x)) per row of x [T, D] -> [T, D].
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)  # [t, F] each
+    return functional.silu(gate) * up
 
-    gate_up [2F, D] holds the gate's rows first; down [D, F].
+
+def _clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gpt-oss's: a gate of at most 7 with a steeper sigmoid, up in -7 … 7 and shifted by 1."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "swiglu": _swiglu,
+    "clamped_swiglu": _clamped_swiglu,
+    "relu": functional.relu,
+}
+
+
+def expert_ffn(
+    activation: Activation,
+    x: Tensor,
+    inner: Tensor,
+    down: Tensor,
+    inner_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """down @ act(inner @ x) per row of x [T, D] -> [T, D], each product plus its bias.
+
+    inner is gate_up [2F, D] with the gate's rows first, or up [F, D] for relu; down is [D, F].
     """
+    act = _ACTIVATIONS[activation]
 
     def block(rows: Tensor) -> Tensor:
-        gate, up = functional.linear(rows, gate_up).chunk(2, dim=-1)  # [t, F] each
-        return functional.linear(functional.silu(gate) * up, down)
+        return functional.linear(act(functional.linear(rows, inner, inner_bias)), down, down_bias)
 
     return _in_blocks(block, x)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Experts, MoeShape, Pending, Phase
+from moeinf.models.base import Activation, Experts, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
-from moeinf.models.ffn import swiglu
+from moeinf.models.ffn import expert_ffn
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, D] -> ids [T, K], weights [T, K]
 
@@ -66,11 +66,14 @@ def combine(rows: Tensor, weights: Tensor) -> Tensor:
 class TorchMath:
     """These functions as one object, for a store that is handed its arithmetic."""
 
+    def __init__(self, activation: Activation = "swiglu") -> None:
+        self._activation = activation
+
     def group(self, ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
         return group(ids, experts)
 
-    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return swiglu(x, gate_up, down)
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        return expert_ffn(self._activation, x, *weights)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         return combine(rows, weights)
@@ -91,9 +94,14 @@ class ResidentExperts:
 
     wants_hints = False
 
-    def __init__(self, weights: Mapping[tuple[int, int], tuple[Tensor, Tensor]]) -> None:
-        """(layer, expert) -> (gate_up [2F, D], down [D, F])."""
+    def __init__(
+        self,
+        weights: Mapping[tuple[int, int], tuple[Tensor, ...]],
+        activation: Activation = "swiglu",
+    ) -> None:
+        """(layer, expert) -> what ffn.expert_ffn takes: (gate_up [2F, D], down [D, F]), say."""
         self._weights = weights
+        self._activation = activation
         self._experts = 1 + max(expert for _, expert in weights)
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -103,8 +111,8 @@ class ResidentExperts:
         """Computes at once. Raises KeyError for an expert that is not there."""
         rows = x.new_zeros(ids.numel(), x.shape[1])  # [T·K, D]; places without an expert stay 0
         for expert, places in group(ids, self._experts):
-            gate_up, down = self._weights[layer, expert]
-            rows[places] = swiglu(x[places // ids.shape[1]], gate_up, down)
+            mine = x[places // ids.shape[1]]
+            rows[places] = expert_ffn(self._activation, mine, *self._weights[layer, expert])
         return Done(combine(rows.view(*ids.shape, -1), weights))
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:

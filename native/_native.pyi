@@ -286,12 +286,24 @@ class LinearKernel:
 
 @final
 class ExpertKernel:
-    """The experts of one layer: down @ (silu(gate @ x) * (up @ x)), each on its own rows.
+    """The experts of one layer, each on its own rows of x.
 
-    An expert is gate, up and down one behind the other, each of matrix_bytes.
+    An expert is gate, up and down one behind the other, each of matrix_bytes, then, where `biased`,
+    their biases in bf16. It computes down @ act(gate @ x, up @ x):
+
+        swiglu          silu(gate) * up
+        clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
+        relu            max(up, 0); there is no gate
     """
 
-    def __init__(self, format: str, hidden: int, intermediate: int) -> None:
+    def __init__(
+        self,
+        format: str,
+        hidden: int,
+        intermediate: int,
+        activation: str = "swiglu",
+        biased: bool = False,
+    ) -> None:
         """Raises ValueError."""
 
     @property
@@ -312,6 +324,9 @@ class ExpertKernel:
         Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
         none. Without the GIL.
         """
+
+def is_gated(activation: str) -> bool:
+    """Whether experts with this activation have a gate. Raises ValueError for an unknown one."""
 
 def attention_path() -> str:
     """The fastest path of decode attention here: avx512bf16, avx512, avx2 or portable."""

@@ -157,6 +157,22 @@ void activate(Activation activation, const float* gate, const float* up, float* 
                 store(values + i, g / (1.0f + exponential(-g)) * load(up + i));
             }
             return;
+        case Activation::kClampedSwiGlu:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats high = Floats{} + kClampedLimit, low = -high;
+                Floats g = load(gate + i), u = load(up + i);
+                g = g > high ? high : g;
+                u = u > high ? high : u;
+                u = u < low ? low : u;
+                store(values + i, g / (1.0f + exponential(g * -kClampedAlpha)) * (u + 1.0f));
+            }
+            return;
+        case Activation::kRelu:
+            for (std::size_t i = 0; i < kGroup; i += kWide) {
+                const Floats u = load(up + i);
+                store(values + i, u < 0.0f ? Floats{} : u);
+            }
+            return;
     }
 }
 

@@ -38,7 +38,19 @@ inline constexpr float kLeastMagnitude = 1e-30f;
 
 enum class Dtype { kBf16, kF32 };  // of a tensor of activations
 
-enum class Activation { kSwiGlu };  // silu(gate) · up
+// What an expert computes between its matrices.
+enum class Activation {
+    kSwiGlu,         // silu(gate) · up
+    kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
+    kRelu,           // max(up, 0): there is no gate
+};
+
+inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
+inline constexpr float kClampedLimit = 7.0f;
+
+constexpr bool is_gated(Activation activation) {
+    return activation != Activation::kRelu;
+}
 
 // A row of a tensor of activations.
 struct RowView {
@@ -68,8 +80,9 @@ void load_row(const std::byte* from, std::size_t count, Dtype dtype, float* valu
 void store_row(const float* values, std::size_t count, std::byte* row, Dtype dtype,
                std::size_t first) noexcept;
 
-// values[i] = activation(gate[i], up[i]) for 32 values. exp() is a polynomial of degree 6, within
-// 2 ulp; for SwiGLU a gate below -88 gives −0 and above 88 the gate itself, as exp would.
+// values[i] = activation(gate[i], up[i]) for 32 values; without a gate, `gate` is not read. exp() is
+// a polynomial of degree 6, within 2 ulp; for SwiGLU a gate below -88 gives −0 and above 88 the gate
+// itself, as exp would. A NaN stays one.
 void activate(Activation activation, const float* gate, const float* up, float* values) noexcept;
 
 }  // namespace moeinf

@@ -90,7 +90,18 @@ void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t coun
         for (std::size_t t = 0; t < count; ++t) fill(t);
 }
 
-// Row block `block` of a matrix times `count` rows; zeros for a block behind the last.
+// out[t][r] += the bias of row first + r, as far as there are rows.
+void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
+              float (*out)[kBlockRows]) noexcept {
+    if (matrix.bias == nullptr) return;
+    float bias[kBlockRows];
+    const std::size_t there = std::min(kBlockRows, matrix.rows - first);
+    for (std::size_t r = 0; r < there; ++r) bias[r] = bf16_to_float(matrix.bias[first + r]);
+    for (std::size_t t = 0; t < count; ++t)
+        for (std::size_t r = 0; r < there; ++r) out[t][r] += bias[r];
+}
+
+// Row block `block` of a matrix times `count` rows, with its bias; zeros for a block behind the last.
 void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
               const std::byte* const* x, std::size_t count, float (*out)[kBlockRows]) noexcept {
     const std::size_t first = block * kBlockRows;
@@ -118,6 +129,7 @@ void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
                  ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
         }
     }
+    add_bias(matrix, first, count, out);
 }
 
 std::size_t pieces_of(const Matrix& matrix) {
@@ -145,16 +157,28 @@ void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t pi
 }
 
 struct Expert {
-    Matrix gate, up, down;
+    Matrix gate, up, down;  // gate has no data where there is none
     std::span<const std::int64_t> places;
     std::size_t first;  // its first row among the rows of all experts
 
     Expert(const ExpertShape& shape, const ExpertRows& from, std::size_t first_row)
-        : gate{from.weights, shape.format, shape.intermediate, shape.hidden},
+        : gate{nullptr, shape.format, shape.intermediate, shape.hidden},
           up{from.weights + shape.up_offset(), shape.format, shape.intermediate, shape.hidden},
           down{from.weights + shape.down_offset(), shape.format, shape.hidden, shape.intermediate},
           places(from.places),
-          first(first_row) {}
+          first(first_row) {
+        const bool gated = is_gated(shape.activation);
+        if (gated) gate.data = from.weights;
+        if (!shape.biased) return;
+        const auto* bias =
+            reinterpret_cast<const std::uint16_t*>(from.weights + shape.bias_offset());
+        if (gated) {
+            gate.bias = bias;
+            bias += shape.intermediate;
+        }
+        up.bias = bias;
+        down.bias = bias + shape.intermediate;
+    }
 };
 
 // Group `group` of the rows between: activation(gate · x, up · x) for 32 columns of F.
@@ -165,14 +189,15 @@ void between(const Kernels& kernels, Activation activation, const Expert& expert
     for (std::size_t start = 0; start < count; start += kChunkRows) {
         const std::size_t now = std::min(kChunkRows, count - start);
         const std::byte* const* rows = x + expert.first + start;
-        for (std::size_t half = 0; half < 2; ++half)  // one stream after the other
+        for (std::size_t half = 0; half < 2 && is_gated(activation); ++half)  // stream by stream
             multiply(kernels, expert.gate, 2 * group + half, rows, now, gate[half]);
         for (std::size_t half = 0; half < 2; ++half)
             multiply(kernels, expert.up, 2 * group + half, rows, now, up[half]);
         for (std::size_t i = 0; i < now; ++i) {
             alignas(64) float g[kGroup], u[kGroup], values[kGroup];
             for (std::size_t half = 0; half < 2; ++half) {
-                std::memcpy(g + half * kBlockRows, gate[half][i], sizeof gate[half][i]);
+                if (is_gated(activation))
+                    std::memcpy(g + half * kBlockRows, gate[half][i], sizeof gate[half][i]);
                 std::memcpy(u + half * kBlockRows, up[half][i], sizeof up[half][i]);
             }
             activate(activation, g, u, values);

@@ -1,11 +1,13 @@
 // Whole products over the thread pool: a linear layer, all selected experts of a layer, their sum.
 // Does not know slots, files, routing or Python.
 //
-// One expert is gate [F, D], up [F, D], down [D, F], one behind the other in the same format. A
-// call runs many experts, each on its own rows of x, in two rounds of equal pieces:
+// One expert is gate [F, D], up [F, D], down [D, F], one behind the other in the same format, then,
+// where it has them, their biases [F], [F], [D] in bf16; without a gate (is_gated) it has neither
+// the gate's matrix nor its bias. A call runs many experts, each on its own rows of x, in two rounds
+// of equal pieces:
 //
-//   round 1   one piece = 32 columns of one expert's F:  gate and up rows, the activation, and the
-//             result as one group of the row that `down` will be multiplied with
+//   round 1   one piece = 32 columns of one expert's F:  gate and up rows, their biases, the
+//             activation, and the result as one group of the row that `down` will be multiplied with
 //   round 2   one piece = 64 outputs of one expert's D, written to their places in `out`
 //
 // Pieces share nothing but what they read, and every output is one sum in one order (kernels.h):
@@ -31,6 +33,7 @@ struct Matrix {
     Format format;
     std::size_t rows;     // outputs
     std::size_t columns;  // inputs
+    const std::uint16_t* bias = nullptr;  // [rows] bf16, added to the product in f32
 };
 
 struct ExpertShape {
@@ -38,12 +41,20 @@ struct ExpertShape {
     Activation activation;
     std::size_t hidden;        // D
     std::size_t intermediate;  // F
+    bool biased;
 
-    std::size_t up_offset() const { return matrix_bytes(format, intermediate, hidden); }
-    std::size_t down_offset() const { return 2 * up_offset(); }
-    std::size_t bytes() const {
+    std::size_t inner() const { return is_gated(activation) ? 2 : 1; }  // matrices before `down`
+    std::size_t up_offset() const { return (inner() - 1) * inner_bytes(); }
+    std::size_t down_offset() const { return inner() * inner_bytes(); }
+    std::size_t bias_offset() const {
         return down_offset() + matrix_bytes(format, hidden, intermediate);
     }
+    std::size_t bytes() const {
+        return bias_offset() + (biased ? 2 * (inner() * intermediate + hidden) : 0);
+    }
+
+  private:
+    std::size_t inner_bytes() const { return matrix_bytes(format, intermediate, hidden); }
 };
 
 // One expert and where its rows belong: place p is row p / top_k of x, and row p of out.

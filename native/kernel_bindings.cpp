@@ -28,6 +28,13 @@ Format format_of(const std::string& name) {
     throw std::invalid_argument("no kernel for the format '" + name + "'");
 }
 
+Activation activation_of(const std::string& name) {
+    if (name == "swiglu") return Activation::kSwiGlu;
+    if (name == "clamped_swiglu") return Activation::kClampedSwiGlu;
+    if (name == "relu") return Activation::kRelu;
+    throw std::invalid_argument("no kernel for the activation '" + name + "'");
+}
+
 Format quantised_format(const std::string& name) {
     const Format format = format_of(name);
     if (format == Format::kBf16) throw std::invalid_argument("bf16 has no tiles");
@@ -74,8 +81,9 @@ class LinearKernel {
 
 class ExpertKernel {
   public:
-    ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate)
-        : shape_{format_of(format), Activation::kSwiGlu, hidden, intermediate} {
+    ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate,
+                 const std::string& activation, bool biased)
+        : shape_{format_of(format), activation_of(activation), hidden, intermediate, biased} {
         check_side(hidden);
         check_side(intermediate);
     }
@@ -126,8 +134,9 @@ void bind_kernels(py::module_& m) {
         .def("run", &LinearKernel::run, py::arg("x"), py::arg("rows"), py::arg("out"),
              py::arg("f32"));
     py::class_<ExpertKernel>(m, "ExpertKernel", py::is_final())
-        .def(py::init<const std::string&, std::size_t, std::size_t>(), py::arg("format"),
-             py::arg("hidden"), py::arg("intermediate"))
+        .def(py::init<const std::string&, std::size_t, std::size_t, const std::string&, bool>(),
+             py::arg("format"), py::arg("hidden"), py::arg("intermediate"),
+             py::arg("activation") = "swiglu", py::arg("biased") = false)
         .def_property_readonly("expert_bytes", &ExpertKernel::expert_bytes)
         .def("run", &ExpertKernel::run, py::arg("experts"), py::arg("counts"), py::arg("places"),
              py::arg("x"), py::arg("tokens"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
@@ -165,6 +174,8 @@ void bind_kernels(py::module_& m) {
         },
         py::arg("blocks"), py::arg("format"), py::arg("count"), py::arg("columns"), py::arg("out"),
         no_gil);
+    m.def("is_gated", [](const std::string& name) { return is_gated(activation_of(name)); },
+          py::arg("activation"));
     m.attr("BLOCK_ROWS") = kBlockRows;
 }
 

@@ -6,7 +6,10 @@ One expert is one run of bytes, the same on disk and in every tier:
 
     F32, BF16   gate_up [2F, D], rows 0 … F-1 gate, then up; down [D, F]; row-major
     Q8, Q4      gate [F, D], up [F, D], down [D, F], each in the tiles of native/tiles.h
+    biases      where there are any: gate_up_bias [2F], down_bias [D], bf16 where weights are tiled
     end         data_bytes; a slot is rounded up to whole pages
+
+Experts without a gate (relu) have up [F, D] and up_bias [F] instead of gate_up and gate.
 
 What the bytes of a format mean has a version of its own: a new tiling makes local shards of that
 format old, and leaves the others as they are.
@@ -18,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeinf.native import PAGE_BYTES, matrix_bytes
+from moeinf.native import PAGE_BYTES, is_gated, matrix_bytes
 
 LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2}  # by format
 ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
@@ -67,10 +70,13 @@ class ExpertLayout:
     hidden: int
     intermediate: int
     dtype: str
+    activation: str = "swiglu"  # of native.ExpertKernel
+    biased: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in LAYOUT_VERSIONS:
             raise ValueError(f"no expert layout for dtype {self.dtype!r}")
+        is_gated(self.activation)  # raises ValueError
 
     @property
     def version(self) -> int:
@@ -80,19 +86,24 @@ class ExpertLayout:
     def spans(self) -> tuple[TensorSpan, ...]:
         """The tensors in the order in which they lie."""
         f, d = self.intermediate, self.hidden
+        gated, plain = is_gated(self.activation), plain_form(self.dtype)
+        inner, wide = ("gate_up", 2 * f) if gated else ("up", f)
+        tensors: list[tuple[str, str, tuple[int, ...]]] = []  # name, form, shape
         if is_tiled(self.dtype):
-            size = stored_bytes(self.dtype, (f, d))
-            last = stored_bytes(self.dtype, (d, f))
-            return (
-                TensorSpan("gate", "U8", (size,), 0, size),
-                TensorSpan("up", "U8", (size,), size, size),
-                TensorSpan("down", "U8", (last,), 2 * size, last),
-            )
-        half = stored_bytes(self.dtype, (2 * f, d))
-        return (
-            TensorSpan("gate_up", self.dtype, (2 * f, d), 0, half),
-            TensorSpan("down", self.dtype, (d, f), half, half // 2),
-        )
+            tensors += [(name, self.dtype, (f, d)) for name in ("gate", "up")[not gated :]]
+        else:
+            tensors += [(inner, self.dtype, (wide, d))]
+        tensors += [("down", self.dtype, (d, f))]
+        if self.biased:
+            tensors += [(f"{inner}_bias", plain, (wide,)), ("down_bias", plain, (d,))]
+        found: list[TensorSpan] = []
+        offset = 0
+        for name, form, shape in tensors:
+            size = stored_bytes(form, shape)
+            kind, seen = ("U8", (size,)) if is_tiled(form) else (form, shape)
+            found.append(TensorSpan(name, kind, seen, offset, size))
+            offset += size
+        return tuple(found)
 
     @property
     def data_bytes(self) -> int:

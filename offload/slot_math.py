@@ -22,8 +22,8 @@ _TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 class TorchFfn(Protocol):
     """The reference arithmetic, which is the models' business."""
 
-    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """One expert on its rows: [t, D] -> [t, D]."""
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """One expert, its tensors as they lie, on its rows: [t, D] -> [t, D]."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -40,10 +40,13 @@ class SlotMath:
         self._base = self._arena.data_ptr()
         self._slot_bytes = pool.slot_bytes
         self._kernel: ExpertKernel | None = None
-        self._weights: list[tuple[Tensor, Tensor]] = []
+        self._weights: list[tuple[Tensor, ...]] = []
         if layout.dtype != "F32":
             form = layout.dtype.lower()
-            self._kernel = ExpertKernel(form, layout.hidden, layout.intermediate)
+            self._kernel = ExpertKernel(
+                form, layout.hidden, layout.intermediate, layout.activation, layout.biased
+            )
+            assert self._kernel.expert_bytes == layout.data_bytes
         if not is_tiled(layout.dtype):
             self._weights = _views(layout, self._arena.view(pool.slots, pool.slot_bytes))
 
@@ -56,8 +59,7 @@ class SlotMath:
             self._run_native(x.contiguous(), few, top_k, rows)
         for slot, places in experts:
             if not self._is_native(len(places)):
-                gate_up, down = self._weights[slot]
-                rows[places] = self._reference.ffn(x[places // top_k], gate_up, down)
+                rows[places] = self._reference.ffn(x[places // top_k], *self._weights[slot])
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
@@ -88,15 +90,14 @@ class SlotMath:
         )  # fmt: skip
 
 
-def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Views of every slot as (gate_up, down); no bytes are copied or touched."""
-    views = []
-    for slot in slots:
-        gate_up, down = (
+def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of every slot as its tensors; no bytes are copied or touched."""
+    return [
+        tuple(
             slot[span.offset_bytes : span.offset_bytes + span.size_bytes]
-            .view(_TORCH_DTYPE[layout.dtype])
+            .view(_TORCH_DTYPE[span.dtype])
             .view(span.shape)
             for span in layout.spans
         )
-        views.append((gate_up, down))
-    return views
+        for slot in slots
+    ]

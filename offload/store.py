@@ -45,8 +45,8 @@ class ExpertMath(Protocol):
         """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
         ...
 
-    def ffn(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """One expert on its rows: [t, D] -> [t, D]."""
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """One expert, its tensors as they lie, on its rows: [t, D] -> [t, D]."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.offload.layout import ExpertLayout, is_tiled, stored_bytes
+from moeinf.offload.layout import is_tiled, plain_form, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
 from moeinf.runtime.checkpoint import SourceTensor
 from moeinf.runtime.encode import encoded
@@ -54,12 +54,12 @@ class Target:
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
     """dense.safetensors, and one shard per expert."""
-    moe = inventory.moe
-    layout = ExpertLayout(moe.hidden, moe.intermediate, dtype)
+    layout, wanted = inventory.expert_layout(dtype), inventory.moe.parts
+    forms = tuple(dtype if len(shape) == 2 else plain_form(dtype) for shape in wanted.values())
     found = [_dense_target(inventory, dtype)]
     for key, roles in sorted(inventory.experts.items()):
-        parts = tuple(roles[role] for role in ("gate", "up", "down"))
-        found.append(Target(shard_path(key), shard_header(key, layout), parts, (dtype,) * 3))
+        parts = tuple(roles[role] for role in wanted)
+        found.append(Target(shard_path(key), shard_header(key, layout), parts, forms))
     return found
 
 

@@ -87,8 +87,12 @@ class Inventory:
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights in the format `dtype`."""
-        layout = ExpertLayout(self.moe.hidden, self.moe.intermediate, dtype)
-        return self.dense_bytes(dtype) + len(self.experts) * layout.data_bytes
+        return self.dense_bytes(dtype) + len(self.experts) * self.expert_layout(dtype).data_bytes
+
+    def expert_layout(self, dtype: str) -> ExpertLayout:
+        """How an expert lies in a model of format `dtype`."""
+        moe = self.moe
+        return ExpertLayout(moe.hidden, moe.intermediate, dtype, moe.activation, moe.biased)
 
     def disk_bytes(self, dtype: str) -> int:
         """What they take on disk: every file has a header and ends in the middle of a block."""
@@ -122,8 +126,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             continue
         part = family.expert(name, config)
         if part is not None:
-            sides = (model.moe.intermediate, model.moe.hidden)
-            _check(tensor, sides if part.role != "down" else sides[::-1])
+            _check(tensor, model.moe.parts[part.role])
             experts.setdefault(ExpertKey(part.layer, part.expert), {})[part.role] = tensor
         elif name in wanted.shapes:
             _check(tensor, wanted.shapes[name])
@@ -136,7 +139,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             have = experts.get(ExpertKey(layer, expert), {})
             missing += [
                 f"{role} of expert {expert} in MoE layer {layer}"
-                for role in ("gate", "up", "down")
+                for role in model.moe.parts
                 if role not in have
             ]
     if missing:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.models.base import Linear, Model, ModelDataError, Piece
+from moeinf.models.base import Activation, Linear, Model, ModelDataError, Piece
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.layout import stored_bytes
@@ -167,4 +168,5 @@ def open_store(
     residency = Residency(placement.slots, cells, staging)
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
     policy = POLICIES["lru" if all_fit else config.policy](Setup(shape, placement.slots))
-    return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, TorchMath())
+    math = TorchMath(cast(Activation, manifest.activation))  # which the layout has checked
+    return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, math)

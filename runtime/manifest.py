@@ -52,6 +52,8 @@ class Manifest:
     max_context: int
     files: tuple[FileRecord, ...]
     layout: int  # the version of its format's layout
+    activation: str = "swiglu"  # of the experts; see models/ffn.py
+    biased: bool = False  # their matrices have biases
     format: int = FORMAT_VERSION
 
     @property
@@ -60,7 +62,9 @@ class Manifest:
 
     @property
     def expert_layout(self) -> ExpertLayout:
-        return ExpertLayout(self.hidden, self.intermediate, self.dtype)
+        return ExpertLayout(
+            self.hidden, self.intermediate, self.dtype, self.activation, self.biased
+        )
 
     @property
     def slots(self) -> SlotBudget:
@@ -118,6 +122,8 @@ def read_manifest(folder: Path) -> Manifest:
         for field in ("name", "tag", "family", "source", "created_at"):
             if not isinstance(raw[field], str):
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
+            raise DamagedModel(f"{path}: the experts' activation or biases are not described")
         data_bytes = manifest.expert_layout.data_bytes
         if any(shard.data_bytes != data_bytes for shard in manifest.shards()):
             raise DamagedModel(f"{path}: a shard is not of the size of an expert")

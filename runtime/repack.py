@@ -248,6 +248,8 @@ def _manifest(
         max_context=inventory.max_context,
         files=tuple(files),
         layout=LAYOUT_VERSIONS[dtype],
+        activation=moe.activation,
+        biased=moe.biased,
     )
 
 

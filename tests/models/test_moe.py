@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeinf.models.ffn import swiglu
+from moeinf.models.base import Activation
+from moeinf.models.ffn import expert_ffn
 from moeinf.models.moe import ResidentExperts, SparseFfn, TorchMath, combine, group
 
 
@@ -59,13 +60,34 @@ def make_experts(
     }
 
 
+@pytest.mark.parametrize("activation", ["clamped_swiglu", "relu"])
+def test_activations_with_biases(activation: Activation) -> None:
+    draw = torch.Generator().manual_seed(3)
+    inner_rows = 10 if activation == "clamped_swiglu" else 5
+    inner, down, inner_bias, down_bias, x = (
+        torch.randn(shape, generator=draw, dtype=torch.float64) * 5
+        for shape in ((inner_rows, 4), (4, 5), (inner_rows,), (4,), (70, 4))
+    )
+    products = x @ inner.T + inner_bias
+    if activation == "relu":
+        middle = products * (products > 0)
+    else:
+        gate = torch.where(products[:, :5] > 7, 7.0, products[:, :5])
+        up = torch.where(products[:, 5:].abs() > 7, 7 * products[:, 5:].sign(), products[:, 5:])
+        middle = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+    expected = middle @ down.T + down_bias
+    torch.testing.assert_close(
+        expert_ffn(activation, x, inner, down, inner_bias, down_bias), expected
+    )
+
+
 def test_swiglu() -> None:
     x = torch.tensor([[1.0, -2.0]])
     gate_up = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])  # gates, then ups
     down = torch.tensor([[1.0, 10.0]])
     silu = [1 / (1 + torch.tensor(-1.0).exp()), -2 / (1 + torch.tensor(2.0).exp())]
     expected = silu[0] * 2 + 10 * silu[1] * -6
-    torch.testing.assert_close(swiglu(x, gate_up, down), expected.view(1, 1))
+    torch.testing.assert_close(expert_ffn("swiglu", x, gate_up, down), expected.view(1, 1))
 
 
 def test_resident_experts() -> None:
@@ -83,7 +105,7 @@ def test_resident_experts() -> None:
         for k in range(2):
             if ids[t, k] >= 0:
                 gate_up, down = weights[1, int(ids[t, k])]
-                expected[t] += mix[t, k] * swiglu(x[t : t + 1], gate_up, down)[0]
+                expected[t] += mix[t, k] * expert_ffn("swiglu", x[t : t + 1], gate_up, down)[0]
     torch.testing.assert_close(out, expected)
     assert out[3].tolist() == [0.0] * 6
     assert all(torch.equal(a, b) for a, b in zip(before, (x, ids, mix), strict=True))

@@ -15,6 +15,7 @@ from moeinf.native import (
     combine_rows,
     compute_threads,
     dequantise_rows,
+    is_gated,
     kernel_path,
     matrix_bytes,
     quantise_rows,
@@ -135,14 +136,20 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form, bad):
         assert torch.equal(out[::2], clean[::2])
 
 
-def experts_of(form: str, count: int, hidden: int, inner: int) -> tuple[list, list]:
+def experts_of(
+    form: str, count: int, hidden: int, inner: int, gated: bool = True, biases: float = 0.0
+) -> tuple[list, list]:
+    """Bytes of each expert, and the values of its matrices and biases in the same order."""
     generator = torch.Generator().manual_seed(5)
     data, values = [], []
+    shapes = [(inner, hidden)] * (1 + gated) + [(hidden, inner)]
     for _ in range(count):
-        parts = [
-            stored(torch.randn(shape, generator=generator) * 0.05, form)
-            for shape in ((inner, hidden), (inner, hidden), (hidden, inner))
-        ]
+        parts = [stored(torch.randn(shape, generator=generator) * 0.05, form) for shape in shapes]
+        if biases:
+            parts += [
+                stored(torch.randn(1, shape[0], generator=generator) * biases, "bf16")
+                for shape in shapes
+            ]
         whole = aligned(sum(len(part) for part, _ in parts))
         whole.copy_(torch.cat([part for part, _ in parts]))
         data.append(whole)
@@ -195,6 +202,52 @@ def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden
         set_compute_threads(threads)
 
 
+def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
+    """The definitions of the activations, in the precision of their arguments."""
+    if activation == "relu":
+        return products[0].clamp(min=0)
+    gate, up = products
+    if activation == "swiglu":
+        return gate / (1 + (-gate).exp()) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate / (1 + (-1.702 * gate).exp())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("biases", [0.0, 6.0])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "relu"])
+def test_activations_and_biases_agree_with_float64_on_every_path(activation, biases, form):
+    hidden, inner = 70, 45  # biases of 6: half of what is clamped is
+    gated = is_gated(activation)
+    data, values = experts_of(form, 1, hidden, inner, gated, biases)
+    kernel = ExpertKernel(form, hidden, inner, activation, biases > 0)
+    assert kernel.expert_bytes == len(data[0])
+    x = torch.randn(16, hidden, generator=torch.Generator().manual_seed(6))
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out, places = torch.full((len(rows), hidden), 5.0), torch.arange(len(rows))
+        kernel.run(
+            [data[0].data_ptr()], [len(rows)], places.data_ptr(),
+            rows.data_ptr(), len(rows), 1, out.data_ptr(), True,
+        )  # fmt: skip
+        return out
+
+    *inners, down = (value.double() for value in values[0][: 2 + gated])
+    offsets = [value.double() for value in values[0][2 + gated :]] or [0.0] * 3
+    products = [x.double() @ w.T + b for w, b in zip(inners, offsets, strict=False)]
+    wanted = between(activation, products) @ down.T + offsets[len(inners)]
+    assert use("portable")
+    reference = run(x)
+    assert relative(reference, wanted) < (0.005 if form == "bf16" else 0.015)
+    for path in [path for path in PATHS if use(path)]:
+        for count in range(1, 17):
+            assert torch.equal(run(x[:count].clone()), reference[:count]), (path, count)
+    spoilt = x.clone()
+    spoilt[3, 4] = float("nan")
+    assert run(spoilt)[3].isnan().all()
+    assert torch.equal(run(spoilt)[4:], reference[4:])
+
+
 def test_combining_is_what_torch_does_term_by_term():
     generator = torch.Generator().manual_seed(8)
     rows = torch.randn(3, 4, 300, generator=generator).bfloat16()
@@ -221,6 +274,8 @@ def test_what_cannot_be_is_refused():
         ExpertKernel("q8", 32, 32).run(
             [data[0].data_ptr()], [1], place.data_ptr(), x.data_ptr(), 1, 1, x.data_ptr(), True
         )
+    with pytest.raises(ValueError, match="no kernel for the activation 'gelu'"):
+        ExpertKernel("q8", 32, 32, "gelu")
     assert not _native._use_kernels("sse")
     assert kernel_path() in PATHS
 

@@ -42,6 +42,24 @@ def test_slots_are_whole_pages() -> None:
     assert ExpertLayout(128, 65, "F32").slot_bytes == 102400
 
 
+def test_what_an_expert_consists_of() -> None:
+    biased = ExpertLayout(70, 45, "Q4", "clamped_swiglu", biased=True)
+    spans = {span.name: (span.dtype, span.size_bytes) for span in biased.spans}
+    assert spans == {
+        "gate": ("U8", 3 * 2 * 576),
+        "up": ("U8", 3 * 2 * 576),
+        "down": ("U8", 5 * 576),
+        "gate_up_bias": ("BF16", 180),
+        "down_bias": ("BF16", 140),
+    }
+    ungated = ExpertLayout(6, 5, "F32", "relu", biased=True)
+    assert [(s.name, s.shape, s.offset_bytes) for s in ungated.spans] == [
+        ("up", (5, 6), 0), ("down", (6, 5), 120), ("up_bias", (5,), 240), ("down_bias", (6,), 260),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="activation 'gelu'"):
+        ExpertLayout(6, 5, "F32", "gelu")
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     def data() -> Iterator[memoryview]:
         yield memoryview(b"abc")
