@@ -16,10 +16,12 @@ from moeinf.models import (
     glm4_moe_lite,
     granitemoe,
     mixtral,
+    nllb_moe,
     olmoe,
     phimoe,
     qwen2_moe,
     qwen3_moe,
+    switch_transformers,
 )
 from moeinf.models.base import Family, ModelDataError
 
@@ -33,10 +35,12 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
     "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
+    "nllb-moe": nllb_moe.FAMILY,
     "olmoe": olmoe.FAMILY,
     "phimoe": phimoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "switch_transformers": switch_transformers.FAMILY,
 }
 
 

@@ -166,7 +166,7 @@ def open_store(
     all_fit = placement.slots >= cells  # nobody ever leaves: then a policy only costs time
     staging = 0 if all_fit else min(manifest.top_k, placement.slots // 2)
     residency = Residency(placement.slots, cells, staging)
-    shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
+    shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
     policy = POLICIES["lru" if all_fit else config.policy](Setup(shape, placement.slots))
     math = TorchMath(cast(Activation, manifest.activation))  # which the layout has checked
     return ExpertStore(layout, manifest.experts, pool, residency, transfer, policy, math)

@@ -250,6 +250,7 @@ def _manifest(
         layout=LAYOUT_VERSIONS[dtype],
         activation=moe.activation,
         biased=moe.biased,
+        encoder_layers=moe.encoder_layers,
     )
 
 

@@ -98,13 +98,22 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
         if part is not None:
             matrices.setdefault((part.layer, part.expert), {})[part.role] = tensor
         elif not family.ignores(name, config):
-            dense[name] = tensor
+            dense[family.rename(name)] = tensor
     parts = DictParts(dense)
     model = family.build(config, parts)
-    experts = ResidentExperts(
-        {key: (torch.cat((m["gate"], m["up"])), m["down"]) for key, m in matrices.items()}
-    )
+    weights = {key: _stacked(roles) for key, roles in matrices.items()}
+    experts = ResidentExperts(weights, model.moe.activation)
     return Loaded(family, config, model, experts, set(dense) - parts.used)
+
+
+def _stacked(roles: Mapping[Role, Tensor]) -> tuple[Tensor, ...]:
+    """The tensors of one expert as the arithmetic takes them: see models.ffn.expert_ffn."""
+    gate, bias = roles.get("gate"), roles.get("gate_bias")
+    found = [roles["up"] if gate is None else torch.cat((gate, roles["up"])), roles["down"]]
+    if "down_bias" in roles:
+        up_bias = roles["up_bias"]
+        found += [up_bias if bias is None else torch.cat((bias, up_bias)), roles["down_bias"]]
+    return tuple(found)
 
 
 @dataclass
@@ -129,6 +138,7 @@ class WatchedExperts:
         self.fail_in = fail_in
         self.passes: list[Pass] = []
         self.wants_hints = False
+        self.first_layer = 0  # of the passes to come
         self._outstanding = False
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -145,7 +155,7 @@ class WatchedExperts:
         assert weights.dtype == torch.float32
         assert ids.shape == weights.shape
         assert len(ids) == len(x) == len(now.rows)
-        assert layer == len(now.layers)
+        assert layer == self.first_layer + len(now.layers)
         now.layers.append(layer)
         now.routed.append(ids)
         now.inputs.append(x)

@@ -11,6 +11,9 @@ nobody.
 Reading ahead: what a gate hints for a later layer, and lookahead by probability, each only while
 it is more probably right than wrong. Hints are judged by what is routed afterwards, whether or
 not they were acted upon. Hinted experts are not evicted before their layer has run.
+
+An encoder's experts leave first once it has run; they are judged by probability again when the next
+source is read.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from moeinf.offload.trace import Phase, eam_row
 _MEMORY = 0.99  # how long the success of hints is remembered: about a hundred hints
 _SURPRISE = (0.01, 0.03, 0.1, 0.3)  # hints are judged by how probable their expert was anyway
 _NONE = np.float32(np.inf)
+_OVER = -1.0  # of an encoder's experts once it has run: less than any probability
 _SURE = 0.5  # lookahead reads only what is likelier used than not: its misses cost as much
 
 
@@ -53,6 +57,7 @@ class Adaptive(Passive):
         self._knobs = knobs or AdaptiveKnobs()
         shape = setup.shape
         self._experts = shape.experts
+        self._encoder_cells = shape.encoder_layers * shape.experts
         self.usage = Usage(shape.layers, shape.experts, self._knobs.usage)
         self._requests = RunningRequests(shape, setup.eamc)
         self._keep_at_most = setup.slots - min(shape.top_k, max(1, setup.slots // 4))
@@ -81,9 +86,12 @@ class Adaptive(Passive):
             age = min(request.decode_passes for request in active) - 1
             self._write_predictions()
             self.usage.begin_token(age)
+        elif self._encoder_cells:
+            self.usage.refresh()  # the encoder counts again, or no longer
+        if self._encoder_cells and phase != "encode":
+            self.usage.score[: self._encoder_cells] = _OVER
+        if self._encoder_cells or phase == "decode":
             self._refresh()
-        else:
-            self._prompt_tokens = len(rows)
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
         self._layer = layer
