@@ -29,6 +29,7 @@ from moeinf.cli.ps import ps
 from moeinf.cli.pull import pull
 from moeinf.cli.rm import rm
 from moeinf.cli.run import run
+from moeinf.cli.serve import serve
 from moeinf.cli.show import show
 from moeinf.cli.simulate import simulate
 from moeinf.cli.stop import stop
@@ -64,6 +65,7 @@ app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.command("prune")(prune)
 app.command("devices")(devices)
+app.command("serve")(serve)
 
 
 def _version(wanted: bool) -> None:

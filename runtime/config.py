@@ -5,14 +5,20 @@ Does not know models, commands or defaults that depend on the machine's free mem
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
+MOST_PARALLEL = 16  # rows of a pass whose results do not depend on each other
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
+_UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 PREFILL_CHUNK = 256  # tokens; a constant of the engine: results must not depend on the budget
 
 
@@ -61,6 +67,85 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+@dataclass(frozen=True)
+class ServerSettings:
+    """How `moeinf serve` listens and shares its engines.
+
+    keep_alive_s  seconds that an idle model stays loaded; infinite: for good
+    max_queue     requests that may wait for an engine; one more is answered 503
+    parallel      requests that decode together, each with a KV cache of its own
+    origins       web pages' origins that may call, beside those of this machine; * is any
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 11435
+    keep_alive_s: float = 300.0
+    max_queue: int = 512
+    parallel: int = 1
+    origins: tuple[str, ...] = ()
+    api_key: str | None = None
+
+
+def read_server_environment(environment: Mapping[str, str] | None = None) -> ServerSettings:
+    """MOEINF_HOST and what else README names for `serve`. Raises ValueError."""
+    env = os.environ if environment is None else environment
+    given = ServerSettings()
+    host, port = _address(env.get("MOEINF_HOST") or "", given)
+    parallel = _count(env, "MOEINF_NUM_PARALLEL", given.parallel)
+    if parallel > MOST_PARALLEL:
+        raise ValueError(
+            f"MOEINF_NUM_PARALLEL is {parallel}, at most {MOST_PARALLEL} decode together"
+        )
+    keep_alive = env.get("MOEINF_KEEP_ALIVE")
+    return ServerSettings(
+        host=host,
+        port=port,
+        keep_alive_s=parse_duration(keep_alive) if keep_alive else given.keep_alive_s,
+        max_queue=_count(env, "MOEINF_MAX_QUEUE", given.max_queue),
+        parallel=parallel,
+        origins=tuple(o.strip() for o in env.get("MOEINF_ORIGINS", "").split(",") if o.strip()),
+        api_key=env.get("MOEINF_API_KEY") or None,
+    )
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds of "5m", "1h30m", "10s", "250ms" or a number; negative ones mean for good (infinite).
+
+    Raises ValueError.
+    """
+    with suppress(ValueError):
+        number = float(text)
+        if not math.isnan(number):
+            return number if number >= 0 else math.inf
+    words = str(text)
+    sign, rest = (-1, words[1:]) if words.startswith("-") else (1, words)
+    pieces = _DURATION.findall(rest)
+    if not pieces or "".join(number + unit for number, unit in pieces) != rest:
+        raise ValueError(f"{words[:40]!r} is no duration: write 30s, 5m or 1h30m")
+    seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in pieces)
+    return seconds if sign > 0 else math.inf
+
+
+def _address(text: str, given: ServerSettings) -> tuple[str, int]:
+    """HOST, HOST:PORT, :PORT, [V6]:PORT, with http:// before it or not."""
+    rest = text.removeprefix("http://").rstrip("/")
+    host, colon, port = rest.rpartition(":")
+    if not colon or rest.endswith("]") or (":" in host and not host.startswith("[")):
+        host, port = rest, ""
+    if port and not (port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"MOEINF_HOST is {text!r}: {port!r} is no port")
+    return host.strip("[]") or given.host, int(port) if port else given.port
+
+
+def _count(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name} is {text!r}, not a number from 1")
+    return int(text)
+
+
 def _memory(text: str) -> MemorySize:
     try:
         return parse_memory(text)
@@ -75,6 +160,7 @@ class EngineConfig:
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
     readers   reads in flight, and direct_io whether past the page cache; None: as was measured best
+    parallel  requests that decode together, each with a KV cache of its own
     trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
     """
 
@@ -84,6 +170,7 @@ class EngineConfig:
     readers: int | None = None
     direct_io: bool | None = None
     threads: int | None = None
+    parallel: int = 1
     trace: bool = True
 
     def __post_init__(self) -> None:

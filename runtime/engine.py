@@ -143,6 +143,17 @@ class Engine:
         values: NDArray[np.float32] = logits[0].numpy()
         return values
 
+    def step(self, tokens: Sequence[tuple[State, int]]) -> NDArray[np.float32]:
+        """Appends one token to each of several states in one pass; logits [requests, vocab].
+
+        At most MOST_PARALLEL: then a row is what it would be alone. Raises like `extend`; a pass
+        that fails leaves every state as it was.
+        """
+        self._give_torch_threads(len(tokens))
+        logits = self.model.extend([([token], state) for state, token in tokens], self.experts)
+        values: NDArray[np.float32] = logits.numpy()
+        return values
+
     def _give_torch_threads(self, rows: int) -> None:
         """Few rows are the native kernels' work: torch's threads would spin beside theirs.
 

@@ -62,7 +62,8 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         left = available_bytes - fixed
         share = left * _CONTEXT_SHARE if asked is None else left - min(asked, slots.max_bytes)
         affordable = max(0, int(share))
-        tokens = affordable // manifest.kv_bytes_per_token // _CONTEXT_STEP * _CONTEXT_STEP
+        per_token = config.parallel * manifest.kv_bytes_per_token
+        tokens = affordable // per_token // _CONTEXT_STEP * _CONTEXT_STEP
         context = min(manifest.max_context, max(tokens, _CONTEXT_STEP))
         why = "the model's" if context == manifest.max_context else "what memory affords"
         notes.append(f"context {context} tokens ({why})")
@@ -73,7 +74,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
                 f"{manifest.model} has a context of {manifest.max_context} tokens, "
                 f"not {config.context}"
             )
-    kv = context * manifest.kv_bytes_per_token
+    kv = config.parallel * context * manifest.kv_bytes_per_token
     if config.memory is None:
         budget = min(slots.max_bytes, available_bytes - fixed - kv)
         if budget < slots.min_bytes:

@@ -118,7 +118,7 @@ def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -
             examples = re.findall(r"Example: (moeinf .*)", one.help)
             assert examples, f"moeinf {name} {one.name}: no example"
             for line in examples:
-                if name == "devices":  # measures for too long here
+                if name in ("devices", "serve"):  # one takes too long, the other for ever
                     continue
                 done = run(line, machine)  # nothing runs that `stop` could end
                 assert done.returncode == (1 if name == "stop" else 0), f"{line}: {done.stdout}"

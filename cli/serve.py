@@ -1,0 +1,46 @@
+"""`moeinf serve`: Ollama's and OpenAI's APIs on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.options import Context, Memory, PolicyName, Quiet, Threads, engine_config
+from moeinf.cli.output import Output
+from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.runtime.config import read_environment, read_server_environment
+
+
+def serve(
+    memory: Memory = None,
+    ctx: Context = None,
+    policy: PolicyName = DEFAULT_POLICY,
+    threads: Threads = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="0: any that is free.", show_default=False),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answers over HTTP, until Ctrl-C. MOEINF_HOST says where, 127.0.0.1:11435 by default.
+
+    Models are loaded when a request names them, and unloaded when nobody has for
+    MOEINF_KEEP_ALIVE (5m). MOEINF_NUM_PARALLEL requests are answered together.
+
+    Example: moeinf serve --memory 4GiB
+    """
+    out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
+    if port is not None:
+        server = replace(server, port=port)
+    config = engine_config(settings, memory, ctx, policy, threads)
+
+    from moeinf.server.serve import run_server  # FastAPI, uvicorn and torch come in only here
+
+    def listening(address: str) -> None:
+        out.note(f"listening on http://{address} (Ctrl-C ends it)")
+        if server.api_key is None and server.host not in ("127.0.0.1", "::1", "localhost"):
+            out.note("anybody who reaches this address may use it: MOEINF_API_KEY sets a key")
+
+    run_server(settings, server, replace(config, parallel=server.parallel), listening)

@@ -1,0 +1,76 @@
+"""From a job on an engine's thread to events in the event loop, and errors as HTTP statuses.
+
+Does not know which API is spoken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from moeinf.server.host import Loaded
+from moeinf.server.jobs import Ended, Event, Failed, Job
+
+_STATUS = {
+    "NoSuchModel": 404,
+    "RepositoryError": 404,
+    "BadName": 400,
+    "PromptTooLong": 400,
+    "ContextFull": 400,
+    "TemplateError": 400,
+    "BadRequest": 400,
+    "ModelInUse": 409,
+    "ModelExists": 409,
+    "PullInProgress": 409,
+    "Busy": 503,
+    "DoesNotFit": 503,
+    "Unloaded": 503,
+    "ExpertReadError": 500,
+    "ModelDataError": 400,
+    "BadCheckpoint": 400,
+    "ValueError": 400,
+}
+
+
+class BadRequest(ValueError):
+    """A request asks for something that cannot be."""
+
+
+def status_of(error: Exception) -> int:
+    """By the class name, or that of an ancestor; what is nobody's fault but ours is 500."""
+    for ancestor in type(error).__mro__:
+        if ancestor.__name__ in _STATUS:
+            return _STATUS[ancestor.__name__]
+    return 500
+
+
+def words_of(error: Exception) -> str:
+    """What happened; of our own bugs only that there was one."""
+    if status_of(error) == 500 and not isinstance(error, OSError):
+        return f"this is a bug in moeinf: {type(error).__name__}: {error}"
+    return str(error)
+
+
+async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
+    """Submits the job and gives what it emits. Leaving early cancels it.
+
+    job.emit is set here. Raises Busy or Unloaded when it is not even taken, and the error of a
+    Failed when that comes first, so that a status can still say it.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    def emit(event: Event) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    job.emit = emit
+    loaded.worker.submit(job)
+    try:
+        while True:
+            event = await queue.get()
+            yield event
+            if isinstance(event, Ended | Failed):
+                return
+    finally:
+        job.cancelled.set()

@@ -1,0 +1,100 @@
+"""The HTTP application: both APIs, health, metrics, and errors in the form that each API has.
+
+Does not know how answers are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.server import ollama_api, openai_api
+from moeinf.server.answers import BadRequest
+from moeinf.server.guard import Guard
+from moeinf.server.host import Host
+from moeinf.server.metrics import exposition
+
+_LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+
+
+def create_app(settings: Settings, server: ServerSettings, config: EngineConfig) -> FastAPI:
+    """The application; engines are loaded when requests name them."""
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        keeper = asyncio.create_task(app.state.host.run())
+        yield
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+
+    app = FastAPI(
+        title="moeinf",
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        strict_content_type=False,  # curl -d says it sends a form, and Ollama does not mind
+    )
+    app.state.host = Host(settings, server, config)
+    app.state.settings = settings
+    app.include_router(ollama_api.router)
+    app.include_router(openai_api.router)
+
+    @app.get("/", response_class=PlainTextResponse)
+    def root() -> str:
+        return "moeinf is running"
+
+    @app.head("/", include_in_schema=False)
+    def alive() -> Response:
+        return Response()
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics(request: Request) -> str:
+        return exposition(request.app.state.host)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return _told(request, BadRequest(f"{where}: {first['msg']}" if where else first["msg"]))
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> JSONResponse:
+        answer = _told(request, BadRequest(str(error.detail)))
+        answer.status_code = error.status_code
+        return answer
+
+    async def tell(request: Request, error: Exception) -> JSONResponse:
+        return _told(request, error)
+
+    # By their builtin ancestors: what `Exception` alone handles is logged as a bug, and is one.
+    for kind in (LookupError, ValueError, RuntimeError, OSError, MemoryError, Exception):
+        app.add_exception_handler(kind, tell)
+
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(server.origins),
+        allow_origin_regex=_LOCAL_ORIGIN,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
+    app.add_middleware(Guard, settings=server)
+    return app
+
+
+def _told(request: Request, error: Exception) -> JSONResponse:
+    if request.url.path.startswith("/v1/"):
+        return openai_api.error_response(error)
+    return ollama_api.error_response(error)

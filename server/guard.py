@@ -1,0 +1,131 @@
+"""What stands before every request: who may ask, how much may be sent, how long that may take.
+
+Does not know endpoints. A pure ASGI layer, so that streams pass through it untouched.
+
+A web page that a person happens to look at must not be able to talk to this server: requests with
+an Origin that is not allowed are refused, and so are those whose Host is a name that somebody may
+have pointed at this address (DNS rebinding). Addresses and names of this machine are fine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from moeinf.runtime.config import ServerSettings
+
+MOST_BODY_BYTES = 32 << 20
+BODY_SECONDS = 60.0  # for all of a request's body to arrive
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+_OPEN = ("/health", "/", "/api/version")  # answered without an API key
+
+
+class Guard:
+    """Wraps an ASGI app. Refusals are JSON that both kinds of clients understand."""
+
+    def __init__(self, app: Any, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._names = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await _refuse(send, *refusal)
+            return
+        if scope["path"].startswith("/api/"):  # what clients of Ollama call a form is JSON, too
+            others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
+            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+        await self._app(scope, _Body(receive).receive, send)
+
+    def _refusal(self, scope: Any, headers: dict[str, str]) -> tuple[int, str] | None:
+        host = _host_name(headers.get("host", ""))
+        if not self._is_ours(host):
+            return 403, f"Host {host[:80]!r} is not a name of this server; see MOEINF_HOST"
+        origin = headers.get("origin")
+        if origin is not None and not self._may(origin):
+            return 403, f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS"
+        key = self._settings.api_key
+        if key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if not hmac.compare_digest(given.encode(), key.encode()):
+                return 401, "the API key is missing or wrong: send Authorization: Bearer KEY"
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
+            return 413, f"a body has at most {MOST_BODY_BYTES} bytes"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        """A name of this machine, or any address: only names can be pointed at us by others."""
+        if host in self._names or host.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+
+    def _may(self, origin: str) -> bool:
+        if "*" in self._settings.origins or origin in self._settings.origins:
+            return True
+        try:
+            name = urlsplit(origin).hostname or ""
+        except ValueError:
+            return False
+        return name in _LOCAL
+
+
+class TooMuch(Exception):
+    """A body is longer than may be, or does not arrive."""
+
+
+class _Body:
+    """Counts what arrives of a body, and gives it a deadline."""
+
+    def __init__(self, receive: Any) -> None:
+        self._receive = receive
+        self._left = MOST_BODY_BYTES
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        self._whole = False
+
+    async def receive(self) -> Any:
+        if self._whole:  # what comes now is that the client has gone
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise TooMuch("the body does not arrive") from error
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            self._whole = not message.get("more_body", False)
+            if self._left < 0:
+                raise TooMuch(f"a body has at most {MOST_BODY_BYTES} bytes")
+        return message
+
+
+def _host_name(text: str) -> str:
+    """The Host header without its port, in lower case, as an address without brackets."""
+    text = text.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] if ":" in text else text
+
+
+async def _refuse(send: Any, status: int, words: str) -> None:
+    body = json.dumps({"error": words}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

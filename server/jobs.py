@@ -1,0 +1,94 @@
+"""What a request asks of an engine's thread, and what comes back.
+
+Does not know HTTP, nor how requests are batched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.sampler import SamplingOptions
+
+
+class Busy(RuntimeError):
+    """As many requests wait as may wait."""
+
+
+class Unloaded(RuntimeError):
+    """The model was unloaded, or the server ends, before the answer was complete."""
+
+
+class Constraint(Protocol):
+    """A grammar that an answer must follow."""
+
+    def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """logits [vocab] with -inf for what may not come now."""
+        ...
+
+    def took(self, token: int) -> None:
+        """The token that was chosen."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """A chosen token, its log-probability, and the most probable ones: (token, log-probability)."""
+
+    token: int
+    logprob: float
+    best: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that has become certain; empty while a character or a stop text is undecided."""
+
+    text: str
+    info: TokenInfo | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event of an answer that was not cut off by an error. Seconds are of this request."""
+
+    reason: Literal["stop", "length", "cancelled"]
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, taken over from an earlier request
+    tokens: int
+    load_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of an answer that an error has cut off."""
+
+    error: Exception
+
+
+Event = Piece | Ended | Failed
+
+
+@dataclass
+class Job:
+    """One answer. `prepare` and `constrain` run on the engine's thread; `emit` is called there.
+
+    logprobs: how many of the most probable tokens to name beside the chosen one; None: no figures.
+    """
+
+    prepare: Callable[[Engine], list[int]]
+    options: SamplingOptions
+    limits: Limits
+    emit: Callable[[Event], None]
+    logprobs: int | None = None
+    constrain: Callable[[Engine], Constraint] | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)

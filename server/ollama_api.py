@@ -1,0 +1,321 @@
+"""Ollama's endpoints, with its field names, its NDJSON streams and its durations in nanoseconds.
+
+Does not know engines' threads nor OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import fields
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeinf.runtime.config import parse_duration
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.server.answers import BadRequest, events, status_of, words_of
+from moeinf.server.constrain import constraint_of
+from moeinf.server.host import Host, Loaded
+from moeinf.server.jobs import Ended, Event, Failed, Job, Piece
+from moeinf.server.prompts import chat_prompt, text_prompt
+
+router = APIRouter()
+Seconds = str | int | float | None
+
+# Known to Ollama, and about its engine: accepted, as it accepts them, without an effect here.
+_OF_OTHER_ENGINES = (
+    "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
+    "use_mlock", "numa", "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
+    "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
+)  # fmt: skip
+_SAMPLING = tuple(field.name for field in fields(SamplingOptions))
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+
+
+class Asked(BaseModel):
+    """What generate and chat have in common."""
+
+    model: str
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    keep_alive: Seconds = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    template: str | None = None
+
+
+class GenerateRequest(Asked):
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    suffix: str | None = None
+    images: list[str] | None = None
+    context: list[int] | None = None
+
+
+class ChatRequest(Asked):
+    messages: list[Message] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class ModelRequest(BaseModel):
+    """Old clients say `name` where new ones say `model`."""
+
+    model: str = ""
+    name: str = ""
+
+    @property
+    def wanted(self) -> str:
+        if not (self.model or self.name):
+            raise BadRequest("model is missing")
+        return self.model or self.name
+
+
+class CopyRequest(BaseModel):
+    source: str
+    destination: str
+
+
+class EmbedRequest(BaseModel):
+    model: str
+    input: str | list[str]
+    truncate: bool = True
+    options: dict[str, Any] = Field(default_factory=dict)
+    keep_alive: Seconds = None
+    dimensions: int | None = None
+
+
+def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
+    """Ollama's options. Raises BadRequest for an unknown one, by name, and impossible values."""
+    chosen, most = SamplingOptions(), None
+    stop: tuple[str, ...] = ()
+    for name, value in options.items():
+        try:
+            if name == "num_predict":
+                most = None if int(value) < 0 else int(value)
+            elif name == "stop":
+                stop = (value,) if isinstance(value, str) else tuple(str(text) for text in value)
+            elif name in _SAMPLING:
+                chosen = chosen if value is None else chosen.having(name, value)
+            elif name not in _OF_OTHER_ENGINES:
+                raise BadRequest(f"unknown option {name!r}")
+        except (TypeError, ValueError) as error:
+            raise BadRequest(str(error)) from error
+    return chosen, Limits(most, stop)
+
+
+@router.post("/api/generate")
+async def generate(asked: GenerateRequest, request: Request) -> Response:
+    if asked.images or asked.suffix:
+        raise BadRequest("models here read text only, and do not fill in the middle")
+
+    def prepare(engine: Engine) -> list[int]:
+        if asked.raw or engine.template is None:
+            return text_prompt(engine, "\n\n".join(t for t in (asked.system, asked.prompt) if t))
+        system = [{"role": "system", "content": asked.system}] if asked.system else []
+        messages = [*system, {"role": "user", "content": asked.prompt}]
+        return chat_prompt(engine, messages, think=_thinks(asked))
+
+    return await _answer(request, asked, prepare, not asked.prompt, lambda text: {"response": text})
+
+
+@router.post("/api/chat")
+async def chat(asked: ChatRequest, request: Request) -> Response:
+    messages = [message.model_dump() for message in asked.messages]
+
+    def prepare(engine: Engine) -> list[int]:
+        return chat_prompt(engine, messages, asked.tools, _thinks(asked))
+
+    def said(text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    return await _answer(request, asked, prepare, not messages, said)
+
+
+def _thinks(asked: Asked) -> bool | None:
+    return None if asked.think is None else bool(asked.think)
+
+
+async def _answer(
+    request: Request,
+    asked: Asked,
+    prepare: Callable[[Engine], list[int]],
+    nothing_to_say: bool,
+    said: Callable[[str], dict[str, Any]],
+) -> Response:
+    """One answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
+    host: Host = request.app.state.host
+    if asked.template:
+        raise BadRequest("a template is not taken from a request; the model has its own")
+    options, limits = sampling(asked.options)
+    keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
+    start = time.perf_counter()
+    if nothing_to_say and keep_alive == 0:
+        await host.unload(asked.model)
+        about = {"model": asked.model, "created_at": _now(), **said("")}
+        return JSONResponse({**about, "done": True, "done_reason": "unload"})
+    loaded = await host.model(asked.model, keep_alive)
+    load_seconds = time.perf_counter() - start
+    if nothing_to_say:
+        about = {"model": asked.model, "created_at": _now(), **said("")}
+        return JSONResponse({**about, "done": True, "done_reason": "load"})
+    constrain = constraint_of(asked.format)
+    job = Job(prepare, options, limits, lambda _: None, constrain=constrain)
+    answer = events(loaded, job)
+    first = await anext(answer)
+    if isinstance(first, Failed):
+        raise first.error
+
+    def line(event: Any) -> dict[str, Any]:
+        about = {"model": asked.model, "created_at": _now()}
+        if isinstance(event, Piece):
+            return {**about, **said(event.text), "done": False}
+        assert isinstance(event, Ended)
+        return {**about, **said(""), "done": True, **_figures(event, start, load_seconds)}
+
+    async def lines() -> AsyncIterator[str]:
+        yield json.dumps(line(first)) + "\n"
+        async for event in answer:
+            if isinstance(event, Failed):
+                yield json.dumps({"error": words_of(event.error)}) + "\n"
+            else:
+                yield json.dumps(line(event)) + "\n"
+
+    if asked.stream:
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+    text = ""
+    event: Event = first
+    while isinstance(event, Piece):
+        text, event = text + event.text, await anext(answer)
+    if isinstance(event, Failed):
+        raise event.error
+    return JSONResponse({**line(event), **said(text)})
+
+
+def _figures(ended: Ended, start: float, load_seconds: float) -> dict[str, Any]:
+    ns = 1_000_000_000
+    return {
+        "done_reason": "stop" if ended.reason == "stop" else "length",
+        "total_duration": round((time.perf_counter() - start) * ns),
+        "load_duration": round(load_seconds * ns),
+        "prompt_eval_count": ended.prompt_tokens,
+        "prompt_eval_duration": round(ended.prefill_seconds * ns),
+        "eval_count": ended.tokens,
+        "eval_duration": round(ended.decode_seconds * ns),
+    }
+
+
+@router.get("/api/tags")
+def tags(request: Request) -> dict[str, Any]:
+    host: Host = request.app.state.host
+    found = [entry.manifest for entry in host.library.installed()]
+    return {"models": [_described(manifest) for manifest in found if manifest is not None]}
+
+
+@router.get("/api/ps")
+def ps(request: Request) -> dict[str, Any]:
+    host: Host = request.app.state.host
+    return {"models": [_living(loaded) for loaded in host.loaded()]}
+
+
+def _living(loaded: Loaded) -> dict[str, Any]:
+    engine = loaded.worker.engine
+    about = _described(loaded.manifest)
+    about.pop("modified_at")
+    until = min(loaded.expires_at, 253402300799.0)  # the year 9999 stands for never
+    expires = datetime.datetime.fromtimestamp(until, datetime.UTC).isoformat()
+    size = engine.placement.peak_bytes if engine is not None else loaded.manifest.size_bytes
+    context = engine.placement.context if engine is not None else 0
+    return {**about, "size": size, "size_vram": 0, "expires_at": expires, "context_length": context}
+
+
+@router.post("/api/show")
+def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
+    host: Host = request.app.state.host
+    m, folder = host.library.read(asked.wanted)
+    template = folder / "chat_template.jinja"
+    info = {
+        "general.architecture": m.family,
+        f"{m.family}.block_count": m.layers,
+        f"{m.family}.expert_count": m.experts,
+        f"{m.family}.expert_used_count": m.top_k,
+        f"{m.family}.embedding_length": m.hidden,
+        f"{m.family}.context_length": m.max_context,
+    }
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template.read_text(errors="replace") if template.is_file() else "",
+        "details": _details(m),
+        "model_info": info,
+        "capabilities": ["completion"],
+        "modified_at": m.created_at,
+    }
+
+
+@router.post("/api/copy")
+def copy(asked: CopyRequest, request: Request) -> Response:
+    from moeinf.runtime.copy_model import copy_model
+
+    copy_model(request.app.state.settings, asked.source, asked.destination)
+    return Response()
+
+
+@router.delete("/api/delete")
+async def delete(asked: ModelRequest, request: Request) -> Response:
+    host: Host = request.app.state.host
+    await host.unload(asked.wanted)
+    host.library.remove(asked.wanted)
+    return Response()
+
+
+@router.get("/api/version")
+def version() -> dict[str, str]:
+    return {"version": importlib.metadata.version("moeinf")}
+
+
+def _described(m: Manifest) -> dict[str, Any]:
+    digest = next((f.sha256 for f in m.files if f.path == "dense.safetensors"), "")
+    return {
+        "name": str(m.model),
+        "model": str(m.model),
+        "modified_at": m.created_at,
+        "size": m.size_bytes,
+        "digest": digest,
+        "details": _details(m),
+    }
+
+
+def _details(m: Manifest) -> dict[str, Any]:
+    parameters = m.layers * m.experts * 3 * m.hidden * m.intermediate
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": m.family,
+        "families": [m.family],
+        "parameter_size": f"{parameters / 1e9:.1f}B",
+        "quantization_level": m.tag.upper(),
+    }
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """Ollama's form of an error."""
+    return JSONResponse({"error": words_of(error)}, status_of(error))

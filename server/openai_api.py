@@ -1,0 +1,368 @@
+"""OpenAI's endpoints: chat completions, completions, models. SSE streams end with [DONE].
+
+Does not know engines' threads nor Ollama's API.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.server.answers import BadRequest, events, status_of, words_of
+from moeinf.server.constrain import constraint_of
+from moeinf.server.host import Host, Loaded
+from moeinf.server.jobs import Ended, Event, Failed, Job, Piece, TokenInfo
+from moeinf.server.prompts import chat_prompt, text_prompt
+
+router = APIRouter(prefix="/v1")
+_OPENING = {"role": "assistant", "content": ""}
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class JsonSchema(BaseModel):
+    name: str = "answer"
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class Asked(BaseModel):
+    """What both kinds of completions have. Unknown parameters are refused by name."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    n: int | None = Field(1, ge=1, le=1)
+    user: str | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = Field(None, ge=0)
+
+    def sampling(self) -> SamplingOptions:
+        if self.logit_bias:
+            raise BadRequest("logit_bias is not supported")
+        chosen = SamplingOptions()
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+            "frequency_penalty",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None:
+                chosen = chosen.having(name, value)
+        return chosen
+
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+
+class CompletionRequest(Asked):
+    prompt: str | list[str] | list[int]
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    suffix: str | None = None
+    best_of: int | None = Field(1, ge=1, le=1)
+
+
+@dataclass
+class _Kind:
+    """How one of the two endpoints words its answers."""
+
+    id: str
+    object: str
+    chunk: str
+    model: str
+    whole: Callable[[str, list[Any], str], dict[str, Any]]  # text, logprobs, reason -> choice
+    piece: Callable[[str, list[Any] | None], dict[str, Any]]
+    last: Callable[[str], dict[str, Any]]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def around(self, choices: list[Any], chunk: bool) -> dict[str, Any]:
+        name = self.chunk if chunk else self.object
+        about = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {**about, "choices": choices}
+
+
+@router.post("/chat/completions")
+async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+    messages = [_plain(message) for message in asked.messages]
+    tools = [] if asked.tool_choice == "none" else asked.tools or []
+
+    def prepare(engine: Engine) -> list[int]:
+        return chat_prompt(engine, messages, tools)
+
+    form = asked.response_format
+    schema: Any = None
+    if form is not None and form.type == "json_object":
+        schema = "json"
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise BadRequest("response_format: json_schema is missing")
+        schema = form.json_schema.schema_
+    count = (asked.top_logprobs or 0) if asked.logprobs else None
+    most = (
+        asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
+    )
+    limits = Limits(most, asked.stops())
+    job = Job(prepare, asked.sampling(), limits, lambda _: None, count, constraint_of(schema))
+
+    def probabilities(found: list[Any]) -> Any:
+        return {"content": found, "refusal": None} if count is not None else None
+
+    kind = _Kind(
+        f"chatcmpl-{secrets.token_hex(12)}",
+        "chat.completion",
+        "chat.completion.chunk",
+        asked.model,
+        whole=lambda text, found, reason: {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": probabilities(found),
+            "finish_reason": reason,
+        },
+        piece=lambda text, found: {
+            "index": 0,
+            "delta": {"content": text} if found is not None else _OPENING,
+            "logprobs": probabilities(found) if found else None,
+            "finish_reason": None,
+        },
+        last=lambda reason: {
+            "index": 0, "delta": {}, "logprobs": None, "finish_reason": reason,
+        },
+    )  # fmt: skip
+    return await _answer(request, asked, job, kind, _chat_logprob, opening=True)
+
+
+@router.post("/completions")
+async def completions(asked: CompletionRequest, request: Request) -> Response:
+    if asked.suffix or asked.echo:
+        raise BadRequest("suffix and echo are not supported")
+    prompt = asked.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        if len(prompt) > 1:
+            raise BadRequest("one prompt at a time")
+        prompt = prompt[0]
+
+    def prepare(engine: Engine) -> list[int]:
+        if isinstance(prompt, str):
+            return text_prompt(engine, prompt)
+        ids = [int(token) for token in prompt]
+        if any(not 0 <= token < engine.model.vocab_size for token in ids):
+            raise BadRequest("prompt has ids that are no tokens of this model")
+        return ids
+
+    limits = Limits(16 if asked.max_tokens is None else asked.max_tokens, asked.stops())
+    job = Job(prepare, asked.sampling(), limits, lambda _: None, asked.logprobs)
+
+    def choice(text: str, found: list[Any] | None, reason: str | None) -> dict[str, Any]:
+        figures = _legacy_logprobs(found) if found else None
+        return {"index": 0, "text": text, "logprobs": figures, "finish_reason": reason}
+
+    kind = _Kind(
+        f"cmpl-{secrets.token_hex(12)}",
+        "text_completion",
+        "text_completion",
+        asked.model,
+        whole=choice,
+        piece=lambda text, found: choice(text, found, None),
+        last=lambda reason: choice("", None, reason),
+    )
+    return await _answer(request, asked, job, kind, lambda engine, info: (engine, info))
+
+
+async def _answer(
+    request: Request,
+    asked: Asked,
+    job: Job,
+    kind: _Kind,
+    word: Callable[[Engine, TokenInfo], Any],
+    opening: bool = False,
+) -> Response:
+    host: Host = request.app.state.host
+    loaded = await host.model(asked.model)
+    answer = events(loaded, job)
+    first = await anext(answer)
+    if isinstance(first, Failed):
+        raise first.error
+    if asked.stream:
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        lines = _stream(loaded, answer, first, kind, word, usage, opening)
+        return StreamingResponse(lines, media_type="text/event-stream")
+    text, found = "", list[Any]()
+    event: Event = first
+    while isinstance(event, Piece):
+        text += event.text
+        found += _words(loaded, event, word)
+        event = await anext(answer)
+    if isinstance(event, Failed):
+        raise event.error
+    assert isinstance(event, Ended)
+    document = kind.around([kind.whole(text, found, _reason(event))], chunk=False)
+    return JSONResponse({**document, "usage": _usage(event)})
+
+
+async def _stream(
+    loaded: Loaded,
+    answer: AsyncGenerator[Event],
+    event: Event,
+    kind: _Kind,
+    word: Callable[[Engine, TokenInfo], Any],
+    usage: bool,
+    opening: bool,
+) -> AsyncIterator[str]:
+    """SSE. An error is an event of its own, after which nothing says that all went well."""
+    extra = {"usage": None} if usage else {}
+    if opening:
+        yield _event({**kind.around([kind.piece("", None)], chunk=True), **extra})
+    while isinstance(event, Piece):
+        choice = kind.piece(event.text, _words(loaded, event, word))
+        yield _event({**kind.around([choice], chunk=True), **extra})
+        event = await anext(answer)
+    if isinstance(event, Failed):
+        yield _event(_error(event.error))
+        return
+    yield _event({**kind.around([kind.last(_reason(event))], chunk=True), **extra})
+    if usage:
+        yield _event({**kind.around([], chunk=True), "usage": _usage(event)})
+    yield "data: [DONE]\n\n"
+
+
+def _words(loaded: Loaded, event: Piece, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:
+    engine = loaded.worker.engine
+    return [] if event.info is None or engine is None else [word(engine, event.info)]
+
+
+def _chat_logprob(engine: Engine, info: TokenInfo) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = engine.tokenizer.decode([token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+    best = [one(token, logprob) for token, logprob in info.best]
+    return {**one(info.token, info.logprob), "top_logprobs": best}
+
+
+def _legacy_logprobs(found: list[tuple[Engine, TokenInfo]]) -> dict[str, Any]:
+    texts = [engine.tokenizer.decode([info.token]) for engine, info in found]
+    offsets = [sum(len(text) for text in texts[:i]) for i in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(info.logprob, -9999.0) for _, info in found],
+        "top_logprobs": [
+            {engine.tokenizer.decode([t]): max(p, -9999.0) for t, p in info.best}
+            for engine, info in found
+        ],
+        "text_offset": offsets,
+    }
+
+
+@router.get("/models")
+def models(request: Request) -> dict[str, Any]:
+    host: Host = request.app.state.host
+    found = [entry.manifest for entry in host.library.installed()]
+    return {"object": "list", "data": [_described(m) for m in found if m is not None]}
+
+
+@router.get("/models/{name:path}")
+def model(name: str, request: Request) -> dict[str, Any]:
+    host: Host = request.app.state.host
+    return _described(host.library.read(name)[0])
+
+
+def _described(m: Manifest) -> dict[str, Any]:
+    import datetime
+
+    created = int(datetime.datetime.fromisoformat(m.created_at).timestamp())
+    return {"id": str(m.model), "object": "model", "created": created, "owned_by": "moeinf"}
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message for a template: text parts joined, the newer role under its older name."""
+    about = message.model_dump(exclude_none=True)
+    content = message.content
+    if isinstance(content, list):
+        kinds = {str(part.get("type")) for part in content} - {"text"}
+        if kinds:
+            raise BadRequest(f"models here read text only, not {', '.join(sorted(kinds))}")
+        content = "".join(str(part.get("text", "")) for part in content)
+    role = "system" if message.role == "developer" else message.role
+    return {**about, "role": role, "content": content or ""}
+
+
+def _reason(ended: Ended) -> str:
+    return "stop" if ended.reason == "stop" else "length"
+
+
+def _usage(ended: Ended) -> dict[str, Any]:
+    return {
+        "prompt_tokens": ended.prompt_tokens,
+        "completion_tokens": ended.tokens,
+        "total_tokens": ended.prompt_tokens + ended.tokens,
+        "prompt_tokens_details": {"cached_tokens": ended.cached_tokens},
+    }
+
+
+def _event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    status = status_of(error)
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code = "model_not_found" if status == 404 else None
+    return {"error": {"message": words_of(error), "type": kind, "param": None, "code": code}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """OpenAI's form of an error."""
+    return JSONResponse(_error(error), status_of(error))

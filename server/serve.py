@@ -1,0 +1,83 @@
+"""Runs the application on a socket, with the deadlines and limits that uvicorn lacks.
+
+Does not know endpoints. h11 parses requests: it bounds their headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.server.app import create_app
+
+HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
+HEADER_BYTES = 64 << 10
+MOST_CONNECTIONS = 1024
+_GOODBYE_SECONDS = 5
+
+
+class Deadlines(H11Protocol):
+    """Closes a connection whose next request has begun and does not become whole in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if busy and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif not busy and self._deadline is None:
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _await_request(self) -> None:
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+
+def make_server(settings: Settings, server: ServerSettings, config: EngineConfig) -> uvicorn.Server:
+    """A server that is not running yet. Port 0: any that is free."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            create_app(settings, server, config),
+            host=server.host,
+            port=server.port,
+            http=Deadlines,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=_GOODBYE_SECONDS,
+            server_header=False,
+        )
+    )
+
+
+def run_server(
+    settings: Settings,
+    server: ServerSettings,
+    config: EngineConfig,
+    listening: Callable[[str], None],
+) -> None:
+    """Serves until SIGINT or SIGTERM; `listening` hears the address. OSError when it is taken."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((server.host, server.port))
+        host, port = sock.getsockname()[:2]
+        listening(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        make_server(settings, server, config).run(sockets=[sock])

@@ -1,0 +1,311 @@
+"""The thread that owns an engine and answers many requests with it.
+
+Does not know HTTP, nor which other engines there are.
+
+    submit ──▶ waiting (FIFO, bounded) ──▶ a free place ──▶ prefill, a chunk a round ──▶ decode
+                                            (KV cache)       the oldest first            all at once
+
+A round is one chunk of prefill, if anybody needs one, and one decode pass of everybody who answers,
+so that shared experts are loaded once and a long prompt delays others by a chunk at most. What a
+request gets is bit for bit what it would get alone: rows of a decode pass do not depend on each
+other, and prefill is not batched.
+
+A place keeps its KV cache when its request has ended. The next request whose prompt begins in the
+same way takes over the whole prefill chunks that both share: those bytes are what its own prefill
+would have written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.models.base import State
+from moeinf.offload.store import Stopped
+from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.chat import PromptTooLong
+from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Answer
+from moeinf.runtime.sampler import Sampler
+from moeinf.server.jobs import Busy, Constraint, Ended, Failed, Job, Piece, TokenInfo, Unloaded
+
+
+@dataclass
+class _Place:
+    """Room for one request. prefilled: the tokens of whole prefill chunks that the state begins
+    with."""
+
+    state: State
+    prefilled: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Running:
+    """A request that has a place."""
+
+    job: Job
+    place: _Place
+    answer: Answer
+    constraint: Constraint | None
+    prompt_tokens: int
+    cached_tokens: int
+    request: int
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    logits: NDArray[np.float32] | None = None  # of the last pass, not yet chosen from
+
+
+class Worker:
+    """One engine on a thread of its own. All methods may be called from any thread."""
+
+    def __init__(self, make: Callable[[], Engine], parallel: int, max_queue: int) -> None:
+        self._make = make
+        self._parallel = parallel
+        self._max_queue = max_queue
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._closing = False
+        self._failure: Exception | None = None
+        self._running: list[_Running] = []
+        self._free: list[_Place] = []
+        self.loaded = threading.Event()  # or failed to
+        self.engine: Engine | None = None
+        self.last_used = time.monotonic()
+        self.answers = 0  # that have ended, in whatever way
+        self.tokens = 0  # decoded
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine could not be loaded."""
+        return self._failure
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._running)
+
+    def submit(self, job: Job) -> None:
+        """Raises Busy when too many wait, Unloaded when this is closing."""
+        with self._changed:
+            if self._closing:
+                raise Unloaded("the model is being unloaded")
+            if len(self._waiting) >= self._max_queue:
+                raise Busy(f"{len(self._waiting)} requests are waiting for this model")
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Cuts off what runs and waits, ends the engine, and returns when it has ended."""
+        with self._changed:
+            self._closing = True
+            for one in self._running:
+                one.job.cancelled.set()
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            engine = self._make()
+        except Exception as error:
+            with self._changed:
+                self._failure, self._closing = error, True
+            self.loaded.set()
+            self._refuse_all(error)
+            return
+        with engine:
+            self.engine = engine
+            self._free = [_Place(engine.new_state()) for _ in range(self._parallel)]
+            self.loaded.set()
+            while not self._closing:
+                self._admit(engine)
+                self._round(engine)
+            for one in list(self._running):
+                self._fail(engine, one, Unloaded("the model was unloaded"))
+            self._refuse_all(Unloaded("the model was unloaded"))
+        self.engine = None
+
+    def _refuse_all(self, error: Exception) -> None:
+        while self._waiting:
+            self._waiting.popleft().emit(Failed(error))
+
+    def _admit(self, engine: Engine) -> None:
+        """Gives free places to who waits; sleeps while there is nothing to do at all."""
+        with self._changed:
+            while not (self._closing or self._waiting or self._running):
+                self._changed.wait()
+        while self._free and self._waiting and not self._closing:
+            job = self._waiting.popleft()
+            try:
+                if job.cancelled.is_set():
+                    job.emit(Ended("cancelled", 0, 0, 0, engine.load_seconds, 0.0, 0.0))
+                else:
+                    self._running.append(self._begin(engine, job))
+            except Exception as error:
+                job.emit(Failed(error))
+
+    def _begin(self, engine: Engine, job: Job) -> _Running:
+        prompt = job.prepare(engine)
+        context = engine.placement.context
+        if not prompt:
+            raise ValueError("there is nothing to answer: the prompt has no tokens")
+        if len(prompt) >= context:
+            raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context {context}")
+        constraint = job.constrain(engine) if job.constrain is not None else None
+        sampler = Sampler(job.options, engine.sampling)
+        answer = Answer(engine, prompt, sampler, job.limits, context - len(prompt))
+        known = [_shared_chunks(place.prefilled, prompt) for place in self._free]
+        place = self._free.pop(known.index(max(known)))
+        shared = max(known)
+        place.state.truncate(shared)
+        place.prefilled = place.prefilled[:shared]
+        request = engine.begin_request(place.state)
+        return _Running(job, place, answer, constraint, len(prompt), shared, request)
+
+    def _round(self, engine: Engine) -> None:
+        for one in list(self._running):
+            if one.job.cancelled.is_set():
+                self._end(engine, one, "cancelled")
+        for one in self._running:
+            if one.place.state.length < one.prompt_tokens:
+                self._prefill(engine, one)
+                break
+        self._choose(engine)
+        deciding = [one for one in self._running if one.answer.tokens]
+        if deciding:
+            self._decode(engine, deciding)
+
+    def _prefill(self, engine: Engine, one: _Running) -> None:
+        """One chunk, at the borders that a prompt alone would have."""
+        state, start = one.place.state, time.perf_counter()
+        at = state.length
+        chunk = one.answer.history[at : min(at + PREFILL_CHUNK, one.prompt_tokens)]
+        try:
+            with engine.stoppable(one.job.cancelled.is_set):
+                logits = engine.extend(state, chunk)
+        except Stopped:
+            self._end(engine, one, "cancelled")
+            return
+        except Exception as error:
+            self._fail(engine, one, error)
+            return
+        one.prefill_seconds += time.perf_counter() - start
+        if len(chunk) == PREFILL_CHUNK:
+            one.place.prefilled += chunk
+        if state.length == one.prompt_tokens:
+            one.logits = logits
+
+    def _choose(self, engine: Engine) -> None:
+        """Chooses a token for everybody who has logits, and gives away what text that makes."""
+        for one in list(self._running):
+            if one.logits is None:
+                continue
+            logits, one.logits = one.logits, None
+            if not one.answer.done:
+                try:
+                    self._take(one, logits)
+                except Exception as error:
+                    self._fail(engine, one, error)
+                    continue
+            if one.answer.done:
+                reason = one.answer.finish_reason
+                self._end(engine, one, "stop" if reason == "stop" else "length")
+
+    def _take(self, one: _Running, logits: NDArray[np.float32]) -> None:
+        allowed = logits if one.constraint is None else one.constraint.mask(logits)
+        text = one.answer.take(allowed)
+        token = one.answer.tokens[-1]
+        if one.constraint is not None:
+            one.constraint.took(token)
+        self.tokens += 1
+        info = None
+        if one.job.logprobs is not None:
+            info = _token_info(allowed, token, one.job.logprobs)
+        if text or info is not None:
+            one.job.emit(Piece(text, info))
+
+    def _decode(self, engine: Engine, group: list[_Running]) -> None:
+        """One pass of everybody; where a read fails, each alone, so that only the hit one fails."""
+        start = time.perf_counter()
+        steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
+        try:
+            logits = engine.step(steps)
+        except ExpertReadError as error:
+            if len(group) == 1:
+                self._fail(engine, group[0], error)
+                return
+            for one in group:
+                self._decode(engine, [one])
+            return
+        except Exception as error:
+            for one in group:
+                self._fail(engine, one, error)
+            return
+        spent = time.perf_counter() - start
+        for number, one in enumerate(group):
+            one.logits = logits[number]
+            one.decode_seconds += spent
+
+    def _end(self, engine: Engine, one: _Running, reason: str) -> None:
+        self._leave(engine, one)
+        one.job.emit(
+            Ended(
+                reason,  # type: ignore[arg-type]
+                one.prompt_tokens,
+                one.cached_tokens,
+                len(one.answer.tokens),
+                engine.load_seconds,
+                one.prefill_seconds,
+                one.decode_seconds,
+            )
+        )
+
+    def _fail(self, engine: Engine, one: _Running, error: Exception) -> None:
+        self._leave(engine, one)
+        one.job.emit(Failed(error))
+
+    def _leave(self, engine: Engine, one: _Running) -> None:
+        """The place is free again; what the request has routed is remembered."""
+        self._running.remove(one)
+        self._free.append(one.place)
+        self.last_used = time.monotonic()
+        self.answers += 1
+        with suppress(OSError):
+            engine.end_request(one.request, counts=one.prefill_seconds > 0)
+
+
+def _shared_chunks(prefilled: list[int], prompt: list[int]) -> int:
+    """Tokens of the whole chunks with which both begin, less than all of the prompt."""
+    most = min(len(prefilled), len(prompt) - 1) // PREFILL_CHUNK * PREFILL_CHUNK
+    shared = 0
+    while shared < most:
+        end = shared + PREFILL_CHUNK
+        if prefilled[shared:end] != prompt[shared:end]:
+            break
+        shared = end
+    return shared
+
+
+def _token_info(logits: NDArray[np.float32], token: int, count: int) -> TokenInfo:
+    """Log-probabilities under the logits themselves, before temperature and cut-offs."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    best = np.argsort(-wide, kind="stable")[:count]
+    return TokenInfo(token, float(wide[token]), [(int(t), float(wide[t])) for t in best])

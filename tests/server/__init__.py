@@ -1,0 +1,1 @@
+"""The HTTP face, as its clients see it."""

@@ -1,0 +1,48 @@
+"""A server on a free port, in this process, with the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.sizes import parse_memory
+from moeinf.server.serve import make_server
+
+
+@contextmanager
+def serving(home: Path, memory: str = "100%", **settings: object) -> Iterator[str]:
+    """The address of a server that answers; it has ended afterwards."""
+    about = ServerSettings(port=0, **settings)  # type: ignore[arg-type]
+    config = EngineConfig(memory=parse_memory(memory), parallel=about.parallel, trace=False)
+    server: uvicorn.Server = make_server(Settings(home), about, config)
+    with socket.socket() as sock:
+        sock.bind((about.host, 0))
+        port = sock.getsockname()[1]
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(200):
+            try:
+                httpx.get(f"{address}/health", timeout=1)
+                break
+            except httpx.TransportError:
+                threading.Event().wait(0.05)
+        yield address
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def address(demo_home: Path) -> Iterator[str]:
+    with serving(demo_home, parallel=4) as found:
+        yield found

@@ -1,0 +1,179 @@
+"""The official `openai` and `ollama` packages as clients: answers, streams, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import ollama
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.sampler import SamplingOptions
+
+PROMPTS = [
+    "17+25=", "sort owl, fig, zebra, ant", "reverse planet", "hi", "40917 in words", "upper fig",
+    "json a=1 b=2", "spell tree",
+]  # fmt: skip
+
+
+@pytest.fixture
+def openai_client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ollama_client(address: str) -> Iterator[ollama.Client]:
+    client = ollama.Client(address)
+    yield client
+    client._client.close()
+
+
+@pytest.fixture
+def alone(open_engine: Callable[..., object]) -> Callable[[str], str]:
+    """What the engine answers without a server, greedily."""
+    engine = open_engine()
+
+    def ask(text: str) -> str:
+        conversation = Conversation(engine)  # type: ignore[arg-type]
+        return "".join(conversation.ask(text, SamplingOptions(temperature=0), Limits(64)))
+
+    return ask
+
+
+def test_openai_chat(openai_client: openai.OpenAI, alone: Callable[[str], str]) -> None:
+    messages = [{"role": "user", "content": "sort owl, fig, zebra, ant"}]
+    whole = openai_client.chat.completions.create(model="demo", messages=messages, temperature=0)  # type: ignore[arg-type]
+    assert whole.choices[0].message.content == alone("sort owl, fig, zebra, ant")
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 21
+    pieces = list(
+        openai_client.chat.completions.create(
+            model="demo",
+            messages=messages,  # type: ignore[arg-type]
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in pieces if c.choices)
+    assert text == whole.choices[0].message.content
+    assert pieces[-1].usage == whole.usage
+    assert pieces[-2].choices[0].finish_reason == "stop"
+    assert len({piece.id for piece in pieces}) == 1
+
+
+def test_openai_logprobs_stop_seed_and_length(openai_client: openai.OpenAI) -> None:
+    def ask(text: str = "17+25=", **options: object) -> openai.types.chat.ChatCompletion:
+        messages = [{"role": "user", "content": text}]
+        return openai_client.chat.completions.create(model="demo", messages=messages, **options)  # type: ignore[call-overload,no-any-return]
+
+    found = ask(temperature=0, logprobs=True, top_logprobs=3).choices[0]
+    assert found.logprobs is not None
+    tokens = found.logprobs.content
+    assert tokens is not None
+    assert [token.token for token in tokens[:2]] == ["4", "2"]
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in tokens)
+    assert tokens[0].top_logprobs[0].token == "4"
+    assert ask(temperature=0, stop=["2"]).choices[0].message.content == "4"
+    short = ask(temperature=0, max_completion_tokens=1).choices[0]
+    assert (short.message.content, short.finish_reason) == ("4", "length")
+    flat = {"temperature": 2, "top_p": 1, "max_tokens": 24, "extra_body": {"top_k": 0}}
+    wild = [ask("hi", seed=seed, **flat).choices[0].message.content for seed in (7, 7, 8, 9, 10)]
+    assert wild[0] == wild[1]
+    assert len(set(wild)) > 1
+
+
+def test_openai_completions_and_models(openai_client: openai.OpenAI) -> None:
+    whole = openai_client.completions.create(model="demo", prompt="17+25=", max_tokens=5, seed=1)
+    assert whole.object == "text_completion"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 5
+    assert {m.id for m in openai_client.models.list()} == {"demo:bf16", "demo:f32"}
+    assert openai_client.models.retrieve("demo:f32").owned_by == "moeinf"
+
+
+def test_openai_errors(openai_client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(openai.NotFoundError, match="no model 'nothing'"):
+        openai_client.chat.completions.create(model="nothing", messages=messages)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="nonsense"):
+        openai_client.chat.completions.create(
+            model="demo",
+            messages=messages,  # type: ignore[arg-type]
+            extra_body={"nonsense": 1},
+        )
+    with pytest.raises(openai.BadRequestError, match="the context"):
+        openai_client.completions.create(model="demo", prompt="x" * 4000)
+    with pytest.raises(openai.NotFoundError):
+        openai_client.models.retrieve("nothing")
+
+
+def test_a_schema_is_obeyed(openai_client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    obeyed = 0
+    for seed in range(8):
+        answer = openai_client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "json a=1 b=x"}],
+            temperature=1.5,
+            seed=seed,
+            max_tokens=100,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "ab", "schema": schema},
+            },
+        )
+        if answer.choices[0].finish_reason == "stop":
+            obeyed += 1
+            Draft202012Validator(schema).validate(
+                json.loads(answer.choices[0].message.content or "")
+            )
+    assert obeyed > 0
+
+
+def test_ollama(ollama_client: ollama.Client, alone: Callable[[str], str]) -> None:
+    options = {"temperature": 0, "num_ctx": 512}
+    found = ollama_client.chat("demo", [{"role": "user", "content": "17+25="}], options=options)
+    assert found.message.content == alone("17+25=") == "42"
+    assert (found.done, found.done_reason, found.eval_count) == (True, "stop", 3)
+    assert found.total_duration is not None
+    assert found.total_duration >= (found.eval_duration or 0) > 0
+    stream = list(ollama_client.generate("demo", "reverse planet", stream=True, options=options))
+    assert "".join(piece.response for piece in stream) == alone("reverse planet")
+    assert [piece.done for piece in stream] == [False] * (len(stream) - 1) + [True]
+    assert {m.model for m in ollama_client.list().models} == {"demo:bf16", "demo:f32"}
+    running = ollama_client.ps().models
+    assert [m.model for m in running] == ["demo:bf16"]
+    assert ollama_client.show("demo").modelinfo is not None
+    with pytest.raises(ollama.ResponseError, match="unknown option 'foo'"):
+        ollama_client.generate("demo", "x", options={"foo": 1})
+    with pytest.raises(ollama.ResponseError) as caught:
+        ollama_client.generate("nothing", "x")
+    assert caught.value.status_code == 404
+
+
+def test_answers_together_are_answers_alone(
+    ollama_client: ollama.Client, alone: Callable[[str], str]
+) -> None:
+    """Sixteen requests, four at a time in a batch: each gets what it would get alone."""
+
+    def ask(text: str) -> str:
+        options = {"temperature": 0, "num_predict": 64}
+        messages = [{"role": "user", "content": text}]
+        return ollama_client.chat("demo", messages, options=options).message.content or ""
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, PROMPTS * 2))
+    assert answers == [alone(text) for text in PROMPTS] * 2
