@@ -79,6 +79,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadConversation": _plain("bad_conversation", "/save NAME keeps one under that name."),
     "DoesNotFit": _does_not_fit,
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
+    "BadLanguage": _plain("bad_language", "Codes look like eng_Latn and fra_Latn."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
     "CannotCompare": _plain(
         "cannot_compare",

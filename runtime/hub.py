@@ -158,7 +158,10 @@ class HubSource:
         self.revision: str | None = repository.commit
         index = self._json(INDEX) if INDEX in repository.files else None
         if index is None and SINGLE not in repository.files:
-            raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")
+            raise BadCheckpoint(
+                f"{repository.name} has neither {INDEX} nor {SINGLE}; where it has .bin files, "
+                f"download it (hf download {repository.name} --local-dir X), then: moeinf pull ./X"
+            )
         self.checkpoint = make_checkpoint(self._folder, self._json(CONFIG), index, self._header)
         named = [SINGLE] if index is None else indexed_files(self._folder, index["weight_map"])
         self.files = [repository.files[file] for file in named]

@@ -8,14 +8,28 @@ no memory; what comes out is where in the file each tensor's bytes lie.
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, SourceTensor
+from moeinf.runtime.checkpoint import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    TORCH_DTYPE,
+    BadCheckpoint,
+    Checkpoint,
+    SourceTensor,
+    open_checkpoint,
+    read_json,
+)
 
+BIN_INDEX = "pytorch_model.bin.index.json"
+BIN_SINGLE = "pytorch_model.bin"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.bin")
 _MAX_PICKLE_BYTES = 64 << 20
 _NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
@@ -34,6 +48,26 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
         raise BadCheckpoint(f"{path} does not hold a state dict")
     size = path.stat().st_size
     return {str(name): _source_tensor(path, size, str(name), t) for name, t in state.items()}
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """See checkpoint.open_checkpoint; reads `.bin` files where there are no safetensors."""
+    if any((folder / name).exists() for name in (INDEX, SINGLE)):
+        return open_checkpoint(folder)
+    if (folder / BIN_INDEX).exists():
+        weight_map = read_json(folder / BIN_INDEX).get("weight_map")
+        files = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+        if not files or not all(isinstance(f, str) and _FILE_NAME.fullmatch(f) for f in files):
+            raise BadCheckpoint(f"{folder / BIN_INDEX} names no files, or some that cannot be")
+    elif (folder / BIN_SINGLE).exists():
+        files = [BIN_SINGLE]
+    else:
+        return open_checkpoint(folder)  # which says what is missing
+    config = read_json(folder / CONFIG)
+    tensors: dict[str, SourceTensor] = {}
+    for file in files:
+        tensors |= read_torch_file(folder / file)
+    return Checkpoint(folder, config, tensors)
 
 
 def _check_zip(path: Path) -> None:
