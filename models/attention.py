@@ -72,7 +72,7 @@ def attend(
     if new != total or window is not None or sinks is not None:
         mask = causal_mask(new, total, window, q.device)
     q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
-    if sinks is not None:
+    if sinks is not None and mask is not None:  # with sinks there always is one
         q, k, v = _with_sink_key(q, k, v, sinks / scale)
         mask = functional.pad(mask, (1, 0), value=True)  # [T, 1 + S]
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # no copies

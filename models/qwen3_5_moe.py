@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import (
+    Embedding,
     ExpertPart,
     Family,
     FusedPart,
@@ -178,6 +179,9 @@ class _InnerParts:
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
         return self._parts.linear(_stored(prefix), out_features, in_features, bias)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        return self._parts.embedding(_stored(prefix), count, width)
 
 
 def _stored(name: str) -> str:

@@ -38,6 +38,14 @@ _HEAD = "lm_head.weight"
 _EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
 
 
+_FUSED_ROLES: dict[str, tuple[Role, ...]] = {
+    "gate_up": ("gate", "up"),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+    "down": ("down",),
+    "down_bias": ("down_bias",),
+}
+
+
 class WantedParts:
     """A `Parts` without data: building a model on it lists the dense tensors that it needs."""
 
@@ -194,12 +202,7 @@ def _unfuse(
     fused: FusedPart, tensor: SourceTensor, moe: MoeShape
 ) -> Iterator[tuple[ExpertKey, str, SourceTensor]]:
     """Each expert's share of a fused tensor, as a span of its bytes: nothing is copied."""
-    roles: tuple[Role, ...] = {
-        "gate_up": ("gate", "up"),
-        "gate_up_bias": ("gate_bias", "up_bias"),
-        "down": ("down",),
-        "down_bias": ("down_bias",),
-    }[fused.role]
+    roles = _FUSED_ROLES[fused.role]
     shape = moe.parts[roles[0]]
     rows = shape[0]
     whole = (len(roles) * rows, *shape[1:])
