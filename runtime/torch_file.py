@@ -8,7 +8,6 @@ no memory; what comes out is where in the file each tensor's bytes lie.
 from __future__ import annotations
 
 import pickle
-import re
 import zipfile
 from pathlib import Path
 
@@ -16,21 +15,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeinf.runtime.checkpoint import (
+    BIN,
+    BIN_INDEX,
     CONFIG,
-    INDEX,
-    SINGLE,
+    SAFETENSORS,
     TORCH_DTYPE,
     BadCheckpoint,
     Checkpoint,
     SourceTensor,
+    make_checkpoint,
     open_checkpoint,
     read_json,
 )
 
-BIN_INDEX = "pytorch_model.bin.index.json"
-BIN_SINGLE = "pytorch_model.bin"
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.bin")
-_MAX_PICKLE_BYTES = 64 << 20
+MAX_PICKLE_BYTES = 64 << 20
 _NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
@@ -52,22 +50,15 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
 
 def open_folder(folder: Path) -> Checkpoint:
     """See checkpoint.open_checkpoint; reads `.bin` files where there are no safetensors."""
-    if any((folder / name).exists() for name in (INDEX, SINGLE)):
-        return open_checkpoint(folder)
-    if (folder / BIN_INDEX).exists():
-        weight_map = read_json(folder / BIN_INDEX).get("weight_map")
-        files = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-        if not files or not all(isinstance(f, str) and _FILE_NAME.fullmatch(f) for f in files):
-            raise BadCheckpoint(f"{folder / BIN_INDEX} names no files, or some that cannot be")
-    elif (folder / BIN_SINGLE).exists():
-        files = [BIN_SINGLE]
-    else:
+
+    def has(name: str) -> bool:
+        return (folder / name).exists()
+
+    if SAFETENSORS.given(has) or not BIN.given(has):
         return open_checkpoint(folder)  # which says what is missing
     config = read_json(folder / CONFIG)
-    tensors: dict[str, SourceTensor] = {}
-    for file in files:
-        tensors |= read_torch_file(folder / file)
-    return Checkpoint(folder, config, tensors)
+    index = read_json(folder / BIN_INDEX) if (folder / BIN_INDEX).exists() else None
+    return make_checkpoint(folder, config, index, lambda name: read_torch_file(folder / name), BIN)
 
 
 def _check_zip(path: Path) -> None:
@@ -77,7 +68,7 @@ def _check_zip(path: Path) -> None:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise BadCheckpoint(f"{path}: {entry.filename} is compressed")
-                if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
+                if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE_BYTES:
                     raise BadCheckpoint(f"{path}: its pickle has {entry.file_size} bytes")
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
