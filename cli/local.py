@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from moeinf.cli.partner import Fields, Pieces
-from moeinf.runtime.asking import Limits
+from moeinf.runtime.asking import Form, Limits, Message
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation
@@ -19,14 +19,54 @@ from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import format_bytes
 
 
-class LocalPartner(Conversation):
+class LocalPartner:
     """A `Partner`."""
 
-    def __init__(self, engine: Engine, system: str = "", now: str | None = None) -> None:
-        super().__init__(engine, system, now)
+    def __init__(self, conversation: Conversation, engine: Engine) -> None:
+        self._conversation = conversation
+        self._engine = engine
         self.model = engine.manifest.model
         self._load_seconds = engine.load_seconds  # counts for the first answer
         self.last: Generation | None = None
+
+    @property
+    def system(self) -> str:
+        return self._conversation.system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        self._conversation.system = text
+
+    @property
+    def think(self) -> bool | None:
+        return self._conversation.think
+
+    @think.setter
+    def think(self, whether: bool | None) -> None:
+        self._conversation.think = whether
+
+    @property
+    def form(self) -> Form:
+        return self._conversation.form
+
+    @form.setter
+    def form(self, form: Form) -> None:
+        self._conversation.form = form
+
+    @property
+    def messages(self) -> list[Message]:
+        return self._conversation.messages
+
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None:
+        self._conversation.messages = messages
+
+    @property
+    def dropped(self) -> int:
+        return self._conversation.dropped
+
+    def clear(self) -> None:
+        self._conversation.clear()
 
     @property
     def finish_reason(self) -> str:
@@ -51,9 +91,9 @@ class LocalPartner(Conversation):
     ) -> Pieces:
         if self.last is not None:
             self._load_seconds = 0.0
-        ask = self.complete if raw else self.ask
+        ask = self._conversation.complete if raw else self._conversation.ask
         self.last = ask(text, options, limits, stopped)
-        for kind, piece in self.pieces(self.last):
+        for kind, piece in self._conversation.pieces(self.last):
             yield "answer" if kind == "answer" else "thinking", piece
 
     def verbose(self) -> Fields:
@@ -98,5 +138,5 @@ class LocalPartner(Conversation):
         return [
             ("experts in RAM", f"{store.resident} of {experts}, {used} of {total}"),
             ("hit rate", "-" if rate is None else f"{rate:.1%}"),
-            ("KV cache", f"{self.cached_tokens} of {place.context} tokens"),
+            ("KV cache", f"{self._conversation.cached_tokens} of {place.context} tokens"),
         ]

@@ -33,13 +33,15 @@ def why_not(client: Client) -> str | None:
 
 
 def remote_partner(client: Client, model: str, settings: Settings) -> RemotePartner | None:
-    """The server with a model; None when it has none of that name. Raises ServerError, OSError."""
+    """The server with a model; None when it cannot answer with it. Raises ServerError, OSError."""
     try:
         about = client.post("/api/show", {"model": model})
     except ServerError as error:
         if error.code in ("NoSuchModel", "BadName"):  # a path, say: it will be pulled from here
             return None
         raise
+    if "completion" not in (about.get("capabilities") or ()):  # an encoder-decoder
+        return None
     return RemotePartner(client, about, settings)
 
 

@@ -70,6 +70,12 @@ def run(
             show_default=False,
         ),
     ] = None,
+    src: Annotated[
+        str | None, typer.Option(help="Translate from, as eng_Latn.", show_default=False)
+    ] = None,
+    tgt: Annotated[
+        str | None, typer.Option(help="Translate to, as fra_Latn.", show_default=False)
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     think: Annotated[
         bool | None, typer.Option("--think/--nothink", help="Whether to think before answering.")
@@ -118,6 +124,7 @@ def run(
     own = {
         "--memory": memory, "--ctx": ctx, "--threads": threads, "--now": now,
         "--device": None if device == "auto" else device, "--device-memory": device_memory,
+        "--src": src, "--tgt": tgt,
         "--policy": None if policy == DEFAULT_POLICY else policy,
         "--no-trace": no_trace or None,
     }  # fmt: skip
@@ -129,7 +136,7 @@ def run(
         manifest, folder = ensure(model, settings, out)
         if refusal is None:  # it may be the same machine's
             remote = remote_partner(client, model, settings)
-            refusal = f"the server at {client} has no {model}"
+            refusal = f"the server at {client} does not serve {model}"
     if remote is not None:
         out.note(f"using the server at {client}")
         with stoppable():
@@ -139,9 +146,10 @@ def run(
 
     from moeinf.cli.local import LocalPartner  # torch and the tokenizer come in only here
     from moeinf.runtime.engine import Engine
+    from moeinf.runtime.sources import Languages, converse
 
     with stoppable(), Engine(manifest, folder, config, settings) as engine:
-        partner = LocalPartner(engine, now=now)
+        partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)
         code = _converse(partner, begun, None if interactive else text, ways, settings, out)
         answer = partner.last
         if config.trace and not interactive and answer is not None:

@@ -150,7 +150,7 @@ class Conversation:
                 self.messages += [question, Message("assistant", said)]
 
         return Generation(
-            self._engine, self._state, ids, sampler, limits, stopped, settle, constraint
+            self._engine, self._state, ids, sampler, limits, stopped, settle, constraint=constraint
         )
 
     def _new_parser(self, prompt: list[int]) -> Parser:

@@ -255,7 +255,7 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
     m, folder = host.library.read(asked.wanted)
     template = chat_template(folder) or ""
     capabilities = {
-        "completion": True,
+        "completion": not m.encoder_layers,
         "tools": knows_tools(template),
         "thinking": thinks(template),
     }

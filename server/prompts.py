@@ -16,6 +16,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.tools import load_json
+from moeinf.server.answers import BadRequest
 
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
 
@@ -60,7 +61,8 @@ def chat_prompt(
     tools: Sequence[Any] = (),
     think: bool | str | None = None,
 ) -> list[int]:
-    """Token ids that end where the assistant's answer begins. Raises TemplateError."""
+    """Token ids that end where the assistant's answer begins. Raises TemplateError, BadRequest."""
+    _check(engine)
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -88,7 +90,8 @@ def chat_prompt(
 
 
 def text_prompt(engine: Engine, text: str) -> list[int]:
-    """A prompt without a template; special tokens in it count."""
+    """A prompt without a template; special tokens in it count. Raises BadRequest."""
+    _check(engine)
     return engine.tokenizer.encode_text(text)
 
 
@@ -145,3 +148,9 @@ def _arguments(said: Any, as_text: bool) -> Any:
         except ValueError:
             return said
     return said or {}
+
+
+def _check(engine: Engine) -> None:
+    """An encoder-decoder has a source, which neither API has a field for."""
+    if engine.reads_sources:
+        raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
