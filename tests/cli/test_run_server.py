@@ -213,7 +213,8 @@ def _decoded(host: str) -> int:
     """Tokens that the server has decoded for demo:bf16."""
     with urllib.request.urlopen(f"http://{host}/metrics") as said:
         text = said.read().decode()
-    return int(float(re.findall(r"generation_tokens_total\{[^}]*bf16[^}]*\} (\S+)", text)[0]))
+    found = re.search(r"generation_tokens_total\{[^}]*bf16[^}]*\} (\S+)", text)
+    return 0 if found is None else int(float(found[1]))  # not loaded: nothing yet
 
 
 def test_a_model_that_thinks(tmp_path: Path) -> None:
