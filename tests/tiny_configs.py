@@ -345,6 +345,7 @@ TINY: dict[str, Tiny] = {
         tie_word_embeddings=True,
     ),
     "gpt-oss": _gpt_oss(),
+    "gpt-oss-blocks": _gpt_oss(hidden_size=64, intermediate_size=32),  # whole blocks of 32
     "gpt-oss-all-experts": _gpt_oss(
         num_local_experts=4,
         num_experts_per_tok=4,
