@@ -12,7 +12,7 @@ import pytest
 from moeinf.models import family_of
 from tests.tiny import TINY, tiny_config
 
-_EXPERTS = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
@@ -38,11 +38,9 @@ def test_both_spellings_say_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", list(TINY))
 def test_experts_are_counted_under_any_name(name: str) -> None:
     values = tiny_config(name).to_dict()
-    found = [
-        key for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in values
-    ]
-    renamed = dict(values)
-    count = [renamed.pop(key) for key in found][0]
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        family = family_of(values)
-        assert family.parse({**renamed, key: count}) == family.parse(values)
+    counts = {values.pop(key) for key in _EXPERTS if key in values}
+    assert len(counts) == 1
+    family, count = family_of(values), counts.pop()
+    first, *others = [family.parse({**values, key: count}) for key in _EXPERTS]
+    assert first == family.parse(tiny_config(name).to_dict())
+    assert all(other == first for other in others)

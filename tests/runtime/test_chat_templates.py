@@ -172,7 +172,9 @@ GLM = """[gMASK]<sop>
 {% endfor %}
 </tool_call>{% endfor %}
 {%- elif m.role == 'tool' -%}
-{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|observation|>' }}{% endif %}
+{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+    {{- '<|observation|>' }}
+{%- endif %}
 {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
 {%- else %}<|{{ m.role }}|>
 {{ visible_text(m.content) }}

@@ -45,7 +45,7 @@ def test_ends(says: dict[str, Any], wanted: set[int], tmp_path: Path) -> None:
     if "tokenizer" in says:
         about = {"eos_token": says["tokenizer"]}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
-    assert end_tokens(tmp_path, Tokenizer(tmp_path)) == wanted
+    assert end_tokens(tmp_path, Tokenizer(tmp_path)) == wanted, case
 
 
 def test_the_text_part_of_a_model_that_sees_counts(tmp_path: Path) -> None:
