@@ -31,10 +31,8 @@ CASES: list[tuple[str, dict[str, Any], set[int]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("says", "wanted"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
-)
-def test_ends(says: dict[str, Any], wanted: set[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "says", "wanted"), CASES)
+def test_ends(case: str, says: dict[str, Any], wanted: set[int], tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
