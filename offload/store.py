@@ -38,6 +38,7 @@ from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.stats import StoreStats
+from moeinf.offload.throttle import Throttle
 from moeinf.offload.transfer import ExpertReadError, Transfer
 
 
@@ -76,15 +77,19 @@ class ExpertStore:
         *,
         wishes: int = 0,
         hints: bool = False,
+        worth_share: float = 0.0,
     ) -> None:
         """wishes: how many the policy is asked for after a layer; 0: it has none to make. hints:
-        whether those of a next layer's gate are wanted while decoding."""
+        whether those of a next layer's gate are wanted while decoding. worth_share: the share of
+        decode time spent waiting from which either is asked for; 0: always."""
         self._experts = experts
         self._residency = residency
         self._transfer = transfer
         self._policy = policy
         self._math = math
         self._wishes, self._hints = wishes, hints
+        self._throttle = Throttle(worth_share)
+        self._began, self._stalled = 0.0, 0.0  # the pass: when, and stall_seconds then
         self._slots = SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
@@ -94,7 +99,7 @@ class ExpertStore:
 
     @property
     def wants_hints(self) -> bool:
-        return self._hints and self._decoding
+        return self._hints and self._decoding and self._throttle.open
 
     @property
     def resident(self) -> int:
@@ -118,6 +123,7 @@ class ExpertStore:
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self._abandon()
         self._decoding = self._ahead.decoding = phase == "decode"
+        self._began, self._stalled = time.perf_counter(), self.stats.stall_seconds
         self._policy.begin_pass(rows.numpy(), phase)
 
     def end_request(self, request: int) -> None:
@@ -136,6 +142,9 @@ class ExpertStore:
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self._abandon()
+        if self._decoding:
+            waited = self.stats.stall_seconds - self._stalled
+            self._throttle.passed(waited, time.perf_counter() - self._began)
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
@@ -195,7 +204,7 @@ class ExpertStore:
                     self.stats.decode_hits_predicted += len(groups[cell])
 
     def _wish(self) -> None:
-        if self._wishes:
+        if self._wishes and self._throttle.open:
             self._ahead.wish(self._policy.prefetch(self._wishes))
 
     def _give_up(self, cell: int) -> None:
