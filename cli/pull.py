@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage
+from moeinf.cli.options import Json, Quiet, Usage, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
@@ -31,7 +31,12 @@ Token = Annotated[
 
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./FOLDER", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./FOLDER",
+            show_default=False,
+            autocompletion=known_models,
+        ),
     ],
     name: Annotated[
         str | None, typer.Option(metavar="NAME[:TAG]", help="What to call it.", show_default=False)

@@ -12,6 +12,8 @@ import typer
 from moeinf.cli.interrupt import interruptible, stoppable
 from moeinf.cli.options import (
     Context,
+    Device,
+    DeviceMemory,
     Json,
     Memory,
     Model,
@@ -41,6 +43,8 @@ def run(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(show_default=False)] = None,
     memory: Memory = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     policy: PolicyName = DEFAULT_POLICY,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -78,7 +82,9 @@ def run(
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
-    config = engine_config(settings, memory, ctx, policy, threads, trace=not no_trace)
+    config = engine_config(
+        settings, memory, ctx, policy, threads, not no_trace, device, device_memory
+    )
     if dry_run:
         print_plan(model, config, settings, out)
         return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Model, Quiet
+from moeinf.cli.options import InstalledModel, Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    model: Model,
+    model: InstalledModel,
     repair: Annotated[
         bool, typer.Option("--repair", help="Fetch or read anew what is damaged.")
     ] = False,

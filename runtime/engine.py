@@ -59,6 +59,7 @@ class Engine:
         return_large_blocks()
         registry = Registry(settings.run)
         self.manifest = manifest
+        self._digest = manifest.digest
         self.folder = folder
 
         def plan(claimed_bytes: int) -> int | None:
@@ -126,6 +127,8 @@ class Engine:
             host_bytes=resident * self.placement.slot_bytes,
             disk_bytes=slots.max_bytes,
             hit_rate=self.store.stats.hit_rate,
+            digest=self._digest,
+            context=self.placement.context,
         )
 
     def new_state(self) -> State:

@@ -5,6 +5,7 @@ Does not know how files come to be, nor what is done with them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -83,6 +84,15 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hex of the files' names and hashes: models that hold the same have the same.
+
+        Not of the model's own name, so that a copy has its origin's.
+        """
+        lines = sorted(f"{file.sha256}  {file.path}\n" for file in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def file(self, path: str) -> FileRecord:
         """The record of one file. Raises DamagedModel when the manifest lacks it."""
