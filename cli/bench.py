@@ -26,7 +26,7 @@ from moeinf.runtime.sizes import format_bytes
 
 _COLUMNS = (
     "POLICY", "MEMORY", "FIRST TTFT", "TTFT", "TPOT", "P95", "TOKENS/S", "HIT", "READ/TOKEN",
-    "STALL", "PEAK RSS", "FLOOR",
+    "STALL", "HINTED", "PREDICTED", "AHEAD USED", "DECIDING", "PEAK RSS", "FLOOR",
 )  # fmt: skip
 
 
@@ -89,6 +89,18 @@ def _row(run: dict[str, Any]) -> list[str]:
         "-" if hit is None else f"{hit:.1%}",
         format_bytes(run["bytes_read_per_token"]),
         f"{run['stall_share']:.1%}",
+        *_foresight(run),
         format_bytes(run["peak_rss_bytes"]),
         f"{run['floor_ms']:.2f} ms",
+    ]
+
+
+def _foresight(run: dict[str, Any]) -> list[str]:
+    """Shares of hits by cause, share used of what was read ahead, and what deciding took."""
+    hits = max(1, sum(run["hits"].values()))
+    used = run["prefetch_accuracy"]
+    return [
+        *(f"{run['hits'][cause] / hits:.1%}" for cause in ("hinted", "predicted")),
+        "-" if used is None else f"{used:.0%}",
+        f"{run['policy_us_per_token']:.0f} us",
     ]

@@ -145,6 +145,8 @@ class Replay:
                 request = int(running.rows[0])
                 age = ages[request] = ages.get(request, -1) + 1
                 self._token = Token(request, age)
+            else:
+                self._token = Token(-1, 0)  # what a prompt waits for is no token's
             hinted = hints.of_pass(running) if hints is not None else None
             self._pass(running, hinted)
             if running.phase == "decode":

@@ -42,3 +42,14 @@ class StoreStats:
     def hit_rate(self) -> float | None:
         """Share of decode events that were hits; None before the first."""
         return self.decode_hits / self.decode_events if self.decode_events else None
+
+    @property
+    def decode_hits_cached(self) -> int:
+        """Hits on what was there for an earlier use's sake."""
+        return self.decode_hits - self.decode_hits_hinted - self.decode_hits_predicted
+
+    @property
+    def ahead_accuracy(self) -> float | None:
+        """Share that was used of what was read ahead and is settled; None without any."""
+        used, wasted = self.ahead_bytes_used, max(0, self.ahead_bytes_wasted)
+        return used / (used + wasted) if used + wasted else None

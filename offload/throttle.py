@@ -10,7 +10,7 @@ moment's noise neither starts nor ends reading ahead.
 
 from __future__ import annotations
 
-_MEMORY = 0.98  # per token: some 50 are remembered
+_MEMORY = 0.95  # per token: some 20 are remembered
 
 
 class Throttle:

@@ -30,6 +30,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.measure import measure
 from moeinf.runtime.memory import core_count, peak_rss_bytes, physical_bytes
+from moeinf.runtime.report import foresight
 
 _CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 
@@ -169,6 +170,7 @@ def report(engine: Engine, settings: Settings, policy: str, measured: Measured) 
         "hit_rate": round(decoded.hit_rate, 4) if decoded.hit_rate is not None else None,
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
+        **foresight(decoded, steps),
         "peak_rss_bytes": peak,
         "floor_ms": _ms(max(needed / ram, disk_bytes / disk)),  # the two overlap at best
         "token_bytes": needed,

@@ -24,6 +24,11 @@ def test_json(moeinf: Command) -> None:
         assert run["ttft_ms"] > 0
         assert run["peak_rss_bytes"] > 10 << 20
         assert run["memory_bytes"] == round(192 * 49152 * 0.3)
+        assert run["hits"]["hinted"] == run["hits"]["predicted"] == 0  # lru reads nothing ahead
+        assert run["hits"]["cached"] == round(run["hit_rate"] * 8 * 6 * 4)
+        assert run["ahead_bytes"] == {"read": 0, "used": 0, "wasted": 0}
+        assert run["prefetch_accuracy"] is None
+        assert 0 < run["policy_us_per_token"] < 1e3 * run["tpot_ms_p95"]
     assert result.err == ""
 
 
