@@ -38,6 +38,11 @@ class StoreStats:
             **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
         )
 
+    def __iadd__(self, more: StoreStats) -> StoreStats:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(more, f.name))
+        return self
+
     @property
     def hit_rate(self) -> float | None:
         """Share of decode events that were hits; None before the first."""
