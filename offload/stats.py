@@ -28,7 +28,7 @@ class StoreStats:
     ahead_bytes_read: int = 0  # before a layer asked
     ahead_bytes_used: int = 0  # of those, asked for later, or while they were on their way
     ahead_bytes_wasted: int = 0  # evicted unused; what is neither may still be used
-    decode_policy_seconds: float = 0.0  # deciding, and telling the queue
+    decode_policy_seconds: float = 0.0  # deciding what comes and leaves, and the books of it
 
     def copy(self) -> StoreStats:
         return StoreStats(**self.__dict__)

@@ -37,6 +37,7 @@ class AtOnce:
     """A `Transfer` whose reads have ended when they are asked for."""
 
     direct_io = False
+    telling_seconds = 0.0
 
     def __init__(self) -> None:
         self._tickets, self._ended = 0, list[tuple[int, Exception | None]]()
