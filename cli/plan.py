@@ -33,7 +33,7 @@ from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
 
-_BOUND = "memory traffic alone, uniformly random routing: an upper bound"
+_BOUND = "memory traffic alone, uniformly random routing"
 
 
 def plan(

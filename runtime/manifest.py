@@ -60,6 +60,7 @@ class Manifest:
     state_bytes: int = 0  # what a request takes beside its kv_bytes_per_token
     activation: str = "swiglu"  # of the experts; see models/ffn.py
     biased: bool = False  # their matrices have biases
+    encoder_layers: int = 0  # of the layers, the first: they run once per request
     format: int = FORMAT_VERSION
 
     @property
@@ -144,6 +145,10 @@ def read_manifest(folder: Path) -> Manifest:
         for field in ("name", "tag", "family", "source", "created_at"):
             if not isinstance(raw[field], str):
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        if type(manifest.encoder_layers) is not int or not (
+            0 <= manifest.encoder_layers < manifest.layers
+        ):
+            raise DamagedModel(f"{path}: encoder_layers is {manifest.encoder_layers!r}")
         if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
             raise DamagedModel(f"{path}: the experts' activation or biases are not described")
         data_bytes = manifest.expert_layout.data_bytes

@@ -116,8 +116,12 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
 
 
 def working_bytes(manifest: Manifest) -> int:
-    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32."""
-    return PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32.
+
+    A source is read whole: every token of it sees all others.
+    """
+    chunk = max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
+    return chunk * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
 
 
 def threads_worth_having(manifest: Manifest) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeinf.runtime.engine import Engine
+from moeinf.server.answers import BadRequest
 
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
 
@@ -19,7 +20,8 @@ def chat_prompt(
     tools: Sequence[Any] = (),
     think: bool | None = None,
 ) -> list[int]:
-    """Token ids that end where the assistant's answer begins. Raises TemplateError."""
+    """Token ids that end where the assistant's answer begins. Raises TemplateError, BadRequest."""
+    _check(engine)
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -41,5 +43,12 @@ def chat_prompt(
 
 
 def text_prompt(engine: Engine, text: str) -> list[int]:
-    """A prompt without a template; special tokens in it count."""
+    """A prompt without a template; special tokens in it count. Raises BadRequest."""
+    _check(engine)
     return engine.tokenizer.encode_text(text)
+
+
+def _check(engine: Engine) -> None:
+    """An encoder-decoder has a source, which neither API has a field for."""
+    if engine.reads_sources:
+        raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
