@@ -128,6 +128,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "out_of_memory", f"not enough memory: {error}", "Give less --memory or a smaller --ctx."
     ),
     "BadContainer": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes one."),
+    "OtherShape": _plain("bad_trace", "`moeinf trace MODEL --out FILE.eam` records its own."),
     "BadRouteTrace": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes a recording."),
     "OSError": _os_error,
     "ValueError": _plain("invalid", _HELP, exit_code=2),

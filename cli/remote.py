@@ -20,6 +20,10 @@ from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.version import version
 
 _NS = 1e9
+_UNKNOWN = (  # statistics that only an engine of this process has
+    "hit_rate", "bytes_read_per_token", "stall_share", "peak_rss_bytes", "experts_resident", "hits",
+    "ahead_bytes", "prefetch_accuracy", "policy_us_per_token",
+)  # fmt: skip
 
 
 def why_not(client: Client) -> str | None:
@@ -129,11 +133,7 @@ class RemotePartner:
                 "ttft_ms": round(f.get("prompt_eval_duration", 0) / 1e6, 3),
                 "tpot_ms": round(seconds / steps * 1e3, 3) if steps else None,
                 "tokens_per_s": round(steps / seconds, 3) if steps and seconds else None,
-                "hit_rate": None,
-                "bytes_read_per_token": None,
-                "stall_share": None,
-                "peak_rss_bytes": None,
-                "experts_resident": None,
+                **dict.fromkeys(_UNKNOWN),
             },
         }
 
