@@ -18,7 +18,7 @@ from moeinf.runtime.durable import sync_folder
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
 from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
-from moeinf.runtime.workplace import PullInProgress, discard, only_maker
+from moeinf.runtime.workplace import PullInProgress, discard, old_folder, only_maker
 
 _LAST_USED = "last_used"  # an empty file: its time is what counts
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
@@ -55,7 +55,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Partial:
-    """What an unfinished pull has left; size_bytes is what it takes on disk."""
+    """What an unfinished pull or deletion has left; size_bytes is what it takes on disk."""
 
     name: ModelName
     size_bytes: int
@@ -134,10 +134,10 @@ class Library:
         return manifest if same else None
 
     def partials(self) -> list[Partial]:
-        """Unfinished pulls, those that are going on included."""
+        """Unfinished pulls and deletions, those that are going on included."""
         found = []
-        for folder in sorted(self._root.glob("*/.*.partial")):
-            name = ModelName(folder.parent.name, folder.name[1:].removesuffix(".partial"))
+        for folder in sorted((*self._root.glob("*/.*.partial"), *self._root.glob("*/.*.old"))):
+            name = ModelName(folder.parent.name, folder.name[1:].rpartition(".")[0])
             files = (path.stat() for path in folder.rglob("*") if path.is_file())
             found.append(Partial(name, sum(512 * about.st_blocks for about in files)))
         return found
@@ -181,7 +181,8 @@ class Library:
             old = self._put_aside(folder)
             state = self._settings.state_of(name)
             shutil.rmtree(state, ignore_errors=True)
-        shutil.rmtree(old)
+        with suppress(FileNotFoundError):  # `prune` is faster
+            shutil.rmtree(old)
         for parent in (folder.parent, state.parent):
             with suppress(OSError):  # other tags, or an unfinished pull, are in it
                 parent.rmdir()
@@ -216,7 +217,9 @@ class Library:
 
     @staticmethod
     def _put_aside(folder: Path) -> Path:
-        """Renames, so that the model is gone at once, however long deleting takes."""
-        old = folder.with_name(f".{folder.name}.old")
+        """Renames, so that the model is gone at once and for good, however long deleting takes."""
+        old = old_folder(folder)
         shutil.rmtree(old, ignore_errors=True)
-        return folder.rename(old)
+        folder.rename(old)
+        sync_folder(folder.parent)
+        return old

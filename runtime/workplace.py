@@ -85,17 +85,26 @@ class Workplace:
         lines = _read_lines(self.folder / JOURNAL)
         if not lines or lines[0] != {"making": dict(making)}:
             return False
-        for line in lines[1:]:
-            if "file" in line:
-                record = FileRecord(**line["file"])
-                path = self.folder / record.path
-                if path.is_file() and path.stat().st_size == record.size_bytes:
-                    self.files[record.path] = record
-            elif "part" in line:
-                self.parts.add((str(line["part"][0]), int(line["part"][1])))
-            elif "done" in line:
-                self.done.add(str(line["done"]))
-        return all(self._take_back(file) for file in {file for file, _ in self.parts})
+        try:
+            for line in lines[1:]:
+                self._take_in(line)
+            return all(self._take_back(file) for file in {file for file, _ in self.parts})
+        except (LookupError, TypeError, ValueError, OSError):
+            return False  # damaged, so that nothing in it is to be believed
+
+    def _take_in(self, line: Mapping[str, Any]) -> None:
+        """One line of the journal. Raises LookupError, TypeError, ValueError for a damaged one."""
+        if "file" in line:
+            record = FileRecord(**line["file"])
+            path = self.folder / record.path
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                raise ValueError(f"{record.path!r} leaves the folder")
+            if path.is_file() and path.stat().st_size == record.size_bytes:
+                self.files[record.path] = record
+        elif "part" in line:
+            self.parts.add((str(line["part"][0]), int(line["part"][1])))
+        elif "done" in line:
+            self.done.add(str(line["done"]))
 
     def _take_back(self, file: str) -> bool:
         """Whether the parts of `file` are here, under the name that an unfinished file has.
@@ -112,7 +121,7 @@ class Workplace:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a journal; the last may be torn, and then counts for nothing."""
     lines: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             if isinstance(line, dict):
@@ -129,6 +138,11 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
+def old_folder(target: Path) -> Path:
+    """Where a model lies that is being deleted."""
+    return target.with_name(f".{target.name}.old")
+
+
 def downloads_of(target: Path) -> Path:
     """Where the source files of an unfinished model lie."""
     return partial_folder(target) / "source"
@@ -142,7 +156,7 @@ def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterat
     """
     with only_maker(target, locks):
         # An older model that was put aside, by a process that died before it could delete it.
-        shutil.rmtree(target.with_name(f".{target.name}.old"), ignore_errors=True)
+        shutil.rmtree(old_folder(target), ignore_errors=True)
         yield Workplace(partial_folder(target), making)
 
 
@@ -164,8 +178,9 @@ def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[Non
 
 
 def discard(target: Path) -> None:
-    """Removes what an unfinished making of `target` has left, and empty folders above it."""
+    """Removes what an unfinished making or deletion has left, and empty folders above it."""
     shutil.rmtree(partial_folder(target), ignore_errors=True)
+    shutil.rmtree(old_folder(target), ignore_errors=True)
     try:
         target.parent.rmdir()
     except OSError as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.engine import Engine
 
+_MOST_CHARACTERS = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
 
 
@@ -21,6 +23,7 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids that end where the assistant's answer begins. Raises TemplateError."""
     tokenizer = engine.tokenizer
+    _check_length(engine, sum(len(str(message.get("content") or "")) for message in messages))
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
         return tokenizer.encode_text(text, plain=True)
@@ -42,4 +45,12 @@ def chat_prompt(
 
 def text_prompt(engine: Engine, text: str) -> list[int]:
     """A prompt without a template; special tokens in it count."""
+    _check_length(engine, len(text))
     return engine.tokenizer.encode_text(text)
+
+
+def _check_length(engine: Engine, characters: int) -> None:
+    """Raises PromptTooLong for what surely is: a token takes some 150 bytes to be made."""
+    context = engine.placement.context
+    if characters > _MOST_CHARACTERS * context:
+        raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")
