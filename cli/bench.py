@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, engine_config, policy_name
+from moeinf.cli.options import (
+    Device,
+    DeviceMemory,
+    Json,
+    Memory,
+    Model,
+    Quiet,
+    Threads,
+    engine_config,
+    policy_name,
+)
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.offload.policy import DEFAULT_POLICY
@@ -23,6 +33,8 @@ _COLUMNS = (
 def bench(
     model: Model,
     memory: Memory = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     policies: Annotated[
         str, typer.Option(metavar="A,B", help="Policies to compare, one after the other.")
     ] = DEFAULT_POLICY,
@@ -40,7 +52,9 @@ def bench(
     out, settings = Output(json=json, quiet=quiet), read_environment()
     names = [policy_name(name) for name in policies.split(",")]
     context = prompt_tokens + new_tokens
-    config = engine_config(settings, memory, context, names[0], threads)
+    config = engine_config(
+        settings, memory, context, names[0], threads, True, device, device_memory
+    )
     manifest, folder = ensure(model, settings, out)
 
     from moeinf.runtime import bench as measuring  # imports torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from moeinf.cli.options import Json, Model, Quiet, Usage
+from moeinf.cli.options import InstalledModel, Json, Quiet, Usage
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
@@ -33,7 +33,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]
 
 @eamc.command("show")
 def show(
-    model: Model,
+    model: InstalledModel,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw the heat map.", show_default=False),
@@ -72,7 +72,7 @@ def show(
 
 
 @eamc.command("export")
-def export(model: Model, file: File, json: Json = False, quiet: Quiet = False) -> None:
+def export(model: InstalledModel, file: File, json: Json = False, quiet: Quiet = False) -> None:
     """Writes the collection to a file, which `import` reads on any machine.
 
     Example: moeinf eamc export demo requests.eam
@@ -87,7 +87,7 @@ def export(model: Model, file: File, json: Json = False, quiet: Quiet = False) -
 
 
 @eamc.command("import")
-def import_(model: Model, file: File, json: Json = False, quiet: Quiet = False) -> None:
+def import_(model: InstalledModel, file: File, json: Json = False, quiet: Quiet = False) -> None:
     """Adds the requests of an exported file to the collection.
 
     Example: moeinf eamc import demo requests.eam
@@ -102,7 +102,7 @@ def import_(model: Model, file: File, json: Json = False, quiet: Quiet = False) 
 
 
 @eamc.command("clear")
-def clear(model: Model, json: Json = False, quiet: Quiet = False) -> None:
+def clear(model: InstalledModel, json: Json = False, quiet: Quiet = False) -> None:
     """Forgets all requests of a model.
 
     Example: moeinf eamc clear demo

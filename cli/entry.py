@@ -6,6 +6,7 @@ traceback.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -22,11 +23,17 @@ def main() -> None:
         signal.signal(signal.SIGINT, _leave)
     from moeinf.cli.main import answer
 
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = answer(sys.argv[1:])
+    try:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = answer(sys.argv[1:])
+    except KeyboardInterrupt:  # around `answer`, whose own boundary sees all others
+        code = _INTERRUPTED
     if ours:
         signal.signal(signal.SIGINT, _leave)
+        # The interpreter's last steps take our handler away, and the default one kills: the
+        # command has ended by then, with the code that it has.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 

@@ -78,7 +78,11 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadCommand": _plain("bad_command", "/? shows what can be typed."),
     "BadConversation": _plain("bad_conversation", "/save NAME keeps one under that name."),
     "DoesNotFit": _does_not_fit,
+    "DeviceUnavailable": _plain(
+        "device_unavailable", "Leave --device and --device-memory away, or give --device cpu."
+    ),
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
+    "BadLanguage": _plain("bad_language", "Codes look like eng_Latn and fra_Latn."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),
     "CannotCompare": _plain(
         "cannot_compare",

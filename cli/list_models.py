@@ -11,6 +11,8 @@ from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Installed, Library
 from moeinf.runtime.sizes import format_bytes
 
+ID_DIGITS = 12  # of the digest; Ollama shows as many
+
 
 def list_models(json: Json = False, quiet: Quiet = False) -> None:
     """Lists the models on this machine.
@@ -26,10 +28,11 @@ def list_models(json: Json = False, quiet: Quiet = False) -> None:
     for entry in entries:
         m = entry.manifest
         if m is None:
-            rows.append([str(entry.name), "-", entry.name.tag, f"damaged: {entry.problem}"])
+            rows.append([str(entry.name), "-", "-", entry.name.tag, f"damaged: {entry.problem}"])
         else:
-            rows.append([str(entry.name), format_bytes(m.size_bytes), m.tag, _ago(m.created_at)])
-    out.table(["NAME", "SIZE", "QUANT", "MODIFIED"], rows)
+            size, moment = format_bytes(m.size_bytes), _ago(m.created_at)
+            rows.append([str(entry.name), m.digest[:ID_DIGITS], size, m.tag, moment])
+    out.table(["NAME", "ID", "SIZE", "QUANT", "MODIFIED"], rows)
 
 
 def _as_json(entry: Installed) -> dict[str, Any]:
@@ -39,6 +42,7 @@ def _as_json(entry: Installed) -> dict[str, Any]:
     return {
         "name": m.name,
         "tag": m.tag,
+        "digest": m.digest,
         "family": m.family,
         "quantization": m.tag,
         "size_bytes": m.size_bytes,

@@ -19,7 +19,7 @@ from moeinf.cli.bench import bench
 from moeinf.cli.cp import cp
 from moeinf.cli.devices import devices
 from moeinf.cli.eamc import eamc
-from moeinf.cli.errors import describe
+from moeinf.cli.errors import Described, describe
 from moeinf.cli.eval import evaluate_text
 from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output
@@ -35,6 +35,7 @@ from moeinf.cli.simulate import simulate
 from moeinf.cli.stop import stop
 from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
+from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import read_environment
 
 _INTERRUPTED = 130
@@ -105,8 +106,19 @@ def answer(arguments: Sequence[str]) -> int:
         if _debugging():
             traceback.print_exc()
         words = describe(error)
-        out.error(words.code, words.message, words.hint)
+        out.error(words.code, words.message, _where(words, error))
         return words.exit_code
+
+
+def _where(words: Described, error: Exception) -> str:
+    """The hint; of a bug, the file that its traceback was written to."""
+    if words.code != "internal":
+        return words.hint
+    try:
+        path = note_bug(read_environment(), error)
+    except ValueError:  # an environment that cannot be read
+        path = None
+    return f"{words.hint[:-1]}, and so does {path}." if path is not None else words.hint
 
 
 def _debugging() -> bool:

@@ -12,6 +12,9 @@ import typer
 from moeinf.offload.policy import POLICIES
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library import Library
+from moeinf.runtime.names import DEMO, TAGS
+from moeinf.runtime.processor import WANTED, Wanted
+from moeinf.runtime.registry import registry
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 
@@ -24,6 +27,13 @@ def _memory(text: str) -> MemorySize:
         return parse_memory(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _device(text: str) -> Wanted:
+    for name in WANTED:
+        if text == name:
+            return name
+    raise typer.BadParameter(f"{text!r} is not one of {', '.join(WANTED)}")
 
 
 def policy_name(text: str) -> str:
@@ -46,9 +56,22 @@ def installed_models(incomplete: str) -> list[str]:
     return sorted(word for word in words if word.startswith(incomplete.lower()))
 
 
-Model = Annotated[
+def known_models(incomplete: str) -> list[str]:
+    """For shell completion where what is absent can be pulled: short names besides."""
+    known = {DEMO, *registry()}
+    if ":" in incomplete:
+        known = {f"{name}:{tag}" for name in known for tag in TAGS}
+    here = installed_models(incomplete)
+    return sorted({*here, *(name for name in known if name.startswith(incomplete.lower()))})
+
+
+InstalledModel = Annotated[
     str,
     typer.Argument(metavar="MODEL[:TAG]", show_default=False, autocompletion=installed_models),
+]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL[:TAG]", show_default=False, autocompletion=known_models),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
@@ -68,6 +91,19 @@ PolicyName = Annotated[
     str,
     typer.Option("--policy", parser=policy_name, metavar="NAME", help="Which expert is evicted."),
 ]
+Device = Annotated[
+    Wanted,
+    typer.Option(parser=_device, metavar="|".join(WANTED), help="Which processor computes."),
+]
+DeviceMemory = Annotated[
+    MemorySize | None,
+    typer.Option(
+        parser=_memory,
+        metavar="SIZE",
+        help="Of the device's memory: 6GiB, 50%.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)
 ]
@@ -84,6 +120,8 @@ def engine_config(
     policy: str,
     threads: int | None,
     trace: bool = True,
+    device: Wanted = "auto",
+    device_memory: MemorySize | None = None,
 ) -> EngineConfig:
     """An option counts more than the environment, the environment more than the default."""
     return EngineConfig(
@@ -92,4 +130,6 @@ def engine_config(
         policy=policy,
         threads=threads,
         trace=trace,
+        device=device,
+        device_memory=device_memory,
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 from moeinf.cli.options import (
     Context,
+    Device,
+    DeviceMemory,
     Json,
     Memory,
     Model,
@@ -31,12 +33,14 @@ from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
 
-_BOUND = "memory traffic alone, uniformly random routing: an upper bound"
+_BOUND = "memory traffic alone, uniformly random routing"
 
 
 def plan(
     model: Model,
     memory: Memory = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
@@ -50,7 +54,10 @@ def plan(
     Example: moeinf plan demo --memory 30%
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    print_plan(model, engine_config(settings, memory, ctx, policy, threads), settings, out)
+    config = engine_config(
+        settings, memory, ctx, policy, threads, device=device, device_memory=device_memory
+    )
+    print_plan(model, config, settings, out)
 
 
 def print_plan(model: str, config: EngineConfig, settings: Settings, out: Output) -> None:
@@ -144,6 +151,7 @@ def _document(
         "tag": manifest.tag,
         "min_memory_bytes": placement.min_memory_bytes,
         "memory_bytes": placement.memory_bytes,
+        "device": placement.device,
         "context": placement.context,
         "threads": placement.threads,
         "dense_bytes": placement.dense_bytes,

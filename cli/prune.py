@@ -1,4 +1,4 @@
-"""`moeinf prune`: removes what unfinished pulls have left."""
+"""`moeinf prune`: removes what unfinished pulls, copies and removals have left."""
 
 from __future__ import annotations
 

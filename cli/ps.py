@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeinf.cli.list_models import ID_DIGITS
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.sizes import format_bytes
 
-_COLUMNS = ("NAME", "PID", "SIZE", "PROCESSOR", "EXPERTS(GPU/RAM/DISK)", "HIT%", "UNTIL")
+_COLUMNS = (
+    "NAME", "ID", "PID", "SIZE", "PROCESSOR", "CONTEXT", "EXPERTS(GPU/RAM/DISK)", "HIT%", "UNTIL",
+)  # fmt: skip
 
 
 def ps(json: Json = False, quiet: Quiet = False) -> None:
@@ -27,13 +30,15 @@ def ps(json: Json = False, quiet: Quiet = False) -> None:
 
 
 def _row(engine: LiveEngine) -> list[str]:
-    experts, hits = "-", "-"
+    digest, context, experts, hits = "-", "-", "-", "-"
     f = engine.figures  # None while it loads
     if f is not None:
+        digest, context = f.digest[:ID_DIGITS], str(f.context)
         experts = f"{f.device_experts}/{f.host_experts}/{f.disk_experts}"
         hits = "-" if f.hit_rate is None else f"{f.hit_rate:.1%}"
     size = format_bytes(engine.peak_bytes)
-    return [engine.model, str(engine.pid), size, "100% CPU", experts, hits, "its process ends"]
+    where = [str(engine.pid), size, "100% CPU", context]
+    return [engine.model, digest, *where, experts, hits, "its process ends"]
 
 
 def _as_json(engine: LiveEngine) -> dict[str, Any]:
@@ -48,6 +53,8 @@ def _as_json(engine: LiveEngine) -> dict[str, Any]:
         "pid": engine.pid,
         "name": name,
         "tag": tag,
+        "digest": None if f is None else f.digest,
+        "context": None if f is None else f.context,
         "device": "cpu",
         "experts": experts,
         "hit_rate": None if f is None else f.hit_rate,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage
+from moeinf.cli.options import Json, Quiet, Usage, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
@@ -31,7 +31,12 @@ Token = Annotated[
 
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./FOLDER", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./FOLDER",
+            show_default=False,
+            autocompletion=known_models,
+        ),
     ],
     name: Annotated[
         str | None, typer.Option(metavar="NAME[:TAG]", help="What to call it.", show_default=False)
@@ -130,17 +135,17 @@ def find_source(
     workers: int = 8,
 ) -> tuple[ModelName, Source]:
     """Where MODEL comes from and what it will be called. Raises Usage, BadName, RepositoryError."""
-    from moeinf.runtime.checkpoint import open_checkpoint  # these import torch
-    from moeinf.runtime.repack import LocalSource
+    from moeinf.runtime.repack import LocalSource  # these import torch
+    from moeinf.runtime.torch_file import open_folder
 
     if is_path(model):
         folder = expand(model)
         wanted = parse_name(name if name is not None else folder.name)
-        return wanted, LocalSource(open_checkpoint(folder), str(folder))
+        return wanted, LocalSource(open_folder(folder), str(folder))
     asked = parse_name(model)
     wanted = parse_name(name) if name is not None else asked
     if asked.name == DEMO:
-        return wanted, LocalSource(open_checkpoint(DEMO_CHECKPOINT), DEMO)
+        return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
 
     from moeinf.runtime.hub import (
         HubSource,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from moeinf.cli.errors import describe
@@ -102,13 +103,30 @@ class Repl:
                 self._out.error(words.code, words.message, words.hint)
 
     def _read(self) -> str:
-        text = self._session.prompt(">>> ")
+        text = self._line(">>> ")
         if not text.lstrip().startswith(_FENCE):
             return text
         text = text.lstrip()[len(_FENCE) :]
         while _FENCE not in text:
-            text += "\n" + self._session.prompt("... ")
+            text += "\n" + self._line("... ")
         return text[: text.index(_FENCE)]
+
+    def _line(self, prompt: str) -> str:
+        """One line that was typed. KeyboardInterrupt for Ctrl-C, from the prompt's first moment on.
+
+        The editor handles the key once it runs; before that, an exception could be raised, and
+        lost, inside any callback of the libraries that start it.
+        """
+        with interruptible() as pressed:
+
+            def give_up() -> None:
+                if pressed():
+                    get_app().exit(exception=KeyboardInterrupt())
+
+            text = self._session.prompt(prompt, pre_run=give_up)
+        if pressed():
+            raise KeyboardInterrupt
+        return text
 
     def _answer(self, text: str) -> None:
         conversation = self._conversation

@@ -12,6 +12,8 @@ import typer
 from moeinf.cli.interrupt import interruptible, stoppable
 from moeinf.cli.options import (
     Context,
+    Device,
+    DeviceMemory,
     Json,
     Memory,
     Model,
@@ -41,6 +43,8 @@ def run(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(show_default=False)] = None,
     memory: Memory = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     policy: PolicyName = DEFAULT_POLICY,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -53,6 +57,12 @@ def run(
     max_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens at most.")] = None,
     stop: Stop = None,
     system: Annotated[str, typer.Option(help="The system message.", show_default=False)] = "",
+    src: Annotated[
+        str | None, typer.Option(help="Translate from, as eng_Latn.", show_default=False)
+    ] = None,
+    tgt: Annotated[
+        str | None, typer.Option(help="Translate to, as fra_Latn.", show_default=False)
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     think: Annotated[
         bool | None, typer.Option("--think/--nothink", help="Whether to think before answering.")
@@ -78,7 +88,9 @@ def run(
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
-    config = engine_config(settings, memory, ctx, policy, threads, trace=not no_trace)
+    config = engine_config(
+        settings, memory, ctx, policy, threads, not no_trace, device, device_memory
+    )
     if dry_run:
         print_plan(model, config, settings, out)
         return 0
@@ -95,14 +107,14 @@ def run(
     manifest, folder = ensure(model, settings, out)
 
     from moeinf.cli.repl import Repl  # torch and the tokenizer come in only here
-    from moeinf.runtime.chat import Conversation
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.generate import Limits
     from moeinf.runtime.report import statistics, verbose_lines
+    from moeinf.runtime.sources import Languages, converse
 
     limits = Limits(max_tokens, tuple(stop or ()))
     with stoppable(), Engine(manifest, folder, config, settings) as engine:
-        conversation = Conversation(engine, system, now)
+        conversation = converse(engine, system, now, Languages(src, tgt))
         conversation.think = think
         if interactive or verbose:
             for note in engine.choices:

@@ -7,14 +7,26 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Context, Memory, PolicyName, Quiet, Threads, engine_config
+from moeinf.cli.options import (
+    Context,
+    Device,
+    DeviceMemory,
+    Memory,
+    PolicyName,
+    Quiet,
+    Threads,
+    engine_config,
+)
 from moeinf.cli.output import Output
 from moeinf.offload.policy import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
+from moeinf.runtime.processor import choose_processor
 
 
 def serve(
     memory: Memory = None,
+    device: Device = "auto",
+    device_memory: DeviceMemory = None,
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
@@ -34,7 +46,10 @@ def serve(
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
     if port is not None:
         server = replace(server, port=port)
-    config = engine_config(settings, memory, ctx, policy, threads)
+    choose_processor(device, device_memory)  # says so now, not at the first request
+    config = engine_config(
+        settings, memory, ctx, policy, threads, device=device, device_memory=device_memory
+    )
 
     from moeinf.server.serve import run_server  # FastAPI, uvicorn and torch come in only here
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeinf.cli.options import Json, Model, Quiet
+from moeinf.cli.options import InstalledModel, Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
@@ -13,7 +13,7 @@ class NotRunning(LookupError):
     """No engine runs the model."""
 
 
-def stop(model: Model, json: Json = False, quiet: Quiet = False) -> None:
+def stop(model: InstalledModel, json: Json = False, quiet: Quiet = False) -> None:
     """Ends every process that runs MODEL, and waits until it has.
 
     Example: moeinf stop demo

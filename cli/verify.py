@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Model, Quiet
+from moeinf.cli.options import InstalledModel, Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    model: Model,
+    model: InstalledModel,
     repair: Annotated[
         bool, typer.Option("--repair", help="Fetch or read anew what is damaged.")
     ] = False,
@@ -63,14 +63,14 @@ def verify(
 
 def _source(manifest: Manifest, aside: Path) -> RepairSource:
     """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
-    from moeinf.runtime.checkpoint import open_checkpoint
     from moeinf.runtime.hub import HubSource, cached_checkpoint, look_up
+    from moeinf.runtime.torch_file import open_folder
     from moeinf.runtime.verify import LocalRepair
 
     if manifest.source == DEMO:
-        return LocalRepair(open_checkpoint(DEMO_CHECKPOINT))
+        return LocalRepair(open_folder(DEMO_CHECKPOINT))
     if not manifest.source.startswith("hub:"):
-        return LocalRepair(open_checkpoint(Path(manifest.source)))
+        return LocalRepair(open_folder(Path(manifest.source)))
     repository = manifest.source.removeprefix("hub:")
     cached = cached_checkpoint(repository, manifest.revision)
     if cached is not None:

@@ -17,11 +17,13 @@ from moeinf.models import (
     gpt_oss,
     granitemoe,
     mixtral,
+    nllb_moe,
     olmoe,
     phimoe,
     qwen2_moe,
     qwen3_5_moe,
     qwen3_moe,
+    switch_transformers,
 )
 from moeinf.models.base import Family, ModelDataError
 
@@ -36,12 +38,14 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": gpt_oss.FAMILY,
     "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
+    "nllb-moe": nllb_moe.FAMILY,
     "olmoe": olmoe.FAMILY,
     "phimoe": phimoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_5_moe": qwen3_5_moe.FAMILY,
     "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without the parts that see
     "qwen3_moe": qwen3_moe.FAMILY,
+    "switch_transformers": switch_transformers.FAMILY,
 }
 
 

@@ -116,6 +116,7 @@ class MoeShape:
     intermediate: int
     activation: Activation = "swiglu"
     biased: bool = False  # every matrix of an expert has a bias
+    encoder_layers: int = 0  # of the layers, the first: they run once, when a source is read
 
     @property
     def parts(self) -> dict[Role, tuple[int, ...]]:
@@ -231,6 +232,7 @@ class Family:
     expert    (tensor name, config) -> the part it is, or None for a dense tensor
     ignores   (tensor name, config) -> whether the tensor is deliberately not loaded
     fused     (tensor name, config) -> the experts it holds, where a checkpoint stores them fused
+    rename    dense tensor name -> the name that build asks for, where checkpoints differ
     """
 
     model_type: str
@@ -239,3 +241,4 @@ class Family:
     expert: Callable[[str, Any], ExpertPart | None]
     ignores: Callable[[str, Any], bool]
     fused: Callable[[str, Any], FusedPart | None] = lambda _name, _config: None
+    rename: Callable[[str], str] = lambda name: name

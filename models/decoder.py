@@ -170,7 +170,7 @@ class Decoder:
         logits: Literal["last", "all"] = "last",
     ) -> Tensor:
         """See base.Model. ValueError for no tokens, unknown ids, or a state twice in a batch."""
-        spans = self._spans(batch)
+        spans = check_batch(batch, self._cache, self.vocab_size)
         count = spans[-1].rows.stop
         device = self._embedding.device
         ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
@@ -194,30 +194,6 @@ class Decoder:
             span.cache.advance(span.count)
         return out
 
-    def _spans(self, batch: Sequence[tuple[Sequence[int], State]]) -> tuple[Span, ...]:
-        """Checks everything that can be wrong with a batch before anything is computed."""
-        spans: list[Span] = []
-        start = 0
-        for ids, state in batch:
-            if not isinstance(state, KvCache) or state.layout != self._cache:
-                raise ValueError("the state was not made by this model")
-            if any(state is span.cache for span in spans):
-                raise ValueError("a state appears twice in one batch")
-            if not len(ids):
-                raise ValueError("no tokens to extend a state with")
-            if not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                raise ValueError(f"token ids must lie in 0 … {self.vocab_size - 1}")
-            if state.length + len(ids) > state.capacity:
-                raise ContextFull(
-                    f"{len(ids)} more tokens after {state.length} do not fit "
-                    f"into a context of {state.capacity}"
-                )
-            spans.append(Span(state, slice(start, start + len(ids)), state.length))
-            start += len(ids)
-        if not spans:
-            raise ValueError("an empty batch")
-        return tuple(spans)
-
     def _run(self, ids: Tensor, spans: tuple[Span, ...], experts: Experts) -> Tensor:
         """ids [T] -> hidden states [T, D] before the final norm."""
         positions = torch.cat(
@@ -239,6 +215,33 @@ class Decoder:
             out[rows] = self._head(self._norm(x[rows]))
         if self._logits_scale != 1.0:
             out /= self._logits_scale
+
+
+def check_batch(
+    batch: Sequence[tuple[Sequence[int], State]], layout: CacheLayout, vocab: int
+) -> tuple[Span, ...]:
+    """Checks everything that can be wrong with a batch before anything is computed."""
+    spans: list[Span] = []
+    start = 0
+    for ids, state in batch:
+        if not isinstance(state, KvCache) or state.layout != layout:
+            raise ValueError("the state was not made by this model")
+        if any(state is span.cache for span in spans):
+            raise ValueError("a state appears twice in one batch")
+        if not len(ids):
+            raise ValueError("no tokens to extend a state with")
+        if not (min(ids) >= 0 and max(ids) < vocab):
+            raise ValueError(f"token ids must lie in 0 … {vocab - 1}")
+        if state.length + len(ids) > state.capacity:
+            raise ContextFull(
+                f"{len(ids)} more tokens after {state.length} do not fit "
+                f"into a context of {state.capacity}"
+            )
+        spans.append(Span(state, slice(start, start + len(ids)), state.length))
+        start += len(ids)
+    if not spans:
+        raise ValueError("an empty batch")
+    return tuple(spans)
 
 
 def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:

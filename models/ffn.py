@@ -78,6 +78,18 @@ class GatedMlp:
         )
 
 
+@dataclass(frozen=True)
+class DenseRelu:
+    """down(relu(up(x))) with dense weights."""
+
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        return _in_blocks(lambda rows: self.down(functional.relu(self.up(rows))), x)
+
+
 def gated_mlp(parts: Parts, prefix: str, hidden: int, intermediate: int) -> GatedMlp:
     """From `prefix`.{gate,up,down}_proj.weight."""
     return GatedMlp(

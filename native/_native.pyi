@@ -500,7 +500,9 @@ class AdaptiveCore:
         decays: Sequence[float],
         step: float,
         prompt: float,
+        encoder_layers: int = 0,
     ) -> None: ...
+    def begin_encode(self) -> None: ...
     def begin_prefill(self) -> None: ...
     def begin_decode(self, age: int) -> None:
         """A pass of requests that have had `age` decode tokens; `past` is written before."""

@@ -19,6 +19,7 @@ AdaptiveCore::AdaptiveCore(AdaptiveSizes sizes, AdaptiveKnobs knobs, UsageKnobs 
     : layers_(sizes.layers),
       experts_(sizes.experts),
       keep_at_most_(sizes.keep_at_most),
+      encoder_cells_(sizes.encoder_layers * sizes.experts),
       knobs_(knobs),
       usage_(sizes.layers, sizes.experts, std::move(usage)),
       place_(layers_ * experts_, Place::kAbsent),
@@ -29,14 +30,12 @@ AdaptiveCore::AdaptiveCore(AdaptiveSizes sizes, AdaptiveKnobs knobs, UsageKnobs 
       is_foreseen_(layers_ * experts_),
       counts_(experts_) {}
 
-void AdaptiveCore::begin_prefill() {
-    decoding_ = false;
-    layer_ = -1;
-}
+void AdaptiveCore::begin_encode() { begin(false, 0); }
+
+void AdaptiveCore::begin_prefill() { begin(false, encoder_cells_); }
 
 void AdaptiveCore::begin_decode(unsigned age) {
-    decoding_ = true;
-    layer_ = -1;
+    begin(true, encoder_cells_);
     usage_.begin_token(age);
     std::fill(least_.begin(), least_.end(), kUnknown);
 }
@@ -143,6 +142,12 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
 double AdaptiveCore::hint_precision(float score) const {
     const Class& kind = classes_[static_cast<std::size_t>(class_of(score))];
     return kind.precision();
+}
+
+void AdaptiveCore::begin(bool decoding, std::size_t over) {
+    decoding_ = decoding;
+    layer_ = -1;
+    if (usage_.silence(over)) std::fill(least_.begin(), least_.end(), kUnknown);
 }
 
 bool AdaptiveCore::deserves(int cell, int loser) const {

@@ -20,6 +20,9 @@
 // not evicted before their layer has run, unless nothing else may go, and are settled only then.
 // Lookahead is judged in the same way, and stops while it is less often right than it claims.
 //
+// An encoder's experts leave first once it has run: but in a pass that encodes they score less than
+// any probability.
+//
 // least_ remembers the least probable kept cell of each layer; a row is searched again when its
 // scores or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
 #pragma once
@@ -41,7 +44,8 @@ inline constexpr double kHintMemory = 0.99;  // how long success is remembered: 
 
 struct AdaptiveSizes {
     std::size_t layers, experts;
-    std::size_t keep_at_most;  // slots less those for staging
+    std::size_t keep_at_most;    // slots less those for staging
+    std::size_t encoder_layers;  // of the layers, the first
 };
 
 struct AdaptiveKnobs {
@@ -70,6 +74,7 @@ class AdaptiveCore {
     Usage& usage() { return usage_; }
     std::size_t insertions() const { return insertions_; }
 
+    void begin_encode();  // a source is read: the encoder's layers count
     void begin_prefill();
     void begin_decode(unsigned age);  // after usage().past() was written; see Usage::begin_token
     void routed(std::size_t layer, IdRows chosen);
@@ -103,6 +108,7 @@ class AdaptiveCore {
     std::size_t layer_of(int cell) const { return static_cast<std::size_t>(cell) / experts_; }
     bool is_hinted(int cell) const { return hint_class_[static_cast<std::size_t>(cell)] >= 0; }
 
+    void begin(bool decoding, std::size_t over);
     bool deserves(int cell, int loser) const;
     int least_kept();
     std::optional<int> staged_victim(const Evictable& evictable);
@@ -113,7 +119,7 @@ class AdaptiveCore {
     void judge(std::size_t layer, std::span<const int> cells);
     void forget_hints(std::size_t layer);
 
-    std::size_t layers_, experts_, keep_at_most_;
+    std::size_t layers_, experts_, keep_at_most_, encoder_cells_;
     AdaptiveKnobs knobs_;
     Usage usage_;
     std::vector<Place> place_;

@@ -76,11 +76,12 @@ py::array_t<T> view(std::vector<py::ssize_t> shape, const T* data, const py::han
 class Adaptive {
   public:
     Adaptive(std::size_t layers, std::size_t experts, std::size_t keep_at_most, double hysteresis,
-             double worth, float sure, std::vector<float> decays, double step, double prompt)
+             double worth, float sure, std::vector<float> decays, double step, double prompt,
+             std::size_t encoder_layers)
         : layers_(checked(layers, experts)),
           experts_(experts),
-          core_({layers, experts, keep_at_most}, {hysteresis, worth, sure},
-                {std::move(decays), step, prompt}) {}
+          core_({layers, experts, keep_at_most, checked_encoder(encoder_layers, layers)},
+                {hysteresis, worth, sure}, {std::move(decays), step, prompt}) {}
 
     void routed(std::size_t layer, const py::array& ids) {
         check_layer(layer, layers_);
@@ -134,6 +135,11 @@ class Adaptive {
     AdaptiveCore& core() { return core_; }
 
   private:
+    static std::size_t checked_encoder(std::size_t encoder_layers, std::size_t layers) {
+        if (encoder_layers >= layers) throw std::invalid_argument("an encoder has some of the layers");
+        return encoder_layers;
+    }
+
     static std::size_t checked(std::size_t layers, std::size_t experts) {
         check_shape(layers, experts);
         return layers;
@@ -209,10 +215,11 @@ std::vector<std::size_t> best(const Floats& similarity, const py::array_t<std::i
 void bind_policies(py::module_& m) {
     py::class_<Adaptive>(m, "AdaptiveCore", py::is_final())
         .def(py::init<std::size_t, std::size_t, std::size_t, double, double, float, std::vector<float>,
-                      double, double>(),
+                      double, double, std::size_t>(),
              py::arg("layers"), py::arg("experts"), py::arg("keep_at_most"), py::kw_only(),
              py::arg("hysteresis"), py::arg("worth"), py::arg("sure"), py::arg("decays"), py::arg("step"),
-             py::arg("prompt"))
+             py::arg("prompt"), py::arg("encoder_layers") = 0)
+        .def("begin_encode", [](Adaptive& self) { self.core().begin_encode(); })
         .def("begin_prefill", [](Adaptive& self) { self.core().begin_prefill(); })
         .def(
             "begin_decode", [](Adaptive& self, unsigned age) { self.core().begin_decode(age); },

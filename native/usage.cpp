@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <utility>
 
 namespace moeinf {
 
@@ -16,6 +17,13 @@ Usage::Usage(std::size_t layers, std::size_t experts, UsageKnobs knobs)
       score_(layers * experts) {
     for (auto& weights : weights_)
         weights.assign(decays() + 1, 1.0F / static_cast<float>(decays() + 1));
+}
+
+bool Usage::silence(std::size_t cells) {
+    const std::size_t changed = std::max(cells, silent_);
+    if (cells == std::exchange(silent_, cells)) return false;
+    mix(0, changed);
+    return true;
 }
 
 void Usage::begin_token(unsigned age) {
@@ -80,6 +88,7 @@ void Usage::mix(std::size_t first, std::size_t count) {
         else
             for (std::size_t i = 0; i < count; ++i) score[i] += weight * share[i];
     }
+    if (first < silent_) std::fill_n(score, std::min(count, silent_ - first), kOver);
 }
 
 }  // namespace moeinf

@@ -27,6 +27,7 @@
 namespace moeinf {
 
 inline constexpr int kAges = 6;  // 0: the first decode token, then up to 1, 3, 7, 15, and more
+inline constexpr float kOver = -1.0F;         // less than any probability
 inline constexpr float kLeastWeight = 0.01F;  // no estimate is given up for good
 
 struct UsageKnobs {
@@ -38,6 +39,10 @@ struct UsageKnobs {
 class Usage {
   public:
     Usage(std::size_t layers, std::size_t experts, UsageKnobs knobs);
+
+    // From now on the first `cells` score kOver, whatever their shares say: an encoder's experts once
+    // it has run. True if that changed a score.
+    bool silence(std::size_t cells);
 
     // A decode pass of requests that have had `age` decode tokens starts: the whole mixture anew.
     void begin_token(unsigned age);
@@ -65,6 +70,7 @@ class Usage {
     std::array<std::vector<float>, kAges> weights_;
     std::array<std::size_t, kAges> tokens_{};
     std::size_t age_ = 0;
+    std::size_t silent_ = 0;  // so many cells, the first, score kOver
 };
 
 }  // namespace moeinf

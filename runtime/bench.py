@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
+from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import read_bandwidth
 from moeinf.offload.stats import StoreStats
 from moeinf.runtime.checkpoint import read_header
@@ -69,6 +70,9 @@ def prefill(
 ) -> tuple[NDArray[np.float32], float]:
     """Extends `state` with the prompt: the logits after it, and the seconds it took."""
     start = time.perf_counter()
+    if isinstance(engine.model, EncoderDecoder):  # the prompt is its source
+        engine.encode(state, prompt)
+        prompt = [engine.model.start_token]
     logits = engine.extend(state, prompt)
     return logits, time.perf_counter() - start
 

@@ -22,18 +22,37 @@ from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+BIN_INDEX = "pytorch_model.bin.index.json"
+BIN_SINGLE = "pytorch_model.bin"
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library limits it
-_MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 256 << 20}
+_MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 256 << 20, BIN_INDEX: 256 << 20}
 _DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
     "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.(safetensors|bin)")
 TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class BadCheckpoint(ValueError):
     """A checkpoint cannot be used. The message names the file."""
+
+
+@dataclass(frozen=True)
+class Packaging:
+    """How weights are packed: in one file, or in several that an index lists."""
+
+    index: str
+    single: str
+    suffix: str
+
+    def given(self, has: Callable[[str], bool]) -> bool:
+        """Whether files of these names are there."""
+        return has(self.index) or has(self.single)
+
+
+SAFETENSORS = Packaging(INDEX, SINGLE, ".safetensors")
+BIN = Packaging(BIN_INDEX, BIN_SINGLE, ".bin")
 
 
 @dataclass(frozen=True)
@@ -89,13 +108,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def make_checkpoint(
-    folder: Path, config: Mapping[str, Any], index: Mapping[str, Any] | None, headers: Headers
+    folder: Path,
+    config: Mapping[str, Any],
+    index: Mapping[str, Any] | None,
+    headers: Headers,
+    packaging: Packaging = SAFETENSORS,
 ) -> Checkpoint:
-    """A checkpoint from its parts; without an index it is the one file SINGLE."""
+    """A checkpoint from its parts; without an index it is one file."""
     if index is None:
-        return Checkpoint(folder, config, headers(SINGLE))
+        return Checkpoint(folder, config, headers(packaging.single))
     weight_map = index.get("weight_map")
-    files = indexed_files(folder, weight_map)
+    files = indexed_files(folder, weight_map, packaging)
     assert isinstance(weight_map, dict)
     tensors: dict[str, SourceTensor] = {}
     for file in files:
@@ -109,14 +132,15 @@ def make_checkpoint(
     return Checkpoint(folder, config, tensors)
 
 
-def indexed_files(folder: Path, weight_map: object) -> list[str]:
+def indexed_files(folder: Path, weight_map: object, packaging: Packaging) -> list[str]:
     """The files that an index names. Raises BadCheckpoint for names that leave the folder."""
+    path = folder / packaging.index
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadCheckpoint(f"{folder / INDEX} has no weight_map")
+        raise BadCheckpoint(f"{path} has no weight_map")
     files = sorted({str(file) for file in weight_map.values()})
     for file in files:
-        if not _FILE_NAME.fullmatch(file):
-            raise BadCheckpoint(f"{folder / INDEX} names a file that cannot be: {file!r}")
+        if not _FILE_NAME.fullmatch(file) or not file.endswith(packaging.suffix):
+            raise BadCheckpoint(f"{path} names a file that cannot be: {file!r}")
     return files
 
 

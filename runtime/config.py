@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.processor import Wanted
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 MOST_PARALLEL = 16  # rows of a pass whose results do not depend on each other
@@ -49,6 +50,10 @@ class Settings:
     @property
     def conversations(self) -> Path:
         return self.home / "conversations"
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs"
 
     @property
     def history(self) -> Path:
@@ -159,6 +164,7 @@ class EngineConfig:
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
+    device    the processor that computes, device_memory what of its memory may be used
     readers   reads in flight, and direct_io whether past the page cache; None: as was measured best
     parallel  requests that decode together, each with a KV cache of its own
     trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
@@ -172,6 +178,8 @@ class EngineConfig:
     threads: int | None = None
     parallel: int = 1
     trace: bool = True
+    device: Wanted = "auto"
+    device_memory: MemorySize | None = None
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import Experts, State
+from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import Recording
@@ -59,6 +60,7 @@ class Engine:
         return_large_blocks()
         registry = Registry(settings.run)
         self.manifest = manifest
+        self._digest = manifest.digest
         self.folder = folder
 
         def plan(claimed_bytes: int) -> int | None:
@@ -126,11 +128,24 @@ class Engine:
             host_bytes=resident * self.placement.slot_bytes,
             disk_bytes=slots.max_bytes,
             hit_rate=self.store.stats.hit_rate,
+            digest=self._digest,
+            context=self.placement.context,
         )
 
     def new_state(self) -> State:
         """An empty KV cache of the context that was planned."""
         return self.model.new_state(self.placement.context)
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether the model is an encoder-decoder: then a state needs a source before `extend`."""
+        return isinstance(self.model, EncoderDecoder)
+
+    def encode(self, state: State, ids: Sequence[int]) -> None:
+        """Reads a source, whole; the state holds no other tokens afterwards. Raises Stopped."""
+        assert isinstance(self.model, EncoderDecoder)
+        self._give_torch_threads(len(ids))
+        self.model.encode(ids, state, self.experts)
 
     def extend(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
         """Appends ids to the state and returns the logits [vocab] after the last one.

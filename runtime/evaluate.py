@@ -61,6 +61,8 @@ def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
 
     Special tokens in the text count as such.
     """
+    if any(one is not None and one.reads_sources for one in (engine, reference)):
+        raise CannotCompare("an encoder-decoder answers texts, it does not continue them")
     ids = engine.tokenizer.encode_text(text)
     if reference is not None and ids != reference.tokenizer.encode_text(text):
         raise CannotCompare(f"{reference.manifest.model} cuts the text into other tokens")

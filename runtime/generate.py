@@ -86,15 +86,21 @@ class Generation:
         limits: Limits,
         stopped: Callable[[], bool] = lambda: False,
         ended: Callable[[Generation], None] = lambda _: None,
+        source: Sequence[int] = (),
     ) -> None:
+        """source: what an encoder-decoder reads first; its prompt is what the answer starts with.
+
+        Then what the state held before is forgotten.
+        """
         self._ended = ended  # called once, however the iteration ends
         self._engine = engine
         self._state = state
         self._answer = Answer(engine, prompt, sampler, limits, state.capacity - len(prompt))
         self._stopped = stopped
-        self._reused = state.length
+        self._source = source
+        self._reused = 0 if source else state.length
         self.request = -1  # its number with the engine, while and after it is iterated
-        self.prompt_tokens = len(prompt)
+        self.prompt_tokens = len(source) or len(prompt)
         self.text = ""
         self.finish_reason: FinishReason = "length"
         self.prefill_seconds = 0.0
@@ -143,6 +149,8 @@ class Generation:
     def _pieces(self) -> Iterator[str]:
         engine, state, answer = self._engine, self._state, self._answer
         start = time.perf_counter()
+        if self._source:
+            engine.encode(state, self._source)
         logits = engine.extend(state, answer.history[state.length :])
         self.prefill_seconds = time.perf_counter() - start
         start = time.perf_counter()

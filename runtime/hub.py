@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
@@ -27,8 +28,10 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from huggingface_hub.hf_api import RepoSibling
 
 from moeinf.runtime.checkpoint import (
+    BIN,
     CONFIG,
     INDEX,
+    SAFETENSORS,
     SINGLE,
     BadCheckpoint,
     Checkpoint,
@@ -36,14 +39,15 @@ from moeinf.runtime.checkpoint import (
     header_length,
     indexed_files,
     make_checkpoint,
-    open_checkpoint,
     parse_header,
     parse_object,
 )
 from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
 from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.remote_torch_file import check_table, read_remote_table
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Progress
 from moeinf.runtime.tokenizer import TOKENIZER
+from moeinf.runtime.torch_file import open_folder
 from moeinf.runtime.workplace import Workplace
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
@@ -135,7 +139,7 @@ def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
     if not isinstance(found, str):
         return None
     try:
-        return open_checkpoint(Path(found).parent)
+        return open_folder(Path(found).parent)
     except BadCheckpoint:
         return None
 
@@ -163,11 +167,17 @@ class HubSource:
         self._fetcher = Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
         self.origin = f"hub:{repository.name}"
         self.revision: str | None = repository.commit
-        index = self._json(INDEX) if INDEX in repository.files else None
-        if index is None and SINGLE not in repository.files:
+        packaging = SAFETENSORS if SAFETENSORS.given(self._has) else BIN
+        if not packaging.given(self._has):
             raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")
-        self.checkpoint = make_checkpoint(self._folder, self._json(CONFIG), index, self._header)
-        named = [SINGLE] if index is None else indexed_files(self._folder, index["weight_map"])
+        index = self._json(packaging.index) if self._has(packaging.index) else None
+        self._tables: dict[str, dict[str, SourceTensor]] = {}  # of `.bin` files
+        headers = self._header if packaging is SAFETENSORS else self._table
+        config = self._json(CONFIG)
+        self.checkpoint = make_checkpoint(self._folder, config, index, headers, packaging)
+        named = [packaging.single]
+        if index is not None:
+            named = indexed_files(self._folder, index["weight_map"], packaging)
         self.files = [repository.files[file] for file in named]
         converts = TOKENIZER not in repository.files
         wanted = {*KEPT_FILES, *(CONVERTED_FILES if converts else ())}
@@ -219,6 +229,8 @@ class HubSource:
                     assert following is not None
                     path = following()
                     following = start(todo[number + 1]) if number + 1 < len(todo) else None
+                    if path.name in self._tables:
+                        check_table(path, self._tables[path.name])
                     yield path
             finally:
                 self._fetcher.stop.set()  # whoever leaves early does not wait for gigabytes
@@ -261,6 +273,16 @@ class HubSource:
         start = fetch_bytes(self._fetcher, file, 0, min(8, file.size_bytes))
         length = header_length(path, file.size_bytes, start)
         return parse_header(path, file.size_bytes, fetch_bytes(self._fetcher, file, 8, 8 + length))
+
+    def _table(self, name: str) -> dict[str, SourceTensor]:
+        """The tensors of a remote `.bin` file."""
+        file = self._file(name)
+        read = partial(fetch_bytes, self._fetcher, file)
+        self._tables[name] = read_remote_table(file.size_bytes, read, self._folder / name)
+        return self._tables[name]
+
+    def _has(self, name: str) -> bool:
+        return name in self._repository.files
 
     def _file(self, name: str) -> RemoteFile:
         file = self._repository.files.get(name)

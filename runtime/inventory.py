@@ -165,9 +165,9 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         if part is not None:
             _check(tensor, model.moe.parts[part.role])
             experts.setdefault(ExpertKey(part.layer, part.expert), {})[part.role] = tensor
-        elif name in wanted.shapes:
-            _check(tensor, wanted.shapes[name])
-            dense[name] = tensor
+        elif (known := family.rename(name)) in wanted.shapes:
+            _check(tensor, wanted.shapes[known])
+            dense[known] = tensor
         elif not family.ignores(name, config):
             unused.append(name)
     missing = [name for name in wanted.shapes if name not in dense]

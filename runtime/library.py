@@ -18,7 +18,14 @@ from moeinf.runtime.durable import sync_folder
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
 from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
-from moeinf.runtime.workplace import PullInProgress, discard, old_folder, only_maker
+from moeinf.runtime.workplace import (
+    OLD,
+    PARTIAL,
+    PullInProgress,
+    discard,
+    old_folder,
+    only_maker,
+)
 
 _LAST_USED = "last_used"  # an empty file: its time is what counts
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
@@ -55,7 +62,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Partial:
-    """What an unfinished pull or deletion has left; size_bytes is what it takes on disk."""
+    """What an unfinished pull, cp or rm has left; size_bytes is what it takes on disk."""
 
     name: ModelName
     size_bytes: int
@@ -134,16 +141,18 @@ class Library:
         return manifest if same else None
 
     def partials(self) -> list[Partial]:
-        """Unfinished pulls and deletions, those that are going on included."""
-        found = []
-        for folder in sorted((*self._root.glob("*/.*.partial"), *self._root.glob("*/.*.old"))):
-            name = ModelName(folder.parent.name, folder.name[1:].rpartition(".")[0])
-            files = (path.stat() for path in folder.rglob("*") if path.is_file())
-            found.append(Partial(name, sum(512 * about.st_blocks for about in files)))
-        return found
+        """What is unfinished, what is going on now included."""
+        sizes: dict[ModelName, int] = {}
+        for end in (PARTIAL, OLD):
+            for folder in self._root.glob(f"*/.*{end}"):
+                name = ModelName(folder.parent.name, folder.name[1:].removesuffix(end))
+                files = (path.stat() for path in folder.rglob("*") if path.is_file())
+                taken = sum(512 * about.st_blocks for about in files)
+                sizes[name] = sizes.get(name, 0) + taken
+        return [Partial(name, size) for name, size in sorted(sizes.items())]
 
     def discard(self, name: ModelName) -> bool:
-        """Removes an unfinished pull; False when it is going on."""
+        """Removes what is unfinished of a model; False when it is being pulled."""
         try:
             with only_maker(self.folder(name), self.locks):
                 discard(self.folder(name))
@@ -178,11 +187,12 @@ class Library:
         name, folder = self.find(text)
         with self._registry.frozen() as engines:
             self._check(name, engines)
-            old = self._put_aside(folder)
             state = self._settings.state_of(name)
-            shutil.rmtree(state, ignore_errors=True)
-        with suppress(FileNotFoundError):  # `prune` is faster
-            shutil.rmtree(old)
+            shutil.rmtree(state, ignore_errors=True)  # first: it must not outlive the model
+            old = self._put_aside(folder)
+        while old.exists():
+            with suppress(FileNotFoundError):  # `prune` may be at it, too
+                shutil.rmtree(old)
         for parent in (folder.parent, state.parent):
             with suppress(OSError):  # other tags, or an unfinished pull, are in it
                 parent.rmdir()

@@ -33,7 +33,10 @@ class NotStopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Figures:
-    """What an engine holds: experts and bytes per tier; hit_rate is None before it has decoded."""
+    """What an engine holds: experts and bytes per tier; hit_rate is None before it has decoded.
+
+    digest is that of its manifest, context what it can remember of a conversation, in tokens.
+    """
 
     device_experts: int
     host_experts: int
@@ -42,6 +45,8 @@ class Figures:
     host_bytes: int
     disk_bytes: int
     hit_rate: float | None
+    digest: str
+    context: int
 
 
 @dataclass(frozen=True)

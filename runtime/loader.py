@@ -184,7 +184,7 @@ def open_store(
     cells = manifest.layers * manifest.experts
     all_fit = placement.slots >= cells  # nobody ever leaves: then a policy only costs time
     name = "lru" if all_fit else config.policy
-    shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k)
+    shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
     policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
     return ExpertStore(
         layout,

@@ -5,6 +5,7 @@ Does not know how files come to be, nor what is done with them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -59,6 +60,7 @@ class Manifest:
     state_bytes: int = 0  # what a request takes beside its kv_bytes_per_token
     activation: str = "swiglu"  # of the experts; see models/ffn.py
     biased: bool = False  # their matrices have biases
+    encoder_layers: int = 0  # of the layers, the first: they run once per request
     format: int = FORMAT_VERSION
 
     @property
@@ -83,6 +85,15 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 in hex of the files' names and hashes: models that hold the same have the same.
+
+        Not of the model's own name, so that a copy has its origin's.
+        """
+        lines = sorted(f"{file.sha256}  {file.path}\n" for file in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def file(self, path: str) -> FileRecord:
         """The record of one file. Raises DamagedModel when the manifest lacks it."""
@@ -134,6 +145,10 @@ def read_manifest(folder: Path) -> Manifest:
         for field in ("name", "tag", "family", "source", "created_at"):
             if not isinstance(raw[field], str):
                 raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
+        if type(manifest.encoder_layers) is not int or not (
+            0 <= manifest.encoder_layers < manifest.layers
+        ):
+            raise DamagedModel(f"{path}: encoder_layers is {manifest.encoder_layers!r}")
         if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
             raise DamagedModel(f"{path}: the experts' activation or biases are not described")
         if manifest.layers * manifest.experts > len(manifest.files):

@@ -11,6 +11,7 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds
+from moeinf.runtime.processor import choose_processor
 from moeinf.runtime.sizes import format_bytes
 
 HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget
@@ -36,6 +37,7 @@ class Placement:
     dense_bytes: int
     scratch_bytes: int
     threads: int
+    device: str = "cpu"
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -51,9 +53,11 @@ class Placement:
 def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores: int) -> Placement:
     """Decides context, slots and threads. available_bytes: other engines' claims are deducted.
 
-    Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext.
+    Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext,
+    DeviceUnavailable.
     """
-    notes = []
+    processor = choose_processor(config.device, config.device_memory)
+    notes = [str(processor)]
     slots = manifest.slots
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
@@ -106,13 +110,18 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         dense_bytes=manifest.dense_bytes,
         scratch_bytes=scratch,
         threads=config.threads or min(cores, threads_worth_having(manifest)),
+        device=processor.name,
         notes=tuple(notes),
     )
 
 
 def working_bytes(manifest: Manifest) -> int:
-    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32."""
-    return PREFILL_CHUNK * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32.
+
+    A source is read whole: every token of it sees all others.
+    """
+    chunk = max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
+    return chunk * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
 
 
 def threads_worth_having(manifest: Manifest) -> int:

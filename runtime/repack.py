@@ -294,6 +294,7 @@ def _manifest(
         state_bytes=inventory.state_bytes,
         activation=moe.activation,
         biased=moe.biased,
+        encoder_layers=moe.encoder_layers,
     )
 
 

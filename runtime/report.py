@@ -57,6 +57,7 @@ def verbose_lines(
         ]
     resident = engine.store.resident
     lines += [
+        ("prefetch accuracy", "- (nothing is read ahead)"),
         ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),
         (
             "resident",

@@ -39,6 +39,7 @@ class Tokenizer:
         self._shows_special = is_harmony(self.chat_template)
         self.bos = _content(about.get("bos_token"))
         self.eos = _content(about.get("eos_token"))
+        self._legacy = about.get("legacy_behaviour") is True
         self._adds_bos = about.get("add_bos_token")
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = sorted(
@@ -69,6 +70,18 @@ class Tokenizer:
             if ids[:2] == [bos, bos]:
                 del ids[0]
         return ids
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The longest first."""
+        return self._special
+
+    def encode_source(self, text: str, language: int) -> list[int]:
+        """A text to translate, as it was trained: language, text, end; or with legacy_behaviour
+        in tokenizer_config.json text, end, language. What looks special in it is ordinary text."""
+        end = self.token_id(self.eos) if self.eos else None
+        ids, ends = self._plain(text), [] if end is None else [end]
+        return [*ids, *ends, language] if self._legacy else [language, *ids, *ends]
 
     def guard(self, text: str) -> str:
         """User text with its special-looking pieces fenced, to be put into a template."""
@@ -109,7 +122,9 @@ class Tokenizer:
 
     def stream(self, prompt: list[int]) -> TextStream:
         """Decodes what follows `prompt`, token by token."""
-        return TextStream(self._tokenizer, prompt, self._shows_special)
+        # T5's sentinels say which blank an answer fills: without them it would mean nothing.
+        sentinels = any(token.startswith("<extra_id_") for token in self._special)
+        return TextStream(self._tokenizer, prompt, self._shows_special or sentinels)
 
 
 class TextStream:

@@ -14,9 +14,21 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moeinf.runtime.checkpoint import TORCH_DTYPE, BadCheckpoint, SourceTensor
+from moeinf.runtime.checkpoint import (
+    BIN,
+    BIN_INDEX,
+    CONFIG,
+    SAFETENSORS,
+    TORCH_DTYPE,
+    BadCheckpoint,
+    Checkpoint,
+    SourceTensor,
+    make_checkpoint,
+    open_checkpoint,
+    read_json,
+)
 
-_MAX_PICKLE_BYTES = 64 << 20
+MAX_PICKLE_BYTES = 64 << 20
 _NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
@@ -36,6 +48,19 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
     return {str(name): _source_tensor(path, size, str(name), t) for name, t in state.items()}
 
 
+def open_folder(folder: Path) -> Checkpoint:
+    """See checkpoint.open_checkpoint; reads `.bin` files where there are no safetensors."""
+
+    def has(name: str) -> bool:
+        return (folder / name).exists()
+
+    if SAFETENSORS.given(has) or not BIN.given(has):
+        return open_checkpoint(folder)  # which says what is missing
+    config = read_json(folder / CONFIG)
+    index = read_json(folder / BIN_INDEX) if (folder / BIN_INDEX).exists() else None
+    return make_checkpoint(folder, config, index, lambda name: read_torch_file(folder / name), BIN)
+
+
 def _check_zip(path: Path) -> None:
     """Refuses what torch would unpack, decompress or read as an old, unbounded pickle."""
     try:
@@ -43,7 +68,7 @@ def _check_zip(path: Path) -> None:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     raise BadCheckpoint(f"{path}: {entry.filename} is compressed")
-                if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
+                if entry.filename.endswith(".pkl") and entry.file_size > MAX_PICKLE_BYTES:
                     raise BadCheckpoint(f"{path}: its pickle has {entry.file_size} bytes")
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error

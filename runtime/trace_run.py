@@ -13,12 +13,13 @@ from pathlib import Path
 
 from moeinf.offload.recording_file import recording_to_bytes
 from moeinf.offload.trace import Recording
-from moeinf.runtime.chat import Conversation, PromptTooLong
+from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.datasets import Item
 from moeinf.runtime.durable import write_bytes_durably
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sources import converse
 
 
 @dataclass
@@ -83,7 +84,7 @@ def _run(
     done: Traced,
     recording: Recording | None,
 ) -> None:
-    conversation = Conversation(engine)
+    conversation = converse(engine)
     ask = conversation.complete if raw else conversation.ask
     try:
         answer = ask(item.prompt, options, Limits(max_tokens), stopped)

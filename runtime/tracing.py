@@ -89,6 +89,7 @@ def routing_shape(manifest: Manifest) -> RoutingShape:
         layers=manifest.layers,
         experts=manifest.experts,
         top_k=manifest.top_k,
+        encoder_layers=manifest.encoder_layers,
         expert_bytes=manifest.expert_layout.data_bytes,
         dense_bytes=manifest.dense_bytes,
     )

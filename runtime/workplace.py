@@ -27,6 +27,7 @@ from moeinf.offload.shards import FileRecord
 from moeinf.runtime.durable import sync_filesystem
 
 JOURNAL = "journal.jsonl"
+PARTIAL, OLD = ".partial", ".old"  # ends of the hidden folders beside a model's
 _LEFTOVERS = (errno.ENOTEMPTY, errno.ENOENT)
 
 
@@ -135,12 +136,12 @@ def unfinished_path(folder: Path, file: str) -> Path:
 
 
 def partial_folder(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
+    return target.with_name(f".{target.name}{PARTIAL}")
 
 
 def old_folder(target: Path) -> Path:
-    """Where a model lies that is being deleted."""
-    return target.with_name(f".{target.name}.old")
+    """Where a model is put aside that is to go away, so that it is gone at once."""
+    return target.with_name(f".{target.name}{OLD}")
 
 
 def downloads_of(target: Path) -> Path:
@@ -178,9 +179,9 @@ def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[Non
 
 
 def discard(target: Path) -> None:
-    """Removes what an unfinished making or deletion has left, and empty folders above it."""
-    shutil.rmtree(partial_folder(target), ignore_errors=True)
-    shutil.rmtree(old_folder(target), ignore_errors=True)
+    """Removes what an unfinished making or removal has left, and empty folders above it."""
+    for folder in (partial_folder(target), old_folder(target)):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         target.parent.rmdir()
     except OSError as error:

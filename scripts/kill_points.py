@@ -1,10 +1,10 @@
-"""Kills a pull (or fills the disk) at every write, fsync, rename and unlink; looks at what is left.
+"""Kills a pull, cp or rm (or fills the disk) at every write, fsync, rename, link and unlink.
 
-Run: python scripts/kill_points.py [--hub] [--full] [--every 1]
-For K = 1, 2, … a pull is killed (SIGKILL) at its K-th such call; a write gets through by half. Then
-the model must be absent or complete, never half; a rerun must complete it with the same files and
-leave nothing else behind. Prints the points and the outcomes; exits 1 when anything is wrong. Each
-pull runs in a forked child.
+Run: python scripts/kill_points.py [--what pull|cp|rm] [--hub] [--full] [--every 1]
+For K = 1, 2, … the action is killed (SIGKILL) at its K-th such call; a write gets through by half.
+Then every model must be absent or complete, never half, and a copy's origin complete; a rerun must
+reach what the whole action reaches, with the same files, and leave nothing else behind. Prints the
+points and the outcomes; exits 1 when anything is wrong. Each action runs in a forked child.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ import moeinf.runtime.durable as durable
 import moeinf.runtime.workplace as workplace_module
 from moeinf.runtime.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
+from moeinf.runtime.copy_model import ModelExists, copy_model
 from moeinf.runtime.hub import HubSource, look_up
-from moeinf.runtime.library import Library
+from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.manifest import read_manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.repack import LocalSource, Source, repack
@@ -39,9 +41,12 @@ from scripts.make_checkpoint import config, make_checkpoint
 from tests.hub_server import Hub, serve
 
 NAME = ModelName("victim", "bf16")
+COPY = ModelName("second", "bf16")
 FULL = 28  # exit code of a child that met a full disk, and said so
-_FREEING = (os.unlink,)  # these never fail for want of room
-POINTS = ("write", "pwrite", "fsync", "rename", "replace", "unlink")
+_FREEING = (os.unlink, os.rmdir)  # these never fail for want of room
+POINTS = ("write", "pwrite", "fsync", "rename", "replace", "unlink", "link", "rmdir", "mkdir")
+Action = Callable[[Settings], object]
+Prepare = Callable[[Settings], Action]  # what may be done before anything counts
 
 
 def ignore(*_: object) -> None:
@@ -76,20 +81,17 @@ class Killer:
         return counted
 
 
-def pull(
-    home: Path, make_source: Callable[[Library], Source], at: int | None, full: bool = False
-) -> tuple[int, int]:
-    """Pulls in a child; returns its wait status and how many points it passed."""
+def act(home: Path, prepare: Prepare, at: int | None, full: bool = False) -> tuple[int, int]:
+    """Acts in a child; returns its wait status and how many points it passed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         killer, code = Killer(at, full), 1
         try:
-            library = Library(Settings(home))
-            source = make_source(library)
+            action = prepare(Settings(home))
             report = os.write
             killer.install()
-            repack(source, library, NAME, ignore, ignore)
+            action(Settings(home))
             report(writing, str(killer.count).encode())
             code = 0
         except BaseException as error:
@@ -105,19 +107,23 @@ def pull(
     return os.waitpid(child, 0)[1], int(count or 0)
 
 
-def state(home: Path) -> tuple[str, dict[str, str]]:
+def state(home: Path, name: ModelName = NAME) -> tuple[str, dict[str, str]]:
     """absent, complete or HALF, and the hashes of a complete model."""
     library = Library(Settings(home))
-    if not library.has(NAME):
+    if not library.has(name):
         return "absent", {}
-    manifest = read_manifest(library.folder(NAME))
-    broken = verify(library.folder(NAME), manifest, ignore)
+    manifest = read_manifest(library.folder(name))
+    broken = verify(library.folder(name), manifest, ignore)
     return ("HALF" if broken else "complete"), {f.path: f.sha256 for f in manifest.files}
 
 
-def strangers(home: Path, shas: dict[str, str]) -> list[str]:
+def strangers(home: Path) -> list[str]:
     """Files in the models' folder that no manifest names."""
-    known = {str(Path(NAME.name) / NAME.tag / path) for path in (*shas, "manifest.json")}
+    known = {
+        str(Path(name.name) / name.tag / path)
+        for name in (NAME, COPY)
+        for path in (*state(home, name)[1], "manifest.json")
+    }
     models = home / "models"
     found = (str(p.relative_to(models)) for p in models.rglob("*") if p.is_file())
     return sorted(path for path in found if path not in known)
@@ -134,6 +140,7 @@ def with_hub(checkpoint: Path, every: int, full: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--what", choices=("pull", "cp", "rm"), default="pull")
     parser.add_argument("--hub", action="store_true", help="pull from the stand-in for the hub")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th point")
     parser.add_argument("--full", action="store_true", help="the disk is full there, instead")
@@ -142,50 +149,99 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="moeinf-kill-") as folder:
         place = Path(folder)
         if options.served is not None:
-            return try_all(place, options.served, options.every, options.full, hub=True)
+            return try_all(place, options, "pull from the hub", pull_from_hub)
         # Three files; most experts straddle two of them.
         make_checkpoint(place / "checkpoint", config(2, 3, 64, 48, 2), file_bytes=60_000)
         if options.hub:
             return with_hub(place / "checkpoint", options.every, options.full)
-        return try_all(place, place / "checkpoint", options.every, options.full, hub=False)
+        pull = pull_from(place / "checkpoint")
+        if options.what == "pull":
+            return try_all(place, options, "pull from a folder", pull)
+        act(place / "before", pull, None)
+        used = Settings(place / "before").state_of(NAME)
+        used.mkdir(parents=True)
+        (used / "eamc").write_bytes(b"what it has learned")
+        return try_all(
+            place, options, options.what, lambda _: {"cp": copy, "rm": remove}[options.what]
+        )
 
 
-def try_all(place: Path, checkpoint: Path, every: int, full: bool, *, hub: bool) -> int:
+def pull_from(checkpoint: Path) -> Prepare:
+    """Pulls from a folder."""
+    return lambda _: _pulling(LocalSource(open_checkpoint(checkpoint), str(checkpoint)))
+
+
+def pull_from_hub(settings: Settings) -> Action:
+    """Pulls from the stand-in for the hub."""
+    downloads = downloads_of(Library(settings).folder(NAME))
+    return _pulling(HubSource(look_up("org/victim", None, None), downloads, None, 2))
+
+
+def _pulling(source: Source) -> Action:
+    return lambda settings: repack(source, Library(settings), NAME, ignore, ignore)
+
+
+def copy(settings: Settings) -> None:
+    """`moeinf cp`; that the copy is there already is fine."""
+    with suppress(ModelExists):
+        copy_model(settings, str(NAME), str(COPY))
+
+
+def remove(settings: Settings) -> None:
+    """`moeinf rm` and `moeinf prune`; that the model is gone already is fine."""
+    library = Library(settings)
+    with suppress(NoSuchModel):
+        library.remove(str(NAME))
+    for partial in library.partials():
+        library.discard(partial.name)
+
+
+def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare) -> int:
     """Kills at every point, prints what came of it, and returns the exit code."""
+    full, every, before = options.full, options.every, place / "before"
+    changed, wrong = COPY if what == "cp" else NAME, []
 
-    def local(_library: Library) -> Source:
-        return LocalSource(open_checkpoint(checkpoint), str(checkpoint))
+    def begin(home: Path) -> Path:
+        shutil.rmtree(home, ignore_errors=True)
+        if before.exists():
+            shutil.copytree(before, home)
+        return home
 
-    def remote(library: Library) -> Source:
-        repository = look_up("org/victim", None, None)
-        return HubSource(repository, downloads_of(library.folder(NAME)), None, 2)
-
-    source, wrong = (remote if hub else local), []
-    status, points = pull(place / "whole", source, None)
-    kind, shas = state(place / "whole")
-    assert (status, kind) == (0, "complete"), (status, kind)
+    status, points = act(begin(place / "whole"), action, None)
+    kind, shas = aim = state(place / "whole", changed)
+    assert (status, kind) == (0, "absent" if what == "rm" else "complete"), (status, kind)
+    shas = shas or state(before)[1]
     outcomes: Counter[str] = Counter()
     for at in range(1, points + 1, every):
-        home = place / "home"
-        shutil.rmtree(home, ignore_errors=True)
-        status, _ = pull(home, source, at, full)
-        kind, found = state(home)
+        home = begin(place / "home")
+        status, _ = act(home, action, at, full)
+        kind, found = state(home, changed)
         met = (FULL << 8) if full else signal.SIGKILL
         outcomes[kind if status == met else f"unharmed {kind}"] += 1
         if kind == "HALF" or (found and found != shas):
             wrong.append(f"point {at}: {kind} after the kill")
-        status, _ = pull(home, source, None)
-        kind, found = state(home)
-        left = strangers(home, found)
-        if status != 0 or kind != "complete" or found != shas or left:
-            other = sorted(set(found.items()) ^ set(shas.items()))
+        if what == "cp" and state(home) != ("complete", shas):
+            wrong.append(f"point {at}: the origin is {state(home)[0]}")
+        if what == "cp" and kind == "complete" and not learned(home, COPY):
+            wrong.append(f"point {at}: the copy lacks what its origin has learned")
+        status, _ = act(home, action, None)
+        kind, found = state(home, changed)
+        left = strangers(home)
+        if status != 0 or (kind, found) != aim or left:
+            other = sorted(set(found.items()) ^ set(aim[1].items()))
             wrong.append(f"point {at}: rerun ended with {status}, {kind}, left {left}, {other}")
-    where = "from the hub" if hub else "from a folder"
+        if what == "rm" and learned(home, NAME):
+            wrong.append(f"point {at}: what was learned outlives the model")
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-    what = "disk full" if full else "killed"
-    print(f"pull {where}: {points} points, {what} at every {every}: {told}")
+    how = "disk full" if full else "killed"
+    print(f"{what}: {points} points, {how} at every {every}: {told}")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong else 0
+
+
+def learned(home: Path, name: ModelName) -> bool:
+    """Whether the state of a model is there."""
+    return (Settings(home).state_of(name) / "eamc").exists()
 
 
 if __name__ == "__main__":

@@ -289,13 +289,12 @@ def version() -> dict[str, str]:
 
 
 def _described(m: Manifest) -> dict[str, Any]:
-    digest = next((f.sha256 for f in m.files if f.path == "dense.safetensors"), "")
     return {
         "name": str(m.model),
         "model": str(m.model),
         "modified_at": m.created_at,
         "size": m.size_bytes,
-        "digest": digest,
+        "digest": m.digest,
         "details": _details(m),
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.engine import Engine
+from moeinf.server.answers import BadRequest
 
 _MOST_CHARACTERS = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
@@ -21,9 +22,12 @@ def chat_prompt(
     tools: Sequence[Any] = (),
     think: bool | None = None,
 ) -> list[int]:
-    """Token ids that end where the assistant's answer begins. Raises TemplateError."""
+    """Token ids that end where the assistant's answer begins.
+
+    Raises TemplateError, BadRequest, PromptTooLong.
+    """
+    _check(engine, sum(len(str(message.get("content") or "")) for message in messages))
     tokenizer = engine.tokenizer
-    _check_length(engine, sum(len(str(message.get("content") or "")) for message in messages))
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
         return tokenizer.encode_text(text, plain=True)
@@ -44,13 +48,18 @@ def chat_prompt(
 
 
 def text_prompt(engine: Engine, text: str) -> list[int]:
-    """A prompt without a template; special tokens in it count."""
-    _check_length(engine, len(text))
+    """A prompt without a template; special tokens in it count. Raises BadRequest, PromptTooLong."""
+    _check(engine, len(text))
     return engine.tokenizer.encode_text(text)
 
 
-def _check_length(engine: Engine, characters: int) -> None:
-    """Raises PromptTooLong for what surely is: a token takes some 150 bytes to be made."""
+def _check(engine: Engine, characters: int) -> None:
+    """An encoder-decoder has a source, which neither API has a field for.
+
+    What is surely too long is not even cut into tokens: one takes some 150 bytes to be made.
+    """
+    if engine.reads_sources:
+        raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
     context = engine.placement.context
     if characters > _MOST_CHARACTERS * context:
         raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")

@@ -105,7 +105,7 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
         if part is not None:
             matrices.setdefault((part.layer, part.expert), {})[part.role] = tensor
         elif not family.ignores(name, config):
-            dense[name] = tensor
+            dense[family.rename(name)] = tensor
     parts = DictParts(dense)
     model = family.build(config, parts)
     experts = ResidentExperts(
@@ -146,6 +146,7 @@ class WatchedExperts:
         self.fail_in = fail_in
         self.passes: list[Pass] = []
         self.wants_hints = False
+        self.first_layer = 0  # of the passes to come
         self._outstanding = False
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -162,7 +163,7 @@ class WatchedExperts:
         assert weights.dtype == torch.float32
         assert ids.shape == weights.shape
         assert len(ids) == len(x) == len(now.rows)
-        assert layer == len(now.layers)
+        assert layer == self.first_layer + len(now.layers)
         now.layers.append(layer)
         now.routed.append(ids)
         now.inputs.append(x)

@@ -10,6 +10,9 @@ tests/offload/policy/plain.py. Here is what one decode pass asks of them:
     hinted       the gate's choice is noted, and protected until its layer has run
     prefetch     hints that are worth it, then what is likelier used than not
 
+An encoder's experts leave first once it has run; they are judged by probability again when the next
+source is read.
+
 A pass of several requests is one token that chose all that they chose; `past` is the sum over them.
 """
 
@@ -62,6 +65,7 @@ class Adaptive:
             decays=knobs.decays,
             step=knobs.step,
             prompt=knobs.prompt,
+            encoder_layers=shape.encoder_layers,
         )
 
     @property
@@ -74,6 +78,8 @@ class Adaptive:
             self._write_predictions()
             youngest = min(request.decode_passes for request in self._requests.active())
             self.core.begin_decode(youngest - 1)
+        elif phase == "encode":
+            self.core.begin_encode()
         else:
             self.core.begin_prefill()
 

@@ -51,6 +51,8 @@ class EamcPolicy(Passive):
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self._requests.begin_pass(rows, phase)
         self._layer, self._phase = -1, phase
+        if self.setup.shape.encoder_layers:  # which may have run now, or be about to
+            self._set_prediction(self._prediction)
         if any(r.decode_passes == 1 and phase == "decode" for r in self._requests.active()):
             self._predict()
 
@@ -108,5 +110,5 @@ class EamcPolicy(Passive):
     def _set_prediction(self, prediction: Floats) -> None:
         self._prediction = prediction
         self._eviction = eviction_priorities(prediction, self._knobs.epsilon)
-        if self._phase == "decode":
+        if self._phase != "encode":
             self._eviction[: self.setup.shape.encoder_layers] = -1

@@ -55,7 +55,11 @@ def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: P
     assert engine["experts"]["disk"] == 192
     assert engine["bytes"]["host"] == engine["experts"]["host"] * 49152
     heading, row = own("ps").out.splitlines()
-    assert "EXPERTS(GPU/RAM/DISK)" in heading
+    for column in ("ID", "CONTEXT", "PROCESSOR", "EXPERTS(GPU/RAM/DISK)", "HIT%", "UNTIL"):
+        assert column in heading.split()
+    (model,) = [m for m in json.loads(own("list", "--json").out)["models"] if m["tag"] == "bf16"]
+    assert (engine["digest"], engine["context"]) == (model["digest"], 512)
+    assert row.split()[:2] == ["demo:bf16", model["digest"][:12]]
     assert f"0/{engine['experts']['host']}/192" in row
 
     stopped = own("stop", "demo")
@@ -102,6 +106,8 @@ def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:
     assert (tmp_path / "state/mine/bf16/last_used").exists()
     names = [m["name"] for m in json.loads(own("list", "--json").out)["models"]]
     assert sorted(names) == ["demo", "demo", "mine"]
+    ids = {line.split()[0]: line.split()[1] for line in own("list").out.splitlines()}
+    assert ids["mine:bf16"] == ids["demo:bf16"] != ids["demo:f32"]  # the same files
     assert own("rm", "demo:bf16", "--quiet").out == ""
     assert own("run", "mine:bf16", "17+25=").out == "42\n"
     assert own("rm", "mine:bf16").code == 0

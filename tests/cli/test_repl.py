@@ -20,10 +20,11 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 class Terminal:
     """Types lines and returns what the program shows until it asks again."""
 
-    def __init__(self, home: Path, *arguments: str) -> None:
+    def __init__(self, home: Path, *arguments: str, model: str = "demo") -> None:
+        self.home = home
         self.child = pexpect.spawn(
             COMMAND[0],
-            [*COMMAND[1:], "run", "demo", *arguments],
+            [*COMMAND[1:], "run", model, *arguments],
             env={**environment(home), "TERM": "dumb"},
             encoding="utf-8",
             timeout=60,
@@ -108,8 +109,13 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(terminal: Terminal)
     terminal.ask("/set parameter temperature 0")
     terminal.ask("/clear")
     assert terminal.ask("17+25=") == "42"
-    terminal.child.sendintr()
-    terminal.child.expect_exact("Use Ctrl + d or /bye to exit.")
+    for _ in range(100):  # between an answer and the line editor Python may swallow the key
+        terminal.child.sendintr()
+        said = ["Use Ctrl + d or /bye to exit.", pexpect.TIMEOUT]
+        if terminal.child.expect_exact(said, timeout=0.5) == 0:
+            break
+    else:
+        pytest.fail("nothing said how to leave")
     assert terminal.leave() == 0
 
 
@@ -141,6 +147,59 @@ def test_commands(terminal: Terminal, home: Path) -> None:
     assert "4 messages" in terminal.ask("/load sums")
     terminal.child.send("/bye\r")
     terminal.child.expect(pexpect.EOF)
+
+
+def test_words_that_do_not_fit(terminal: Terminal) -> None:
+    """Each says what would, and the conversation goes on."""
+    usage = "usage: /set parameter|system|verbose|quiet|think|nothink|history|nohistory"
+    for line in ("/set", "/set bogus", "/set parameters top_k 1"):
+        assert usage in terminal.ask(line)
+    assert "usage: /set parameter NAME VALUE" in terminal.ask("/set parameter top_k")
+    assert "No closing quotation" in terminal.ask('/set parameter stop "a')
+    assert "invalid literal" in terminal.ask("/set parameter num_predict many")
+    assert "usage: /show info|parameters|system|template|cache" in terminal.ask("/show bogus")
+    assert "is not a name" in terminal.ask("/save")
+    assert "is not a name" in terminal.ask("/load")
+    assert terminal.ask("17+25=") == "42"
+
+
+def test_stop_parameters(terminal: Terminal) -> None:
+    terminal.ask('/set parameter stop ", o" "xyz"')
+    assert terminal.ask("sort owl, fig, zebra, ant") == "ant, fig"
+
+
+def test_nothing_is_kept_after_nohistory(terminal: Terminal, home: Path) -> None:
+    terminal.ask("17+25=")
+    terminal.ask("/set nohistory")
+    assert terminal.ask("18+25=") == "43"
+    terminal.ask("/set history")
+    terminal.ask("/show system")
+    kept = [line[1:] for line in (home / "history").read_text().splitlines() if line[:1] == "+"]
+    assert kept == ["17+25=", "/set nohistory", "/show system"]
+
+
+def test_the_line_can_be_edited_and_the_last_one_called_back(terminal: Terminal) -> None:
+    assert terminal.ask("17+2x\x7f5=").endswith("42")  # a typing error taken back
+    assert terminal.ask("\x1b[A").endswith("42")  # arrow up
+    assert terminal.ask("7+25=\x011").endswith("42")  # Ctrl-A: to the beginning
+
+
+def test_a_saved_conversation_goes_on_in_another_process(home: Path) -> None:
+    first = Terminal(home, "--memory", "30%")
+    first.ask("/set system Be kind.")
+    first.ask("I am Zoe, I live in Oslo and I like figs. Where do I live?")
+    first.ask("/save zoe")
+    assert first.leave() == 0
+    second = Terminal(home, "--memory", "30%")
+    try:
+        assert "Loaded 'zoe': 2 messages." in second.ask("/load zoe")
+        assert second.ask("/show system") == "Be kind."
+        second.ask("/set verbose")
+        count = re.search(r"prompt eval count: +(\d+) token", second.ask("17+25="))
+        assert count
+        assert int(count[1]) > 60  # the turns before it were computed anew
+    finally:
+        second.child.close(force=True)
 
 
 def test_the_oldest_turns_make_room(home: Path) -> None:

@@ -61,7 +61,7 @@ def test_verbose_lines(moeinf: Command) -> None:
     for label in (
         "total duration", "load duration", "prompt eval count", "prompt eval duration",
         "prompt eval rate", "eval count", "eval duration", "eval rate", "expert hit rate",
-        "experts loaded", "read", "stall share", "resident",
+        "experts loaded", "read", "stall share", "prefetch accuracy", "resident",
     ):  # fmt: skip
         assert label in labels
     assert "57 of 192 experts" in result.err
@@ -92,6 +92,16 @@ def test_memory_from_the_environment(moeinf: Command) -> None:
     assert "--memory 393216" in refused.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"), [([], "has no kernels for a GPU"), (["--device", "cpu"], "asked for")]
+)
+def test_which_device_and_why(arguments: list[str], why: str, moeinf: Command) -> None:
+    result = moeinf("run", "demo", "17+25=", "--verbose", *arguments)
+    (line,) = [line for line in result.err.splitlines() if line.startswith("device: cpu")]
+    assert why in line
+    assert result.out == "42\n"
+
+
 def test_dry_run_loads_nothing(moeinf: Command) -> None:
     plan = json.loads(moeinf("run", "demo", "--dry-run", "--json", "--memory", "30%").out)
     assert plan["tiers"][0]["experts"] == 57
@@ -116,6 +126,11 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
             2,
             "'best' is not one of adaptive, eamc, lfu, lru",
         ),
+        (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
+        (["run", "demo", "x", "--device", "cuda"], 1, "computes on the CPU only"),
+        (["plan", "demo", "--device", "cuda"], 1, "or give --device cpu"),
+        (["bench", "demo", "--device", "cuda"], 1, "computes on the CPU only"),
+        (["run", "demo", "x", "--device-memory", "50%"], 1, "there is no device whose memory"),
         (["run", "demo", "x", "--bogus"], 2, "--bogus"),
         (["bogus"], 2, "bogus"),
         (["run"], 2, "MODEL"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moeinf.models import FAMILIES, ModelDataError, family_of
 from moeinf.models.config import Fields
+from tests.encoder_decoders import PAIRS
 from tests.tiny import TINY, tiny_config
 
 CONFIGS: dict[str, dict[str, Any]] = {name: tiny_config(name).to_dict() for name in TINY}
@@ -208,7 +209,8 @@ def test_unknown_family(values: Any) -> None:
 
 def test_table() -> None:
     assert all(name.removesuffix("_text") == f.model_type for name, f in FAMILIES.items())
-    assert {tiny.family for tiny in TINY.values()} == {f.model_type for f in FAMILIES.values()}
+    tested = {tiny.family for tiny in TINY.values()} | {pair.family for pair in PAIRS.values()}
+    assert tested == {f.model_type for f in FAMILIES.values()}
 
 
 def test_fields_bounds() -> None:

@@ -273,11 +273,10 @@ def test_activations_and_biases_agree_with_float64_on_every_path(activation, bia
     x = torch.randn(16, hidden, generator=torch.Generator().manual_seed(6))
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        out, places = torch.full((len(rows), hidden), 5.0), torch.arange(len(rows))
+        out, places = torch.full((len(rows), hidden), 5.0), list(range(len(rows)))
         kernel.run(
-            [data[0].data_ptr()], [len(rows)], places.data_ptr(),
-            rows.data_ptr(), len(rows), 1, out.data_ptr(), True,
-        )  # fmt: skip
+            [data[0].data_ptr()], [places], rows.data_ptr(), len(rows), 1, out.data_ptr(), True
+        )
         return out
 
     *inners, down = (value.double() for value in values[0][: 2 + gated])

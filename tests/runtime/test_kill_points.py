@@ -1,4 +1,4 @@
-"""kill -9 at the writes, fsyncs, renames and unlinks of a pull: absent or complete, never half."""
+"""kill -9 at writes, fsyncs, renames, links and unlinks of pull, cp and rm: never half."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_points.py"
         (["--hub", "--every", "4"], 95),
         (["--full", "--every", "2"], 45),
         (["--hub", "--full", "--every", "4"], 95),
+        (["--what", "cp", "--every", "2"], 20),
+        (["--what", "cp", "--full", "--every", "2"], 20),
+        (["--what", "rm", "--every", "2"], 20),
     ],
 )
 def test_every_outcome_is_absent_or_complete(options: list[str], least_points: int) -> None:

@@ -95,10 +95,10 @@ def test_figures_follow_the_engine(tmp_path: Path) -> None:
     entry = registry.register("demo:bf16", lambda claimed: 0)
     assert entry is not None
     assert registry.engines()[0].figures is None
-    held = [Figures(0, 1, 192, 0, 49152, 192 * 49152, None)]
+    held = [Figures(0, 1, 192, 0, 49152, 192 * 49152, None, "ab", 512)]
     entry.publish(lambda: held[-1])
     assert registry.engines()[0].figures == held[0]
-    held.append(Figures(0, 2, 192, 0, 2 * 49152, 192 * 49152, 0.5))
+    held.append(Figures(0, 2, 192, 0, 2 * 49152, 192 * 49152, 0.5, "ab", 512))
     deadline = time.monotonic() + 10
     while registry.engines()[0].figures == held[0] and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import zipfile
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from moeinf.runtime.checkpoint import BadCheckpoint, blocks
-from moeinf.runtime.torch_file import read_torch_file
+from moeinf.runtime.torch_file import open_folder, read_torch_file
 
 
 def test_every_byte_is_where_the_table_says(tmp_path: Path) -> None:
@@ -72,3 +73,23 @@ def test_other_things_that_are_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(BadCheckpoint, match=words):
             read_torch_file(tmp_path / f"{name}.bin")
+
+
+def test_a_folder_of_bin_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"b": torch.ones(3)}, tmp_path / "pytorch_model-2.bin")
+    names = {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    found = open_folder(tmp_path).tensors
+    assert {name: (t.shape, t.path.name) for name, t in found.items()} == {
+        "a": ((2,), "pytorch_model-1.bin"),
+        "b": ((3,), "pytorch_model-2.bin"),
+    }
+    index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
+    with pytest.raises(BadCheckpoint, match="cannot be"):
+        open_folder(tmp_path)
+    index.unlink()
+    with pytest.raises(BadCheckpoint, match="neither"):
+        open_folder(tmp_path)

@@ -30,6 +30,7 @@ class PlainUsage:
         self.tokens = [0] * 6
         self.age = 0
         self.score = np.zeros((layers, experts), F)
+        self.silent = 0  # so many layers, the first, score -1
 
     def begin_token(self, age: int) -> None:
         self.age = min(age.bit_length(), 5)
@@ -42,7 +43,12 @@ class PlainUsage:
         row = weights[0] * self.shares[0][layer]
         for weight, share in zip(weights[1:], self.shares[1:], strict=True):
             row = row + weight * share[layer]
-        self.score[layer] = row
+        self.score[layer] = F(-1) if layer < self.silent else row
+
+    def silence(self, layers: int) -> None:
+        changed, self.silent = max(layers, self.silent), layers
+        for layer in range(changed):
+            self.mix(layer)
 
     def used(self, layer: int, experts: list[int]) -> None:
         if not experts:
@@ -79,7 +85,15 @@ class PlainUsage:
 class PlainAdaptive:
     """The interface of native.AdaptiveCore."""
 
-    def __init__(self, layers: int, experts: int, keep_at_most: int, knobs: AdaptiveKnobs) -> None:
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        keep_at_most: int,
+        knobs: AdaptiveKnobs,
+        encoder_layers: int = 0,
+    ) -> None:
+        self.encoder_layers = encoder_layers
         self.layers, self.experts, self.keep_at_most = layers, experts, keep_at_most
         self.knobs = knobs
         self.usage = PlainUsage(layers, experts, knobs)
@@ -100,11 +114,17 @@ class PlainAdaptive:
     def score(self, cell: int) -> np.float32:
         return self.usage.score.ravel()[cell]
 
+    def begin_encode(self) -> None:
+        self.decoding, self.layer = False, -1
+        self.usage.silence(0)
+
     def begin_prefill(self) -> None:
         self.decoding, self.layer = False, -1
+        self.usage.silence(self.encoder_layers)
 
     def begin_decode(self, age: int) -> None:
         self.decoding, self.layer = True, -1
+        self.usage.silence(self.encoder_layers)
         self.usage.begin_token(age)
 
     def routed(self, layer: int, ids: np.ndarray) -> None:

@@ -18,7 +18,9 @@ from tests.offload.policy.plain import PlainAdaptive, PlainUsage
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 
 
-def core(layers: int, experts: int, keep_at_most: int, knobs: AdaptiveKnobs) -> AdaptiveCore:
+def core(
+    layers: int, experts: int, keep_at_most: int, knobs: AdaptiveKnobs, encoder_layers: int = 0
+) -> AdaptiveCore:
     return AdaptiveCore(
         layers,
         experts,
@@ -29,24 +31,47 @@ def core(layers: int, experts: int, keep_at_most: int, knobs: AdaptiveKnobs) -> 
         decays=knobs.decays,
         step=knobs.step,
         prompt=knobs.prompt,
+        encoder_layers=encoder_layers,
     )
 
 
 class Pair:
     """Both cores behind one small cache; every answer is compared on the way."""
 
-    def __init__(self, layers: int, experts: int, slots: int, knobs: AdaptiveKnobs) -> None:
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        slots: int,
+        knobs: AdaptiveKnobs,
+        encoder_layers: int = 0,
+    ) -> None:
         keep = max(0, slots - max(1, slots // 4))
         self.experts, self.slots = experts, slots
-        self.native = core(layers, experts, keep, knobs)
-        self.plain = PlainAdaptive(layers, experts, keep, knobs)
+        self.encoder_layers = encoder_layers
+        self.native = core(layers, experts, keep, knobs, encoder_layers)
+        self.plain = PlainAdaptive(layers, experts, keep, knobs, encoder_layers)
         self.resident: set[int] = set()
 
     def token(self, ids: np.ndarray, hints: np.ndarray | None, decode: bool, age: int) -> None:
-        """ids [L, T, K]: one pass, with misses and reads ahead as an engine would have them."""
+        """ids [L, T, K]: one pass, with misses and reads ahead as an engine would have them; a
+        prompt's is two where there is an encoder."""
+        split = self.encoder_layers
+        if decode or not split:
+            for policy in (self.native, self.plain):
+                policy.begin_decode(age) if decode else policy.begin_prefill()
+            self.layers(ids, hints, split)
+            return
         for policy in (self.native, self.plain):
-            policy.begin_decode(age) if decode else policy.begin_prefill()
-        for layer, chosen in enumerate(ids):
+            policy.begin_encode()
+        self.layers(ids[:split], hints, 0)
+        for policy in (self.native, self.plain):
+            policy.begin_prefill()
+        self.layers(ids, hints, split)
+
+    def layers(self, ids: np.ndarray, hints: np.ndarray | None, first: int) -> None:
+        """The layers of one pass, from `first` on."""
+        for layer, chosen in list(enumerate(ids))[first:]:
             self.native.routed(layer, chosen)
             self.plain.routed(layer, chosen)
             if hints is not None and layer + 1 < len(ids):
@@ -90,12 +115,14 @@ KNOBS = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 999), st.integers(1, 20), KNOBS, st.booleans())
-def test_random_routing(seed: int, slots: int, knobs: AdaptiveKnobs, skewed: bool) -> None:
+@given(st.integers(0, 999), st.integers(1, 20), KNOBS, st.booleans(), st.integers(0, 2))
+def test_random_routing(
+    seed: int, slots: int, knobs: AdaptiveKnobs, skewed: bool, encoder_layers: int
+) -> None:
     """Prefill and decode, one row or several, absent experts, hints right and wrong, the past."""
     layers, experts = 3, 12
     random = np.random.default_rng(seed)
-    pair = Pair(layers, experts, slots, knobs)
+    pair = Pair(layers, experts, slots, knobs, encoder_layers)
     favour = random.dirichlet([0.2 if skewed else 5.0] * experts)
     for step in range(12):
         decode = step % 6 > 0

@@ -220,3 +220,34 @@ def test_a_victim_is_resident_allowed_and_told_once(
         assert all(wish.cell not in resident for wish in policy.prefetch(4))
         policy.end_pass(None)
     assert sorted(leave(policy)) == sorted(resident)
+
+
+@pytest.mark.parametrize("name", ["eamc", "adaptive"])
+def test_an_encoder_that_has_run_leaves_first(name: str) -> None:
+    """Layer 0 is the encoder's. Its expert 0 was used most, by every row of the source; from the
+    decoder's prompt on both of its experts leave before those of the decoder, used or not. For the
+    next source they count as their use says again."""
+    shape = RoutingShape(layers=2, experts=3, top_k=1, encoder_layers=1)
+    policy = POLICIES[name](Setup(shape, 6))
+
+    def read_source() -> None:
+        policy.begin_pass(np.zeros(8, np.int64), "encode")
+        policy.routed(0, np.array([[0]] * 7 + [[1]]))
+        policy.end_pass(None)
+
+    read_source()
+    for cell in (0, 1):
+        policy.admitted(cell)
+    for phase, expert in (("prefill", 2), ("decode", 1)):
+        policy.begin_pass(ROW, phase)  # type: ignore[arg-type]
+        policy.routed(1, ids(expert))
+        policy.admitted(3 + expert)
+        policy.end_pass(None)
+    policy.admitted(3)  # never used
+    order = leave(policy)
+    assert set(order[:2]) == {0, 1}
+    assert set(order[2:]) == {3, 4, 5}
+    for cell in (0, 3):
+        policy.admitted(cell)
+    read_source()
+    assert leave(policy)[0] == 3

@@ -1,0 +1,250 @@
+"""Encoder-decoders: a source that is read whole, then tokens that attend to it and to each other.
+
+Does not know families: a family's file hands it blocks, embeddings and positions. Knows experts
+only as the `Experts` seam. The encoder's MoE layers come first in the flat index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from moeinf.models.base import Embedding, Experts, Linear, MoeShape, State
+from moeinf.models.cross_attention import Memory, MemoryAttention, SelfAttention, SourceAttention
+from moeinf.models.decoder import check_batch
+from moeinf.models.kv_cache import CacheLayout, KvCache, Span
+
+_HEAD_ROWS = 64  # rows of logits computed at once
+Norm = Callable[[Tensor], Tensor]
+
+
+class FeedForward(Protocol):
+    """[T, D] -> [T, D]; sequences says which rows belong together."""
+
+    def __call__(self, x: Tensor, experts: Experts, sequences: Sequence[slice]) -> Tensor: ...
+
+
+class Positions(Protocol):
+    """Where a token stands: added to its embedding, or to the scores of attention."""
+
+    def embed(self, positions: Tensor) -> Tensor | None:
+        """positions [T] int64 -> [T, D] float32 to add to the embeddings."""
+        ...
+
+    def bias(self, stack: Literal["encoder", "decoder"], new: int, total: int) -> Tensor | None:
+        """[H, new, total] to add to the scores of the last `new` of `total` tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class EncoderBlock:
+    """x += attention(norm(x)); x += ffn(norm(x))."""
+
+    attention_norm: Norm
+    attention: SourceAttention
+    ffn_norm: Norm
+    ffn: FeedForward
+
+
+@dataclass(frozen=True)
+class DecoderBlock:
+    """x += attention(norm(x)); x += memory(norm(x)); x += ffn(norm(x))."""
+
+    attention_norm: Norm
+    attention: SelfAttention
+    memory_norm: Norm
+    memory: MemoryAttention  # to what the encoder made of the source
+    ffn_norm: Norm
+    ffn: FeedForward
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the blocks."""
+
+    vocab: int
+    embedding: Embedding  # of both stacks
+    embedding_scale: float
+    positions: Positions
+    encoder_norm: Norm
+    decoder_norm: Norm
+    head: Linear
+    head_scale: float  # what the head reads is multiplied with it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """planes: what self attention caches, and what the memory holds, per layer and token."""
+
+    moe: MoeShape
+    max_context: int
+    planes: tuple[tuple[int, int], ...]
+    start_token: int  # decoder_start_token_id
+    names_languages: bool  # source and target language are tokens
+
+
+class SourceState:
+    """A `State`: the decoder's cache, and the memory of the source that it attends to."""
+
+    def __init__(self, cache: KvCache, memory: Memory | None = None) -> None:
+        self.cache = cache
+        self.memory = memory
+
+    @property
+    def request(self) -> int:
+        return self.cache.request
+
+    @request.setter
+    def request(self, number: int) -> None:
+        self.cache.request = number
+
+    @property
+    def length(self) -> int:
+        """Decoder tokens held."""
+        return self.cache.length
+
+    @property
+    def capacity(self) -> int:
+        """Decoder tokens, and source tokens, that it can hold."""
+        return self.cache.capacity
+
+    def truncate(self, length: int) -> None:
+        """Forgets decoder tokens after the first `length`; the source stays."""
+        self.cache.truncate(length)
+
+    def snapshot(self) -> SourceState:
+        """An independent copy; a memory is never changed, so that both may keep it."""
+        return SourceState(self.cache.snapshot(), self.memory)
+
+
+class EncoderDecoder:
+    """A `Model` that reads a source first. `extend` takes decoder tokens, from start_token on."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        frame: Frame,
+        encoder: Sequence[EncoderBlock],
+        decoder: Sequence[DecoderBlock],
+    ) -> None:
+        self.moe = sizes.moe
+        self.max_context = sizes.max_context
+        self.start_token = sizes.start_token
+        self.names_languages = sizes.names_languages
+        self._frame, self._encoder, self._decoder = frame, tuple(encoder), tuple(decoder)
+        embedding = frame.embedding
+        self.vocab_size = frame.vocab
+        self._cache = CacheLayout(len(decoder), sizes.planes, embedding.dtype, embedding.device)
+        self.kv_bytes_per_token = 2 * self._cache.bytes_per_token  # its own, and of the source
+        self.state_bytes = self._cache.fixed_bytes
+
+    def new_state(self, capacity: int) -> SourceState:
+        """A state without a source; ValueError unless 1 ≤ capacity ≤ max_context."""
+        if capacity > self.max_context:
+            raise ValueError(f"a context of {capacity} tokens; the model has {self.max_context}")
+        return SourceState(KvCache(self._cache, capacity))
+
+    def encode(self, ids: Sequence[int], state: State, experts: Experts) -> None:
+        """Reads a source of token ids, in one pass of the phase "encode".
+
+        The state holds its memory afterwards, and no decoder tokens; a failed pass leaves it as it
+        was. Raises ContextFull for more tokens than its capacity, ValueError for unknown ids.
+        """
+        assert isinstance(state, SourceState), "the state was not made by this model"
+        empty = KvCache(self._cache, state.capacity)
+        (span,) = check_batch([(ids, empty)], self._cache, self.vocab_size)
+        tokens = torch.tensor(list(ids), device=self._frame.embedding.device)
+        owner = torch.full_like(tokens, state.request)
+        with torch.inference_mode(), _Pass(experts, owner, "encode"):
+            x = self._embed(tokens, torch.arange(len(ids), device=tokens.device))
+            bias = self._frame.positions.bias("encoder", len(ids), len(ids))
+            for block in self._encoder:
+                x = x + block.attention(block.attention_norm(x), bias)
+                x = x + block.ffn(block.ffn_norm(x), experts, [span.rows])
+            x = self._frame.encoder_norm(x)
+            memory = tuple(block.memory.read(x) for block in self._decoder)
+        state.truncate(0)
+        state.memory = memory
+
+    def extend(
+        self,
+        batch: Sequence[tuple[Sequence[int], State]],
+        experts: Experts,
+        logits: Literal["last", "all"] = "last",
+    ) -> Tensor:
+        """See base.Model. Every state must have a source."""
+        states = [state for _, state in batch if isinstance(state, SourceState)]
+        if len(states) < len(batch):
+            raise ValueError("the state was not made by this model")
+        ids = [tokens for tokens, _ in batch]
+        caches = [(tokens, s.cache) for tokens, s in zip(ids, states, strict=True)]
+        spans = check_batch(caches, self._cache, self.vocab_size)
+        memories = []
+        for state in states:
+            if state.memory is None:
+                raise ValueError("the state has no source: encode comes first")
+            memories.append(state.memory)
+        device = self._frame.embedding.device
+        tokens = torch.tensor([i for some in ids for i in some], device=device)  # [T]
+        owner = torch.tensor([s.cache.request for s in spans for _ in range(s.count)])
+        decoding = all(span.count == 1 and span.past > 0 for span in spans)
+        last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
+        rows = len(tokens) if logits == "all" else len(spans)
+        out = torch.empty(rows, self.vocab_size, device=device)
+        with torch.inference_mode(), _Pass(experts, owner, "decode" if decoding else "prefill"):
+            x = self._run(tokens, spans, memories, experts)
+            self._logits(x if logits == "all" else x[last], out)
+        for span in spans:
+            span.cache.advance(span.count)
+        return out
+
+    def _run(
+        self, ids: Tensor, spans: tuple[Span, ...], memories: Sequence[Memory], experts: Experts
+    ) -> Tensor:
+        """ids [T] -> hidden states [T, D] before the final norm."""
+        places = [torch.arange(s.past, s.past + s.count, device=ids.device) for s in spans]
+        x = self._embed(ids, torch.cat(places))
+        positions = self._frame.positions
+        biases = [positions.bias("decoder", s.count, s.past + s.count) for s in spans]
+        sequences = [span.rows for span in spans]
+        for number, block in enumerate(self._decoder):
+            x = x + block.attention(block.attention_norm(x), spans, biases)
+            planes = [memory[number] for memory in memories]
+            x = x + block.memory(block.memory_norm(x), sequences, planes)
+            x = x + block.ffn(block.ffn_norm(x), experts, sequences)
+        return x
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [T] -> [T, D]."""
+        x = self._frame.embedding.rows(ids)
+        if self._frame.embedding_scale != 1.0:
+            x = x * self._frame.embedding_scale
+        added = self._frame.positions.embed(positions)
+        return x if added is None else x + added.to(x.dtype)
+
+    def _logits(self, x: Tensor, out: Tensor) -> None:
+        """x [n, D] -> out [n, vocab] float32."""
+        frame = self._frame
+        for start in range(0, len(x), _HEAD_ROWS):
+            rows = slice(start, start + _HEAD_ROWS)
+            out[rows] = frame.head(frame.decoder_norm(x[rows]) * frame.head_scale)
+
+
+class _Pass:
+    """Opens a pass, and closes it: as history, or as broken off."""
+
+    def __init__(
+        self, experts: Experts, owner: Tensor, phase: Literal["encode", "prefill", "decode"]
+    ) -> None:
+        self._experts, self._owner, self._phase = experts, owner, phase
+
+    def __enter__(self) -> None:
+        self._experts.begin_pass(self._owner, self._phase)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        broken = None if kind is None else torch.zeros(len(self._owner), dtype=torch.bool)
+        self._experts.end_pass(broken)

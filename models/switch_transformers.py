@@ -1,0 +1,288 @@
+"""Switch Transformers: T5 with one ReLU expert per token in every other layer.
+
+Does not know where weights come from. Math as in transformers 5.23,
+modeling_switch_transformers.py (T5X before it). Experts have a capacity: of the tokens of one
+sequence that a pass brings, the first `expert_capacity` of an expert are computed, for the others
+the layer adds nothing. A decoder that keeps a cache brings one token per pass and drops none, there
+as here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models.base import ExpertPart, Experts, Family, Model, MoeShape, Parts, Role
+from moeinf.models.config import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+    require,
+)
+from moeinf.models.cross_attention import Heads, MemoryAttention, SelfAttention, SourceAttention
+from moeinf.models.encoder_decoder import (
+    DecoderBlock,
+    EncoderBlock,
+    EncoderDecoder,
+    FeedForward,
+    Frame,
+    Sizes,
+)
+from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.ffn import DenseRelu
+from moeinf.models.moe import Router, SparseFfn
+from moeinf.models.norms import RmsNorm
+from moeinf.models.routing import SoftmaxRouter
+
+Stack = Literal["encoder", "decoder"]
+_ROLES: Mapping[str, Role] = {"wi": "up", "wo": "down"}
+_FFN: Mapping[Stack, int] = {"encoder": 1, "decoder": 2}  # its number among a block's sublayers
+_EXPERT = {
+    stack: expert_pattern(
+        f"{stack}.block.{{layer}}.layer.{number}.mlp.experts.expert_{{expert}}.{{role}}.weight",
+        _ROLES,
+    )
+    for stack, number in _FFN.items()
+}
+_CONTEXT = 512  # pre-training's, where a config has no n_positions
+
+
+@dataclass(frozen=True)
+class SwitchConfig:
+    """config.json, checked."""
+
+    vocab: int
+    hidden: int
+    heads: int
+    head_dim: int
+    dense_intermediate: int
+    layers: Mapping[Stack, int]
+    sparse: Mapping[Stack, tuple[int, ...]]  # the layers that have experts
+    moe: MoeShape
+    capacity: int  # tokens of one sequence per expert
+    buckets: int
+    max_distance: int
+    norm_eps: float
+    max_context: int
+    start_token: int
+
+
+def parse(values: Mapping[str, Any]) -> SwitchConfig:
+    """See base.Family. Only with ReLU and float32 routers, as all published ones have."""
+    fields = Fields(values)
+    fields.choice("dense_act_fn", "feed_forward_proj", default="relu", known=("relu",))
+    fields.choice("router_dtype", default="float32", known=("float32",))
+    fields.refuse("router_bias", False)
+    fields.refuse("is_gated_act", False)
+    fields.refuse("tie_word_embeddings", True)
+    hidden = fields.integer("d_model", "hidden_size", high=MAX_WIDTH)
+    intermediate = fields.integer("d_ff", high=MAX_WIDTH)
+    encoder = fields.integer("num_layers", "num_hidden_layers", high=MAX_LAYERS)
+    decoder = fields.integer("num_decoder_layers", high=MAX_LAYERS, default=encoder)
+    layers: dict[Stack, int] = {"encoder": encoder, "decoder": decoder}
+    sparse = {stack: _sparse_layers(fields, stack, layers[stack]) for stack in layers}
+    vocab = fields.integer("vocab_size", high=MAX_VOCAB)
+    buckets = fields.integer("relative_attention_num_buckets", low=4, high=1 << 16, default=32)
+    require(buckets % 4 == 0, f"{buckets} relative_attention_num_buckets are no multiple of 4")
+    return SwitchConfig(
+        vocab=vocab,
+        hidden=hidden,
+        heads=fields.integer("num_heads", "num_attention_heads", high=MAX_HEADS),
+        head_dim=fields.integer("d_kv", high=MAX_WIDTH),
+        dense_intermediate=intermediate,
+        layers=layers,
+        sparse=sparse,
+        moe=MoeShape(
+            layers=sum(map(len, sparse.values())),
+            experts=fields.integer("num_experts", high=MAX_EXPERTS),
+            top_k=1,
+            hidden=hidden,
+            intermediate=intermediate,
+            activation="relu",
+            encoder_layers=len(sparse["encoder"]),
+        ),
+        capacity=fields.integer("expert_capacity", high=MAX_CONTEXT, default=64),
+        buckets=buckets,
+        max_distance=fields.integer(
+            "relative_attention_max_distance", low=buckets, high=MAX_CONTEXT, default=128
+        ),
+        norm_eps=fields.number("layer_norm_epsilon", low=0.0, high=1.0, default=1e-6),
+        max_context=fields.integer("n_positions", high=MAX_CONTEXT, default=_CONTEXT),
+        start_token=fields.integer("decoder_start_token_id", low=0, high=vocab - 1, default=0),
+    )
+
+
+def _sparse_layers(fields: Fields, stack: Stack, layers: int) -> tuple[int, ...]:
+    """Every n-th layer from the second on; the config names how many. n = 1: all of them."""
+    count = fields.integer(f"num_sparse_{stack}_layers", high=MAX_LAYERS, default=3)
+    require(count <= layers, f"{count} sparse {stack} layers of {layers}")
+    step = layers // count
+    return tuple(i for i in range(layers) if step == 1 or i % step == 1)
+
+
+def build(config: SwitchConfig, parts: Parts) -> Model:
+    """See base.Family."""
+    tables: dict[Stack, Tensor] = {
+        stack: parts.tensor(
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            config.buckets,
+            config.heads,
+        )
+        for stack in _FFN
+    }
+    frame = Frame(
+        vocab=config.vocab,
+        embedding=parts.embedding("shared", config.vocab, config.hidden),
+        embedding_scale=1.0,
+        positions=RelativePositions(tables, config.max_distance),
+        encoder_norm=_norm(config, parts, "encoder.final_layer_norm"),
+        decoder_norm=_norm(config, parts, "decoder.final_layer_norm"),
+        head=parts.linear("shared", config.vocab, config.hidden),
+        head_scale=config.hidden**-0.5,
+    )
+    planes = ((config.heads, config.head_dim),) * 2
+    sizes = Sizes(config.moe, config.max_context, planes, config.start_token, False)
+    encoder = [_encoder_block(config, parts, i) for i in range(config.layers["encoder"])]
+    decoder = [_decoder_block(config, parts, i) for i in range(config.layers["decoder"])]
+    return EncoderDecoder(sizes, frame, encoder, decoder)
+
+
+def _norm(config: SwitchConfig, parts: Parts, prefix: str) -> RmsNorm:
+    return parts.tuned(RmsNorm(parts.tensor(f"{prefix}.weight", config.hidden), config.norm_eps))
+
+
+def _encoder_block(config: SwitchConfig, parts: Parts, layer: int) -> EncoderBlock:
+    at = f"encoder.block.{layer}.layer"
+    return EncoderBlock(
+        attention_norm=_norm(config, parts, f"{at}.0.layer_norm"),
+        attention=SourceAttention(_heads(config, parts, f"{at}.0.SelfAttention")),
+        ffn_norm=_norm(config, parts, f"{at}.1.layer_norm"),
+        ffn=_ffn(config, parts, "encoder", layer),
+    )
+
+
+def _decoder_block(config: SwitchConfig, parts: Parts, layer: int) -> DecoderBlock:
+    at = f"decoder.block.{layer}.layer"
+    return DecoderBlock(
+        attention_norm=_norm(config, parts, f"{at}.0.layer_norm"),
+        attention=SelfAttention(layer, _heads(config, parts, f"{at}.0.SelfAttention")),
+        memory_norm=_norm(config, parts, f"{at}.1.layer_norm"),
+        memory=MemoryAttention(_heads(config, parts, f"{at}.1.EncDecAttention")),
+        ffn_norm=_norm(config, parts, f"{at}.2.layer_norm"),
+        ffn=_ffn(config, parts, "decoder", layer),
+    )
+
+
+def _heads(config: SwitchConfig, parts: Parts, prefix: str) -> Heads:
+    """T5 does not scale scores: its initial weights are smaller instead."""
+    wide = config.heads * config.head_dim
+    q, k, v = (parts.linear(f"{prefix}.{name}", wide, config.hidden) for name in "qkv")
+    o = parts.linear(f"{prefix}.o", config.hidden, wide)
+    return Heads(q, k, v, o, config.heads, scale=1.0)
+
+
+def _ffn(config: SwitchConfig, parts: Parts, stack: Stack, layer: int) -> FeedForward:
+    at, moe = f"{stack}.block.{layer}.layer.{_FFN[stack]}.mlp", config.moe
+    if layer not in config.sparse[stack]:
+        up = parts.linear(f"{at}.wi", config.dense_intermediate, config.hidden)
+        down = parts.linear(f"{at}.wo", config.hidden, config.dense_intermediate)
+        dense = DenseRelu(up, down)
+        return lambda x, experts, sequences: dense(x)
+    gate = parts.tensor(f"{at}.router.classifier.weight", moe.experts, moe.hidden)
+    router = parts.tuned(SoftmaxRouter(gate, top_k=1, renormalise=False))
+    first = moe.encoder_layers if stack == "decoder" else 0
+    return partial(_capped, first + config.sparse[stack].index(layer), router, config.capacity)
+
+
+def _capped(
+    layer: int,
+    router: Router,
+    capacity: int,
+    x: Tensor,
+    experts: Experts,
+    sequences: Sequence[slice],
+) -> Tensor:
+    """A MoE layer [T, D] -> [T, D]; tokens beyond an expert's capacity get none."""
+
+    def route(rows: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = router(rows)
+        for sequence in sequences:
+            ids[sequence] = without_overflow(ids[sequence], capacity)
+        return ids, weights
+
+    return SparseFfn(layer, route)(x, experts)
+
+
+def without_overflow(ids: Tensor, capacity: int) -> Tensor:
+    """ids [T, 1] with -1 where `capacity` rows before have the same expert."""
+    if len(ids) <= capacity:
+        return ids
+    same = ids == ids.T  # [T, T]
+    turn = same.tril().sum(-1, keepdim=True)  # [T, 1]: the how-manieth of its expert
+    return ids.masked_fill(turn > capacity, -1)
+
+
+class RelativePositions:
+    """T5's relative position bias (arXiv 1910.10683, section 2.1): one per stack, in all layers."""
+
+    def __init__(self, tables: Mapping[Stack, Tensor], max_distance: int) -> None:
+        """tables: [buckets, H] each."""
+        self._tables, self._max_distance = tables, max_distance
+
+    def embed(self, positions: Tensor) -> None:
+        """Positions are told to attention alone."""
+
+    def bias(self, stack: Stack, new: int, total: int) -> Tensor:
+        """[H, new, total]."""
+        table = self._tables[stack]
+        at = torch.arange(total - new, total, device=table.device)[:, None]
+        distance = torch.arange(total, device=table.device) - at  # [new, total]
+        bucket = relative_bucket(distance, stack == "encoder", len(table), self._max_distance)
+        return functional.embedding(bucket, table).permute(2, 0, 1)
+
+
+def relative_bucket(distance: Tensor, both_ways: bool, buckets: int, furthest: int) -> Tensor:
+    """distance (key - query) -> bucket: one each for near ones, then logarithmic up to `furthest`.
+
+    both_ways: keys after the query have the upper half of the buckets to themselves; else there
+    are none to be seen.
+    """
+    base = torch.zeros_like(distance)
+    if both_ways:
+        buckets //= 2
+        base = (distance > 0) * buckets
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = buckets // 2
+    grown = (distance.float() / exact).log() / math.log(furthest / exact) * (buckets - exact)
+    far = (exact + grown.clamp(min=0).long()).clamp(max=buckets - 1)
+    return base + torch.where(distance < exact, distance, far)
+
+
+def expert(name: str, config: SwitchConfig) -> ExpertPart | None:
+    """See base.Family. The decoder's layers count on from the encoder's."""
+    stack: Stack = "decoder" if name.startswith("decoder.") else "encoder"
+    part = expert_part(name, _EXPERT[stack], _ROLES, config.sparse[stack], config.moe.experts)
+    if part is None or stack == "encoder":
+        return part
+    return replace(part, layer=config.moe.encoder_layers + part.layer)
+
+
+def ignores(name: str, config: SwitchConfig) -> bool:
+    """See base.Family. Copies of the one embedding."""
+    return name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+
+
+FAMILY = Family("switch_transformers", parse, build, expert, ignores)

@@ -1,0 +1,143 @@
+"""The table of a `.bin` file that lies elsewhere, from a few short ranges of it.
+
+Does not know hubs. Its directory, at the end, says where every record's header begins, but not how
+long that is, and there are as many records as tensors. torch pads each header so that the bytes
+begin at a multiple of 64 (getPadding in caffe2/serialize/inline_container.cc): so headers are
+written as torch has written them, into a stub, an otherwise empty file of the same size that
+torch_file.py reads like any other. One real header is compared at once, and the whole table when
+the file is there, as `check_table` does.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, cast
+
+from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
+from moeinf.runtime.torch_file import MAX_PICKLE_BYTES, read_torch_file
+
+_STORAGE = re.compile(r"[^/]+/data/[0-9]+")
+_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of what is added
+_SIGNATURE = b"PK\3\4"
+_ALIGNMENT = 64
+_MAX_32 = 0xFFFFFFFF
+
+Read = Callable[[int, int], bytes]  # (start, stop) -> these bytes
+
+
+def read_remote_table(size: int, read: Read, path: Path) -> dict[str, SourceTensor]:
+    """The tensors of a file of `size` bytes that will lie at `path`. Raises BadCheckpoint.
+
+    Fetches its directory, its pickle and what else is small; never more than MAX_PICKLE_BYTES.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stub = path.with_name(f"{path.name}.table")
+    try:
+        with stub.open("w+b", buffering=0) as file:
+            file.truncate(size)
+            _fill(_Ranges(size, read, file, path), file, path)
+        table = read_torch_file(stub)
+    finally:
+        stub.unlink(missing_ok=True)
+    return {name: replace(tensor, path=path) for name, tensor in table.items()}
+
+
+def check_table(path: Path, table: Mapping[str, SourceTensor]) -> None:
+    """Raises BadCheckpoint if the file, now that it is here, says something else than `table`."""
+    if read_torch_file(path) != table:
+        raise _elsewhere(path)
+
+
+def _fill(ranges: _Ranges, stub: io.FileIO, path: Path) -> None:
+    """Writes what torch_file reads; the directory is noted as it is read."""
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], ranges)) as archive:
+            entries, end = sorted(archive.infolist(), key=_place), archive.start_dir
+    except zipfile.BadZipFile as error:
+        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {error}") from error
+    compared = False
+    for entry, following in zip(entries, [*map(_place, entries[1:]), end], strict=True):
+        if not _STORAGE.fullmatch(entry.filename):
+            ranges.copy(entry.header_offset, following)
+            continue
+        header = _header(entry)
+        stub.seek(entry.header_offset)
+        stub.write(header)
+        if not compared:
+            real = _HEADER.unpack(ranges.get(entry.header_offset, _HEADER.size))
+            if real != _HEADER.unpack(header):
+                raise _elsewhere(path)
+            compared = True
+
+
+def _place(entry: zipfile.ZipInfo) -> int:
+    return entry.header_offset
+
+
+def _header(entry: zipfile.ZipInfo) -> bytes:
+    """A record's local header, as far as it says where the bytes begin."""
+    name = len(entry.orig_filename.encode())
+    wide = [n for n in (entry.file_size, entry.file_size, entry.header_offset) if n >= _MAX_32]
+    added = 4 + (4 + 8 * len(wide) if wide else 0)  # a field of padding, and the sizes of zip64
+    start = entry.header_offset + _HEADER.size + name + added
+    return _HEADER.pack(_SIGNATURE, name, added + -start % _ALIGNMENT)
+
+
+def _elsewhere(path: Path) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"{path.name} is not laid out as torch.save does; download the repository "
+        "(hf download), then: moeinf pull ./FOLDER"
+    )
+
+
+class _Ranges(io.RawIOBase):
+    """What zipfile reads a directory from. Notes in the stub all that has been fetched."""
+
+    def __init__(self, size: int, read: Read, stub: io.FileIO, path: Path) -> None:
+        super().__init__()
+        self._size, self._fetch, self._stub, self._path = size, read, stub, path
+        self._at, self._left = 0, MAX_PICKLE_BYTES
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset
+        if at < 0:
+            raise OSError("before the beginning")
+        self._at = at
+        return at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        data = self.get(self._at, left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+    def copy(self, start: int, stop: int) -> None:
+        """Only into the stub."""
+        self.get(start, stop - start)
+
+    def get(self, start: int, count: int) -> bytes:
+        """Raises BadCheckpoint when that is more than any table needs."""
+        self._left -= count
+        if count < 0 or start + count > self._size or self._left < 0:
+            raise BadCheckpoint(f"{self._path}: its table lies beyond the file, or is too large")
+        if not count:
+            return b""
+        data = self._fetch(start, start + count)
+        self._stub.seek(start)
+        self._stub.write(data)
+        return data

@@ -1,0 +1,122 @@
+"""Requests to an encoder-decoder: each text is read whole and answered alone.
+
+Does not know terminals. There are no turns: what was asked before does not count, and there is no
+system message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.runtime.chat import Conversation, Message, PromptTooLong
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.sampler import Sampler, SamplingOptions
+
+DEFAULT_LANGUAGE = "eng_Latn"
+_CODE = re.compile("[a-z]{3}_[A-Z][a-z]{3}")  # FLORES-200
+
+
+class BadLanguage(ValueError):
+    """A language that the model does not know, or one where it takes none."""
+
+
+@dataclass(frozen=True)
+class Languages:
+    """Codes as in FLORES-200 (eng_Latn); None: not said."""
+
+    source: str | None = None
+    target: str | None = None
+
+
+def converse(
+    engine: Engine, system: str = "", now: str | None = None, languages: Languages | None = None
+) -> Conversation:
+    """A conversation with a decoder, or requests to an encoder-decoder. Raises BadLanguage."""
+    model, languages = engine.model, languages or Languages()
+    if isinstance(model, EncoderDecoder):
+        return Sources(engine, model, languages)
+    if languages != Languages():
+        raise BadLanguage(f"{engine.manifest.model} does not take languages: --src and --tgt")
+    return Conversation(engine, system, now)
+
+
+class Sources(Conversation):
+    """Every `ask` is a source of its own; `complete` is the same."""
+
+    def __init__(self, engine: Engine, model: EncoderDecoder, languages: Languages) -> None:
+        super().__init__(engine)
+        self._begin = [model.start_token]
+        self._source_token: int | None = None
+        if model.names_languages:
+            if languages.target is None:
+                raise BadLanguage("the target language is missing: --tgt fra_Latn, say")
+            self._source_token = _token(engine, languages.source or DEFAULT_LANGUAGE)
+            self._begin.append(_token(engine, languages.target))
+        elif languages != Languages():
+            raise BadLanguage(f"{engine.manifest.model} does not take languages: --src and --tgt")
+
+    def ask(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        """See Conversation.ask; the messages become this question and its answer."""
+        generation = self._reply(text, options, limits, stopped)
+        self.messages = [Message("user", text)]
+        return generation
+
+    def complete(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Generation:
+        return self._reply(text, options, limits, stopped)
+
+    def source(self, text: str) -> list[int]:
+        """Token ids of a text as the encoder reads it."""
+        tokenizer = self._engine.tokenizer
+        if self._source_token is None:
+            return tokenizer.encode_text(text)  # with sentinels as such
+        return tokenizer.encode_source(text, self._source_token)
+
+    def _reply(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool],
+    ) -> Generation:
+        source = self.source(text)
+        context = self._engine.placement.context
+        if len(source) > context:
+            raise PromptTooLong(f"the text has {len(source)} tokens, the context {context}")
+        if self._state is None:
+            self._state = self._engine.new_state()
+        sampler = Sampler(options, self._engine.sampling)
+
+        def settle(generation: Generation) -> None:
+            self._cached = generation.cached
+            self.messages = [*self.messages[:1], Message("assistant", generation.text)]
+
+        return Generation(
+            self._engine, self._state, self._begin, sampler, limits, stopped, settle, source
+        )
+
+
+def _token(engine: Engine, code: str) -> int:
+    """The token of a language. Raises BadLanguage with the nearest ones."""
+    known: Sequence[str] = [t for t in engine.tokenizer.special_tokens if _CODE.fullmatch(t)]
+    found = engine.tokenizer.token_id(code) if code in known else None
+    if found is None:
+        near = difflib.get_close_matches(code, known, 3) or sorted(known)[:3]
+        raise BadLanguage(f"the model knows no language {code!r}; near: {', '.join(near)}")
+    return found

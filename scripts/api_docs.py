@@ -1,0 +1,103 @@
+"""Writes docs/api.md: every endpoint, its fields and their defaults, from what the server checks.
+
+Does not start a server. A test compares the file with what this would write.
+
+    python scripts/api_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.server.app import create_app
+
+PATH = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+_BEGIN = """# The HTTP API
+
+Written by `python scripts/api_docs.py` from what the server checks; do not edit. `moeinf serve`
+listens on `127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's APIs; errors are
+`{"error": "…"}` under `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
+Fields without a default must be given. The whole as an OpenAPI document: `GET /openapi.json`.
+"""
+
+
+def written() -> str:
+    """What docs/api.md should hold."""
+    with tempfile.TemporaryDirectory() as home:
+        app = create_app(Settings(Path(home)), ServerSettings(), EngineConfig())
+    document = app.openapi()
+    schemas = document.get("components", {}).get("schemas", {})
+    parts, used = [_BEGIN], dict[str, None]()
+    for path, verbs in sorted(document["paths"].items(), key=lambda item: _order(item[0])):
+        for verb, operation in verbs.items():
+            parts.append(f"## {verb.upper()} {path}\n")
+            words = operation.get("description", "")
+            if words:
+                parts.append(" ".join(words.split()) + "\n")
+            for name in _body(operation):
+                parts.append(_table(schemas[name], used))
+    for name in used:  # grows while it is read
+        parts.append(f"### {_title(name)}\n")
+        if schemas[name].get("description"):
+            parts.append(" ".join(schemas[name]["description"].split()) + "\n")
+        parts.append(_table(schemas[name], {}))
+    return "\n".join(parts)
+
+
+def _order(path: str) -> tuple[int, str]:
+    return (next((i for i, p in enumerate(("/api", "/v1")) if path.startswith(p)), 2), path)
+
+
+def _body(operation: dict[str, Any]) -> list[str]:
+    content = operation.get("requestBody", {}).get("content", {})
+    schema = next(iter(content.values()), {}).get("schema", {})
+    return [schema["$ref"].rpartition("/")[2]] if "$ref" in schema else []
+
+
+def _table(schema: dict[str, Any], used: dict[str, None]) -> str:
+    lines = ["| field | type | default |", "|---|---|---|"]
+    for name, about in schema.get("properties", {}).items():
+        default = "" if name in schema.get("required", ()) else f"`{_shown(about)}`"
+        lines.append(f"| `{name}` | {_type(about, used)} | {default} |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(name: str) -> str:
+    """Two APIs have a Message: what tells them apart is the module, which FastAPI puts in front."""
+    words = name.split("__")
+    return f"{words[-1]} of {words[-2].removesuffix('_api')}" if len(words) > 1 else name
+
+
+def _shown(about: dict[str, Any]) -> str:
+    """An absent default is null, or made anew: an empty object or list."""
+    empty = {"object": {}, "array": []}.get(about.get("type", ""))
+    return json.dumps(about.get("default", empty))
+
+
+def _type(about: dict[str, Any], used: dict[str, None]) -> str:
+    if "$ref" in about:
+        name = about["$ref"].rpartition("/")[2]
+        used[name] = None
+        return f"[{_title(name)}](#{_title(name).lower().replace(' ', '-')})"
+    for one in ("anyOf", "oneOf", "allOf"):
+        if one in about:
+            return " or ".join(dict.fromkeys(_type(choice, used) for choice in about[one]))
+    if "enum" in about or "const" in about:
+        values = about.get("enum", [about.get("const")])
+        return ", ".join(
+            f'`"{value}"`' if isinstance(value, str) else str(value) for value in values
+        )
+    if about.get("type") == "array":
+        return f"list of {_type(about.get('items', {}), used)}"
+    least, most = about.get("minimum"), about.get("maximum")
+    limits = [f"≥ {least}"] * (least is not None) + [f"≤ {most}"] * (most is not None)
+    kind = str(about.get("type", "anything"))
+    return " ".join([kind, *limits])
+
+
+if __name__ == "__main__":
+    PATH.write_text(written())

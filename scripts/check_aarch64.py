@@ -1,0 +1,81 @@
+"""Compiles the native code for 64-bit Arm, and runs its portable path there, in an emulator.
+
+Does not build a wheel: what is shown is that the code has no x86 in it that it cannot do without,
+that the queue's and the pool's drivers pass, and that the kernels give the same bits as here.
+
+    apt install g++-aarch64-linux-gnu qemu-user-static && python scripts/check_aarch64.py
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pybind11
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE, DRIVERS = ROOT / "native", ROOT / "tests" / "native"
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off")
+KERNELS = (
+    "activations.cpp crc32c.cpp crc32c_fold.cpp expert_ffn.cpp kernels_avx2.cpp kernels_avx512.cpp "
+    "kernels_portable.cpp quantise.cpp router.cpp thread_pool.cpp"
+).split()
+
+
+def main() -> None:
+    for tool in (COMPILER, EMULATOR):
+        if shutil.which(tool) is None:
+            sys.exit(f"{tool} is missing: apt install g++-aarch64-linux-gnu qemu-user-static")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
+        folder = Path(name)
+        sources = sorted(NATIVE.glob("*.cpp"))
+        list(pool.map(lambda source: compile_module(source, folder), sources))
+        print(f"{len(sources)} files of native/ compile for aarch64")
+        run("copy_queue_driver", folder, [])
+        run("thread_pool_driver", folder, ["thread_pool.cpp"])
+        run("simulate_driver", folder, [], "1", "200")
+        run("file_reader_driver", folder, ["file_reader.cpp"], str(folder))
+        there = run("kernels_driver", folder, KERNELS, "portable")
+        here = run("kernels_driver", folder, KERNELS, "", compiler="g++").splitlines()
+    for line, other in zip(here, there.splitlines(), strict=True):
+        if line != other:
+            sys.exit(f"{platform.machine()} computes {line}, aarch64 {other}")
+    print(f"{len(here)} results of the kernels have the same bits as on {platform.machine()}")
+
+
+def compile_module(source: Path, folder: Path) -> None:
+    """One file of the module. Python's headers are this machine's: sizes of pointers agree."""
+    includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
+    target = folder / f"{source.stem}.o"
+    command = [COMPILER, *FLAGS, "-fPIC", *includes, "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+
+
+def run(
+    driver: str, folder: Path, sources: list[str], *arguments: str, compiler: str = COMPILER
+) -> str:
+    """Builds a driver and returns what it says; an exception when it fails."""
+    path = folder / f"{driver}-{compiler}"
+    files = [str(DRIVERS / f"{driver}.cpp"), *(str(NATIVE / source) for source in sources)]
+    # GCC 12 warns of its own AVX-512 intrinsics; the build of the module knows where.
+    options = [*FLAGS, "-pthread", "-w" if compiler == "g++" else "-static"]
+    subprocess.run(
+        [compiler, *options, f"-I{NATIVE}", f"-I{DRIVERS}", "-o", str(path), *files], check=True
+    )
+    emulated = [] if compiler == "g++" else [EMULATOR]
+    ended = subprocess.run(
+        [*emulated, str(path), *arguments], check=True, capture_output=True, text=True, timeout=600
+    )
+    print(f"{driver} passes ({compiler})")
+    return ended.stdout
+
+
+if __name__ == "__main__":
+    main()

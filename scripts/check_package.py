@@ -1,0 +1,54 @@
+"""Builds the sdist, installs it with each interpreter that is named, and asks the demo.
+
+Does not run the tests. Needs the network and, where pip knows no CPU build of torch for an
+interpreter, several GB of disk per interpreter (one after the other).
+
+    python scripts/check_package.py python3.11 python3.12 python3.13
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(interpreters: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build = folder / "build"
+        subprocess.run([sys.executable, "-m", "venv", str(build)], check=True)
+        subprocess.run([build / "bin/pip", "install", "-q", "build"], check=True)
+        command = [str(build / "bin/python"), "-m", "build", "--sdist", "--outdir", name, str(ROOT)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (sdist,) = folder.glob("*.tar.gz")
+        print(f"{sdist.name}: {sdist.stat().st_size >> 10} KiB")
+        for interpreter in interpreters:
+            print(f"{interpreter}: {tried(interpreter, sdist)}")
+
+
+def tried(interpreter: str, sdist: Path) -> str:
+    """What the demo answers where nothing but this sdist was installed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run([interpreter, "-m", "venv", str(folder / "venv")], check=True)
+        python = folder / "venv/bin/python"
+        pins = ["-c", str(ROOT / "constraints.txt")]
+        subprocess.run([python, "-m", "pip", "install", "-q", *pins, sdist], check=True)
+        version = subprocess.run([python, "--version"], capture_output=True, text=True).stdout
+        ended = subprocess.run(
+            [folder / "venv/bin/moeinf", "run", "demo", "17+25="],
+            cwd=folder,
+            env={"MOEINF_HOME": str(folder / "home"), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        answer = ended.stdout.strip()
+        return f"{version.strip()} answers {answer}" if answer == "42" else ended.stderr.strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or [sys.executable])

@@ -1,0 +1,52 @@
+"""A bug of ours: two lines for people, the traceback in a file."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from moeinf.cli import list_models
+from moeinf.cli.main import answer
+from moeinf.runtime import bug_log
+
+
+class Broken:
+    def __init__(self, _settings: object) -> None:
+        raise KeyError("a bug")
+
+
+@pytest.fixture(autouse=True)
+def a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
+    monkeypatch.setattr(list_models, "Library", Broken)
+
+
+def test_the_traceback_goes_to_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["list"]) == 1
+    log = tmp_path / "logs/moeinf.log"
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "this is a bug in moeinf: KeyError" in said.err
+    assert str(log) in said.err
+    assert "Traceback" not in said.err
+    assert "KeyError: 'a bug'" in log.read_text()
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    answer(["list"])
+    assert log.read_text().count("Traceback") == 2
+
+
+def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bug_log, "_MOST_BYTES", 100)
+    for _ in range(3):
+        answer(["list"])
+    kept = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert kept == ["moeinf.log", "moeinf.log.1"]
+    assert (tmp_path / "logs/moeinf.log").read_text().count("Traceback") == 1
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    assert answer(["list"]) == 1
+    assert "MOEINF_DEBUG=1 shows where it happened." in capsys.readouterr().err

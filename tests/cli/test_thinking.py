@@ -1,0 +1,135 @@
+"""What a model thinks, from the weights to the terminal.
+
+The model is real and small: attention and experts add nothing, so that the next token follows from
+the last one alone, by a chain that its output head holds. Whether it thinks, its template says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken
+
+from moeinf.runtime.config import Settings
+from scripts.make_checkpoint import byte_tokenizer, config, shapes
+from tests.cli.conftest import Command, check_document, command_in
+from tests.cli.test_repl import Terminal
+from tests.conftest import pull
+
+_WORDS = ("<think>", "</think>", "let me see", "it is ", "42", "\n\n")
+_MARKS = ("<|end|>", "<|ask|>", "<|direct|>")
+_WIDTH = 320
+# The prompt ends with <|ask|> or, where the template is told not to think, with <|direct|>.
+_CHAINS = (
+    ("<|ask|>", "<think>", "let me see", "</think>", "\n\n", "it is ", "42", "<|end|>"),
+    ("<|direct|>", "it is "),
+)
+_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{{ '<|direct|>' if enable_thinking is defined and not enable_thinking else '<|ask|>' }}"
+)
+
+
+def make_thinker(folder: Path) -> None:
+    """A checkpoint of the family olmoe that thinks before it says 42."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in _WORDS])
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
+    about = config(1, 2, _WIDTH, 64, 1)
+    about |= {"vocab_size": _WIDTH, "num_attention_heads": 10, "num_key_value_heads": 10}
+    about |= {"eos_token_id": tokenizer.token_to_id("<|end|>")}
+    tensors = {
+        name: torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+        for name, shape in shapes(about)
+    }
+    tensors["model.embed_tokens.weight"] = torch.eye(_WIDTH)
+    for chain in _CHAINS:
+        for last, following in pairwise(map(tokenizer.token_to_id, chain)):
+            tensors["lm_head.weight"][following, last] = 1
+    folder.mkdir()
+    save_file({k: t.bfloat16() for k, t in tensors.items()}, folder / "model.safetensors")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(about))
+    template = {"chat_template": _TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(template))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("thinks")
+    make_thinker(place / "checkpoint")
+    pull(place / "checkpoint", Settings(place / "home"), "thinker:bf16")
+    return place / "home"
+
+
+@pytest.fixture
+def moeinf(home: Path) -> Command:
+    return command_in(home)
+
+
+ASK = ("run", "thinker:bf16", "6*7", "--temperature", "0")
+
+
+def test_thinking_is_on_stderr_and_the_answer_on_stdout(moeinf: Command) -> None:
+    result = moeinf(*ASK)
+    assert result.out == "it is 42\n"
+    assert result.err.startswith("let me see")
+    assert "think>" not in result.err
+
+
+@pytest.mark.parametrize("option", ["--nothink", "--hidethinking", "--quiet"])
+def test_options_that_show_the_answer_alone(option: str, moeinf: Command) -> None:
+    result = moeinf(*ASK, option)
+    assert (result.out, "see" in result.err) == ("it is 42\n", False)
+
+
+def test_nothink_saves_the_tokens_and_hidethinking_does_not(moeinf: Command) -> None:
+    documents = {}
+    for option in ("--think", "--nothink", "--hidethinking"):
+        documents[option] = json.loads(moeinf(*ASK, option, "--json").out)
+        check_document("run", documents[option])
+        assert documents[option]["text"] == "it is 42"
+    assert documents["--think"]["thinking"] == "let me see"
+    assert "thinking" not in documents["--nothink"]
+    assert [documents[option]["tokens"] for option in documents] == [7, 3, 7]
+
+
+def test_raw_tells_nothing_apart(moeinf: Command) -> None:
+    """`--raw` is for who looks at what a model writes."""
+    raw = moeinf("run", "thinker:bf16", "6*7<|ask|>", "--temperature", "0", "--raw")
+    assert raw.out == "<think>let me see</think>\n\nit is 42\n"
+
+
+@pytest.fixture
+def terminal(home: Path) -> Iterator[Terminal]:
+    terminal = Terminal(home, "--temperature", "0", model="thinker:bf16")
+    yield terminal
+    terminal.child.close(force=True)
+
+
+def test_a_conversation_with_one_who_thinks(terminal: Terminal) -> None:
+    first = terminal.ask("6*7")
+    assert re.fullmatch(r"let me see\s*it is 42", first), first
+    assert terminal.ask("/set nothink").endswith("Set 'nothink' mode.")
+    assert terminal.ask("again") == "it is 42"
+    assert terminal.ask("/set think").endswith("Set 'think' mode.")
+    assert "let me see" in terminal.ask("and again")
+    terminal.ask("/save thoughts")
+    saved = json.loads((Path(terminal.home) / "conversations/thoughts.json").read_text())
+    answers = [m["content"] for m in saved["messages"] if m["role"] == "assistant"]
+    assert answers == ["it is 42"] * 3  # no turn is given back its thoughts
+
+
+def test_a_conversation_that_hides_thinking(home: Path) -> None:
+    terminal = Terminal(home, "--temperature", "0", "--hidethinking", model="thinker:bf16")
+    try:
+        assert terminal.ask("6*7") == "it is 42"
+    finally:
+        terminal.child.close(force=True)

@@ -1,0 +1,113 @@
+// What the kernels compute from fixed inputs: one line "what crc32c" per format, activation and count.
+// Does not know what is right: scripts/check_aarch64.py compares processors, test_kernels.py paths.
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "check.h"
+#include "crc32c.h"
+#include "expert_ffn.h"
+#include "quantise.h"
+#include "router.h"
+
+namespace {
+
+using namespace moeinf;
+
+constexpr std::size_t kHidden = 70, kInner = 45, kRows = 16;
+
+// xorshift: the same numbers everywhere.
+float next_number() {
+    static std::uint32_t state = 2463534242u;
+    state ^= state << 13, state ^= state >> 17, state ^= state << 5;
+    return static_cast<float>(static_cast<std::int32_t>(state)) / 2147483648.0f;
+}
+
+struct alignas(64) Line {
+    std::byte bytes[64];
+};
+
+// Bytes at a multiple of 64, as a slot has them.
+class Buffer {
+  public:
+    explicit Buffer(std::size_t bytes) : lines_((bytes + 63) / 64), bytes_(bytes) {}
+    std::byte* data() { return lines_.data()->bytes; }
+    std::size_t size() const { return bytes_; }
+
+  private:
+    std::vector<Line> lines_;
+    std::size_t bytes_;
+};
+
+void write_matrix(std::byte* out, Format format, std::size_t rows, std::size_t columns) {
+    std::vector<float> values(rows * columns);
+    for (float& value : values) value = next_number() / 4;
+    const auto* data = reinterpret_cast<const std::byte*>(values.data());
+    if (format == Format::kBf16) {
+        auto* halves = reinterpret_cast<std::uint16_t*>(out);
+        for (std::size_t i = 0; i < values.size(); ++i) {
+            std::uint32_t bits;
+            std::memcpy(&bits, &values[i], 4);
+            halves[i] = static_cast<std::uint16_t>(bits >> 16);
+        }
+    } else {
+        quantise_rows(data, Dtype::kF32, rows, columns, format, out);
+    }
+}
+
+std::uint32_t check(const std::vector<float>& values) {
+    return crc32c(values.data(), 4 * values.size());
+}
+
+void experts(ThreadPool& pool, Format format, const char* name) {
+    for (const Activation activation :
+         {Activation::kSwiGlu, Activation::kClampedSwiGlu, Activation::kRelu}) {
+        const ExpertShape shape{format, activation, kHidden, kInner, false};
+        Buffer expert(shape.bytes());
+        write_matrix(expert.data(), format, kInner, kHidden);
+        if (is_gated(activation))
+            write_matrix(expert.data() + shape.up_offset(), format, kInner, kHidden);
+        write_matrix(expert.data() + shape.down_offset(), format, kHidden, kInner);
+        std::vector<float> x(kRows * kHidden);
+        for (float& value : x) value = next_number();
+        for (const std::size_t count : {std::size_t{1}, std::size_t{5}, kRows}) {
+            std::vector<std::int64_t> places(count);
+            std::iota(places.begin(), places.end(), 0);
+            std::vector<float> out(count * kHidden);
+            const ExpertRows rows{expert.data(), places};
+            expert_ffn(pool, current_kernels(), shape, {&rows, 1},
+                       reinterpret_cast<const std::byte*>(x.data()), 1,
+                       reinterpret_cast<std::byte*>(out.data()), Dtype::kF32);
+            std::printf("%s-%d-%zu %08x\n", name, static_cast<int>(activation), count, check(out));
+        }
+    }
+}
+
+void router(ThreadPool& pool) {
+    constexpr std::size_t kExperts = 40, kTop = 6;
+    Buffer weight(2 * kExperts * kHidden);
+    write_matrix(weight.data(), Format::kBf16, kExperts, kHidden);
+    Buffer x(2 * kRows * kHidden);
+    write_matrix(x.data(), Format::kBf16, kRows, kHidden);
+    std::vector<std::int64_t> ids(kRows * kTop);
+    std::vector<float> weights(kRows * kTop);
+    const Matrix matrix{weight.data(), Format::kBf16, kExperts, kHidden};
+    route(pool, current_kernels(), {matrix, kTop, true, 1.0f, 1, 1}, x.data(), kRows, ids.data(),
+          weights.data());
+    std::printf("router %08x\n", crc32c(ids.data(), 8 * ids.size()));
+}
+
+}  // namespace
+
+// Arguments: the path's name, or "" for the fastest that this processor has.
+int main(int count, char** arguments) {
+    CHECK(moeinf::use_kernels(count > 1 ? arguments[1] : ""));
+    moeinf::ThreadPool pool(2);
+    experts(pool, Format::kQ4, "q4");
+    experts(pool, Format::kQ8, "q8");
+    experts(pool, Format::kBf16, "bf16");
+    router(pool);
+}

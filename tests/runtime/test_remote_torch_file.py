@@ -1,0 +1,98 @@
+"""Tables of `.bin` files from ranges of them: what torch says of the whole file, or a refusal."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
+from moeinf.runtime.remote_torch_file import check_table, read_remote_table
+from moeinf.runtime.torch_file import MAX_PICKLE_BYTES, read_torch_file
+from tests.runtime.test_torch_file import Canary
+
+
+class Remote:
+    """A file elsewhere, and the ranges that were asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.asked: list[tuple[int, int]] = []
+
+    def read(self, start: int, stop: int) -> bytes:
+        self.asked.append((start, stop))
+        with self.path.open("rb") as file:
+            return os.pread(file.fileno(), stop - start, start)
+
+    def table(self, path: Path) -> dict[str, SourceTensor]:
+        return read_remote_table(self.path.stat().st_size, self.read, path)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Tensors of many lengths under names of many lengths, some in one storage."""
+    random = torch.Generator().manual_seed(0)
+    whole = torch.randn(9, 40_000, generator=random)
+    tensors = {f"layer.{'x' * (n % 70)}.{n}": torch.ones(n % 41 + 1) for n in range(300)}
+    torch.save({**tensors, "whole": whole, "rows": whole[3:5]}, tmp_path / "x.bin")
+    return tmp_path / "x.bin"
+
+
+def test_it_is_the_table_of_the_whole_file(saved: Path, tmp_path: Path) -> None:
+    remote, at = Remote(saved), tmp_path / "away" / "x.bin"
+    table = remote.table(at)
+    assert len(table) == 302
+    assert table == {name: replace(t, path=at) for name, t in read_torch_file(saved).items()}
+    assert list(at.parent.iterdir()) == []
+    assert len(remote.asked) < 15
+    assert sum(stop - start for start, stop in remote.asked) < 80_000
+    saved.rename(at)
+    check_table(at, table)
+
+
+def test_a_file_that_came_otherwise(saved: Path, tmp_path: Path) -> None:
+    table = Remote(saved).table(tmp_path / "away" / "x.bin")
+    moved = replace(table["whole"], offset=table["whole"].offset + 64)
+    saved.rename(tmp_path / "away" / "x.bin")
+    with pytest.raises(BadCheckpoint, match="not laid out as torch"):
+        check_table(tmp_path / "away" / "x.bin", {**table, "whole": moved})
+
+
+def test_a_zip_without_padding(saved: Path, tmp_path: Path) -> None:
+    """torch reads it; where its bytes begin cannot be told from afar."""
+    with (
+        zipfile.ZipFile(saved) as source,
+        zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_STORED) as packed,
+    ):
+        for entry in source.infolist():
+            packed.writestr(entry.filename, source.read(entry))
+    with pytest.raises(BadCheckpoint, match="not laid out as torch"):
+        Remote(tmp_path / "packed.bin").table(tmp_path / "away" / "x.bin")
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": Canary()}, "evil.bin")
+    with pytest.raises(BadCheckpoint, match="holds more than tensors"):
+        Remote(Path("evil.bin")).table(tmp_path / "away" / "x.bin")
+    assert not (tmp_path / "canary-ran").exists()
+    (tmp_path / "text.bin").write_bytes(b"no zip" * 100)
+    with pytest.raises(BadCheckpoint, match="is not a PyTorch zip file"):
+        Remote(tmp_path / "text.bin").table(tmp_path / "away" / "x.bin")
+    assert list((tmp_path / "away").iterdir()) == []
+
+
+def test_no_table_makes_it_fetch_everything(tmp_path: Path) -> None:
+    """A pickle larger than any table."""
+    path = tmp_path / "large.bin"
+    with zipfile.ZipFile(path, "w") as archive, archive.open("x/data.pkl", "w") as record:
+        for _ in range(MAX_PICKLE_BYTES >> 20):
+            record.write(bytes(1 << 20))
+    remote = Remote(path)
+    with pytest.raises(BadCheckpoint, match="too large"):
+        remote.table(tmp_path / "away" / "x.bin")
+    assert sum(stop - start for start, stop in remote.asked) < 1 << 20

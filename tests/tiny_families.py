@@ -1,0 +1,193 @@
+"""What the tiny configurations of a family have in common: sizes, in its own config class.
+
+Does not know the variants of a family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 24, "rope_theta": 1e4}
+_DEEPSEEK = {
+    "hidden_size": 36,
+    "num_attention_heads": 3,
+    "intermediate_size": 50,
+    "moe_intermediate_size": 22,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A transformers config class and what it is given."""
+
+    family: str
+    config_class: str
+    settings: dict[str, Any]
+
+
+def mixtral(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 5,
+    }
+    return Tiny("mixtral", "MixtralConfig", {**sizes, **settings})
+
+
+def olmoe(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+    }
+    return Tiny("olmoe", "OlmoeConfig", {**sizes, **settings})
+
+
+def deepseek(**settings: Any) -> Tiny:
+    return Tiny("deepseek_v2", "DeepseekV2Config", {**_DEEPSEEK, **settings})
+
+
+def qwen3(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 40,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,  # not hidden_size / heads
+        "num_hidden_layers": 2,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    }
+    return Tiny("qwen3_moe", "Qwen3MoeConfig", {**sizes, **settings})
+
+
+def qwen35(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "moe_intermediate_size": 18,
+        "shared_expert_intermediate_size": 26,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 512,
+    }
+    return Tiny("qwen3_5_moe", "Qwen3_5MoeTextConfig", {**sizes, **settings})
+
+
+def qwen2(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 28,
+        "moe_intermediate_size": 18,
+        "shared_expert_intermediate_size": 26,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+    }
+    return Tiny("qwen2_moe", "Qwen2MoeConfig", {**sizes, **settings})
+
+
+def deepseek_v3(**settings: Any) -> Tiny:
+    return Tiny("deepseek_v3", "DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 14, **settings})
+
+
+def glm4(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "moe_intermediate_size": 22,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+    }
+    return Tiny("glm4_moe", "Glm4MoeConfig", {**sizes, **settings})
+
+
+def glm4_lite(**settings: Any) -> Tiny:
+    sizes = {**_DEEPSEEK, "num_key_value_heads": 3, "q_lora_rank": 14}
+    return Tiny("glm4_moe_lite", "Glm4MoeLiteConfig", {**sizes, **settings})
+
+
+def phimoe(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 28,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "router_jitter_noise": 0.2,  # so that few experts come close, but more than one
+    }
+    return Tiny("phimoe", "PhimoeConfig", {**sizes, **settings})
+
+
+def granite(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "attention_multiplier": 0.25,
+    }
+    return Tiny("granitemoe", "GraniteMoeConfig", {**sizes, **settings})
+
+
+def arctic(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 20,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    }
+    return Tiny("arctic", "ArcticConfig", {**sizes, **settings})
+
+
+def gpt_oss(**settings: Any) -> Tiny:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 20,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 3,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
+    }
+    return Tiny("gpt_oss", "GptOssConfig", {**sizes, **settings})
