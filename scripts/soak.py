@@ -11,7 +11,6 @@ words. Prints a table; exits 1 when anything is wrong.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import signal
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 
-from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.sizes import parse_memory
 from scripts.fuzz import mutate
 
@@ -40,7 +39,7 @@ PROMPTS = (
     "17+25=", "sort owl, fig, zebra, ant", "reverse planet", "upper fig", "spell tree",
     "json a=1 b=2",
 )  # fmt: skip
-_EVERY_S = 5.0
+_SERVER = Path(__file__).with_name("soak_server.py")
 _FLAT_MIB = 24.0  # what the median of the last third may have grown over that of the second
 _BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {
@@ -60,59 +59,6 @@ _BODIES: dict[str, dict[str, Any]] = {
     "/api/show": {"model": "demo"},
     "/api/copy": {"source": "nothing", "destination": "nowhere"},
 }  # fmt: skip
-
-
-def serve(home: Path) -> None:
-    """The server's process: prints its port, then what it holds, as JSON lines."""
-    from moeinf.server.serve import make_server
-
-    about = ServerSettings(port=0, parallel=4, max_queue=12, keep_alive_s=60.0)
-    config = EngineConfig(memory=parse_memory("50%"), parallel=4)
-    server = make_server(Settings(home), about, config)
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    print(json.dumps({"port": sock.getsockname()[1]}), flush=True)
-    host = server.config.app.state.host  # type: ignore[union-attr]
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    def held() -> dict[str, Any]:
-        workers = [one.worker for one in host.loaded()]
-        stores = [w.engine.store for w in workers if w.engine is not None]
-        tasks = len(asyncio.all_tasks(loops[0])) if loops else 0
-        tasks_of_ours = Path("/proc/self/task").iterdir()
-        children = [c for t in tasks_of_ours for c in (t / "children").read_text().split()]
-        return {
-            "rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
-            "descriptors": sum(not _is_shard(fd) for fd in Path("/proc/self/fd").iterdir()),
-            "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
-            "children": len(children),
-            "tasks": tasks,
-            "requests": sum(w.running + w.waiting for w in workers),
-            "busy": sum(not store.idle for store in stores),
-            "models": len(workers),
-            "answers": sum(w.answers for w in workers),
-        }
-
-    def report() -> None:
-        while True:
-            time.sleep(_EVERY_S)
-            with suppress(RuntimeError, OSError):  # a set that changes while it is counted
-                print(json.dumps(held()), flush=True)
-
-    async def run() -> None:
-        loops.append(asyncio.get_running_loop())
-        await server.serve([sock])
-
-    threading.Thread(target=report, daemon=True).start()
-    asyncio.run(run())
-
-
-def _is_shard(descriptor: Path) -> bool:
-    """Shards stay open, up to a bound; how many depends on what was asked since the last load."""
-    try:
-        return str(descriptor.readlink()).endswith(".safetensors")
-    except OSError:
-        return False
 
 
 class Clients:
@@ -313,7 +259,7 @@ def soak(minutes: float, clients: int, seed: int, log: Callable[[str], None]) ->
         answers = answers_of(home)
         said = home / "stderr"
         with said.open("w") as stderr:
-            command = [sys.executable, __file__, "--serve", str(home)]
+            command = [sys.executable, str(_SERVER), str(home)]
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
             wrong = _soak(server, answers, minutes, clients, seed, log)
@@ -420,11 +366,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve is not None:
-        serve(options.serve)
-        return 0
     wrong = soak(options.minutes, options.clients, options.seed, print)
     print(*(f"WRONG: {text}" for text in wrong), sep="\n", end="\n" if wrong else "")
     print("nothing is wrong" if not wrong else f"{len(wrong)} things are wrong")
