@@ -20,10 +20,10 @@ from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.version import version
 
 _NS = 1e9
-_UNKNOWN = (  # statistics that only an engine of this process has
-    "hit_rate", "bytes_read_per_token", "stall_share", "peak_rss_bytes", "experts_resident", "hits",
-    "ahead_bytes", "prefetch_accuracy", "policy_us_per_token",
-)  # fmt: skip
+_OF_AN_ENGINE = (
+    "hit_rate bytes_read_per_token stall_share peak_rss_bytes experts_resident hits ahead_bytes "
+    "prefetch_accuracy policy_us_per_token"
+).split()
 
 
 def why_not(client: Client) -> str | None:
@@ -133,7 +133,7 @@ class RemotePartner:
                 "ttft_ms": round(f.get("prompt_eval_duration", 0) / 1e6, 3),
                 "tpot_ms": round(seconds / steps * 1e3, 3) if steps else None,
                 "tokens_per_s": round(steps / seconds, 3) if steps and seconds else None,
-                **dict.fromkeys(_UNKNOWN),
+                **dict.fromkeys(_OF_AN_ENGINE),
             },
         }
 

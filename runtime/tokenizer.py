@@ -168,7 +168,9 @@ def _content(token: object) -> str | None:
     """A special token as config files write it: a string, or a mapping with its content."""
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if not isinstance(token, str) or any("\ud800" <= c <= "\udfff" for c in token):
+        return None  # half a character cannot be encoded
+    return token
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -184,8 +186,12 @@ def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | No
         return file.read_text(encoding="utf-8", errors="replace")
     template = about.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+        named = (
+            t.get("template")
+            for t in template
+            if isinstance(t, dict) and t.get("name") == "default"
+        )
+        template = next(named, None)
     return template if isinstance(template, str) else None
 
 
@@ -193,7 +199,7 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Every id that ends an answer: of generation_config, config and tokenizer_config together."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
             values = json.loads((folder / name).read_bytes())
             for about in (values, values.get("text_config") or {}):
                 eos = about.get("eos_token_id")

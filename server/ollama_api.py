@@ -115,7 +115,7 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
                 chosen = chosen if value is None else chosen.having(name, value)
             elif name not in _OF_OTHER_ENGINES:
                 raise BadRequest(f"unknown option {name!r}")
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error
     return chosen, Limits(most, stop)
 
@@ -180,7 +180,7 @@ async def _answer(
         return JSONResponse({**about, "done": True, "done_reason": "load"})
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
     job = Job(turn.prepare, options, limits, lambda _: None, constrain=constrain)
-    answer = events(loaded, job)
+    answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error

@@ -244,7 +244,7 @@ async def _answer(
 ) -> Response:
     host: Host = request.app.state.host
     loaded = await host.model(asked.model)
-    answer = events(loaded, job)
+    answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error

@@ -12,12 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.tools import load_json
 from moeinf.server.answers import BadRequest
 
+_MOST_CHARACTERS = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
 
 
@@ -61,8 +63,11 @@ def chat_prompt(
     tools: Sequence[Any] = (),
     think: bool | str | None = None,
 ) -> list[int]:
-    """Token ids that end where the assistant's answer begins. Raises TemplateError, BadRequest."""
-    _check(engine)
+    """Token ids that end where the assistant's answer begins.
+
+    Raises TemplateError, BadRequest, PromptTooLong.
+    """
+    _check(engine, sum(len(str(message.get("content") or "")) for message in messages))
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -90,8 +95,8 @@ def chat_prompt(
 
 
 def text_prompt(engine: Engine, text: str) -> list[int]:
-    """A prompt without a template; special tokens in it count. Raises BadRequest."""
-    _check(engine)
+    """A prompt without a template; special tokens in it count. Raises BadRequest, PromptTooLong."""
+    _check(engine, len(text))
     return engine.tokenizer.encode_text(text)
 
 
@@ -150,7 +155,13 @@ def _arguments(said: Any, as_text: bool) -> Any:
     return said or {}
 
 
-def _check(engine: Engine) -> None:
-    """An encoder-decoder has a source, which neither API has a field for."""
+def _check(engine: Engine, characters: int) -> None:
+    """An encoder-decoder has a source, which neither API has a field for.
+
+    What is surely too long is not even cut into tokens: one takes some 150 bytes to be made.
+    """
     if engine.reads_sources:
         raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
+    context = engine.placement.context
+    if characters > _MOST_CHARACTERS * context:
+        raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")
