@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+from fastapi import Request
+
 from moeinf.server.host import Loaded
 from moeinf.server.jobs import Ended, Event, Failed, Job
 
@@ -51,8 +53,9 @@ def words_of(error: Exception) -> str:
     return str(error)
 
 
-async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
-    """Submits the job and gives what it emits. Leaving early cancels it.
+async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[Event]:
+    """Submits the job and gives what it emits. Leaving early cancels it, and so does a client that
+    goes away: while it waits in the queue, and while an answer is made that is not streamed, too.
 
     job.emit is set here. Raises Busy or Unloaded when it is not even taken, and the error of a
     Failed when that comes first, so that a status can still say it.
@@ -66,6 +69,7 @@ async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
 
     job.emit = emit
     loaded.worker.submit(job)
+    watcher = asyncio.create_task(_cancel_when_gone(request, job))
     try:
         while True:
             event = await queue.get()
@@ -74,3 +78,10 @@ async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
                 return
     finally:
         job.cancelled.set()
+        watcher.cancel()
+
+
+async def _cancel_when_gone(request: Request, job: Job) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancelled.set()

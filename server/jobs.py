@@ -75,7 +75,14 @@ class Failed:
     error: Exception
 
 
-Event = Piece | Ended | Failed
+@dataclass(frozen=True)
+class Vector:
+    """What an embedding job gives before it ends: [D], of length 1."""
+
+    values: NDArray[np.float32]
+
+
+Event = Piece | Vector | Ended | Failed
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Job:
     """One answer. `prepare` and `constrain` run on the engine's thread; `emit` is called there.
 
     logprobs: how many of the most probable tokens to name beside the chosen one; None: no figures.
+    embed: no answer is wanted but the prompt's Vector.
     """
 
     prepare: Callable[[Engine], list[int]]
@@ -91,4 +99,5 @@ class Job:
     emit: Callable[[Event], None]
     logprobs: int | None = None
     constrain: Callable[[Engine], Constraint] | None = None
+    embed: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)

@@ -90,15 +90,6 @@ class CopyRequest(BaseModel):
     destination: str
 
 
-class EmbedRequest(BaseModel):
-    model: str
-    input: str | list[str]
-    truncate: bool = True
-    options: dict[str, Any] = Field(default_factory=dict)
-    keep_alive: Seconds = None
-    dimensions: int | None = None
-
-
 def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
     """Ollama's options. Raises BadRequest for an unknown one, by name, and impossible values."""
     chosen, most = SamplingOptions(), None
@@ -175,7 +166,7 @@ async def _answer(
         return JSONResponse({**about, "done": True, "done_reason": "load"})
     constrain = constraint_of(asked.format)
     job = Job(prepare, options, limits, lambda _: None, constrain=constrain)
-    answer = events(loaded, job)
+    answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error

@@ -231,7 +231,7 @@ async def _answer(
 ) -> Response:
     host: Host = request.app.state.host
     loaded = await host.model(asked.model)
-    answer = events(loaded, job)
+    answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error
@@ -272,6 +272,7 @@ async def _stream(
     if isinstance(event, Failed):
         yield _event(_error(event.error))
         return
+    assert isinstance(event, Ended)
     yield _event({**kind.around([kind.last(_reason(event))], chunk=True), **extra})
     if usage:
         yield _event({**kind.around([], chunk=True), "usage": _usage(event)})

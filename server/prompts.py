@@ -43,3 +43,18 @@ def chat_prompt(
 def text_prompt(engine: Engine, text: str) -> list[int]:
     """A prompt without a template; special tokens in it count."""
     return engine.tokenizer.encode_text(text)
+
+
+def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
+    """Token ids of a text that is embedded; special tokens in it are text. Or ids as they are.
+
+    truncate: what is longer than the context is cut at its end. Raises ValueError for ids that the
+    model has not.
+    """
+    if isinstance(given, str):
+        ids = engine.tokenizer.encode_text(given, plain=True)
+    else:
+        ids = list(given)
+        if any(not 0 <= token < engine.model.vocab_size for token in ids):
+            raise ValueError("input has ids that are no tokens of this model")
+    return ids[: engine.placement.context - 1] if truncate else ids
