@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.server import embeddings, ollama_api, openai_api
+from moeinf.server import embeddings, ollama_api, openai_api, pulling
 from moeinf.server.answers import BadRequest
 from moeinf.server.guard import Guard
 from moeinf.server.host import Host
@@ -48,6 +48,7 @@ def create_app(settings: Settings, server: ServerSettings, config: EngineConfig)
     app.include_router(ollama_api.router)
     app.include_router(openai_api.router)
     app.include_router(embeddings.router)
+    app.include_router(pulling.router)
 
     @app.get("/", response_class=PlainTextResponse)
     def root() -> str:
