@@ -28,9 +28,9 @@ from moeinf.runtime.live import Registry
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
+from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.sources import can_be_had, find_source
 from moeinf.runtime.speeds import remembered_speed
 
 _BOUND = "memory traffic alone, uniformly random routing: an upper bound"

@@ -13,8 +13,8 @@ from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.library import Library, ModelInUse, NoSuchModel
 from moeinf.runtime.manifest import Manifest, is_current
 from moeinf.runtime.names import DEMO, TAGS, ModelName, parse_name
+from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.sources import can_be_had, find_source
 from moeinf.runtime.workplace import PullInProgress
 
 if TYPE_CHECKING:

@@ -103,9 +103,9 @@ async def _lines(wanted: str, settings: Settings) -> AsyncIterator[Line | Except
 
 
 def _pull(wanted: str, settings: Settings, say: Callable[[Line], None]) -> None:
+    from moeinf.runtime.origins import find_source
     from moeinf.runtime.repack import repack  # these import torch
     from moeinf.runtime.retile import retile
-    from moeinf.runtime.sources import find_source
 
     def note(text: str) -> None:
         say({"status": text})
