@@ -75,6 +75,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "NoSuchModel": _no_such_model,
     "BadName": _plain("bad_name", "`moeinf list` shows the names that are taken.", exit_code=2),
     "Usage": _plain("usage", "`moeinf --help` shows what can be typed.", exit_code=2),
+    "UnknownSource": _plain("usage", "`moeinf --help` shows what can be typed.", exit_code=2),
     "BadCommand": _plain("bad_command", "/? shows what can be typed."),
     "BadConversation": _plain("bad_conversation", "/save NAME keeps one under that name."),
     "DoesNotFit": _does_not_fit,

@@ -20,7 +20,6 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
-from moeinf.cli.pull import can_be_had, find_source
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.policy import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
@@ -29,6 +28,7 @@ from moeinf.runtime.live import Registry
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
+from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
@@ -110,7 +110,7 @@ def _prospects(model: str, settings: Settings, out: Output) -> tuple[Manifest, d
     """The manifest that a pull would write, and that of every tag."""
     from moeinf.runtime.repack import prospects  # imports torch
 
-    wanted, source = find_source(model, None, settings, out)
+    wanted, source = find_source(model, None, settings, out.note)
     tags = prospects(source, wanted)
     return tags[wanted.tag], tags
 

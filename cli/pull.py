@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage, known_models
+from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library, ModelInUse, NoSuchModel
+from moeinf.runtime.library import Library, ModelInUse, NoSuchModel
 from moeinf.runtime.manifest import Manifest, is_current
-from moeinf.runtime.names import DEMO, TAGS, ModelName, expand, is_path, parse_name
-from moeinf.runtime.registry import entry_of, registry
+from moeinf.runtime.names import DEMO, TAGS, ModelName, parse_name
+from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.workplace import PullInProgress, downloads_of
+from moeinf.runtime.workplace import PullInProgress
 
 if TYPE_CHECKING:
     from moeinf.runtime.repack import Source
@@ -60,7 +60,7 @@ def pull(
     Example: moeinf pull olmoe:q4
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    wanted, source = find_source(model, name, settings, out, revision, token, workers)
+    wanted, source = find_source(model, name, settings, out.note, revision, token, workers)
     if dry_run:
         _print_sizes(wanted, source, out)
         return
@@ -109,7 +109,7 @@ def _find_or_pull(
         another = error.tags and ":" not in model and parse_name(model).name != DEMO
         if another or not can_be_had(model):
             raise
-    wanted, source = find_source(model, None, settings, out)
+    wanted, source = find_source(model, None, settings, out.note)
     if library.has(wanted):  # MODEL was another spelling of it
         return library.read(str(wanted))
     try:
@@ -118,64 +118,6 @@ def _find_or_pull(
         out.note(f"another process is pulling {wanted}; waiting for it")
         library.wait_for_maker(wanted)
     return library.read(str(wanted))
-
-
-def can_be_had(model: str) -> bool:
-    """Whether `ensure` would look for a model that is not here. Raises BadName."""
-    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
-
-
-def find_source(
-    model: str,
-    name: str | None,
-    settings: Settings,
-    out: Output,
-    revision: str | None = None,
-    token: str | None = None,
-    workers: int = 8,
-) -> tuple[ModelName, Source]:
-    """Where MODEL comes from and what it will be called. Raises Usage, BadName, RepositoryError."""
-    from moeinf.runtime.repack import LocalSource  # these import torch
-    from moeinf.runtime.torch_file import open_folder
-
-    if is_path(model):
-        folder = expand(model)
-        wanted = parse_name(name if name is not None else folder.name)
-        return wanted, LocalSource(open_folder(folder), str(folder))
-    asked = parse_name(model)
-    wanted = parse_name(name) if name is not None else asked
-    if asked.name == DEMO:
-        return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
-
-    from moeinf.runtime.hub import (
-        HubSource,
-        cached_checkpoint,
-        is_offline,
-        look_up,
-    )
-
-    repository = model.partition(":")[0]
-    short = _short_name(model)
-    if short is not None:
-        known, repository = short
-        wanted = wanted if name is not None else ModelName(known, asked.tag)
-    elif "/" not in model:
-        names = ", ".join(sorted(registry()))
-        raise Usage(f"{model!r} is not a short name ({names}), nor ORG/NAME, nor a path (./…)")
-    found = None if is_offline() else look_up(repository, revision, token)
-    commit = found.commit if found is not None else revision
-    cached = cached_checkpoint(repository, commit)
-    if cached is not None:
-        out.note(f"{repository} is in the Hugging Face cache and is used from there")
-        return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
-    if found is None:
-        found = look_up(repository, revision, token)  # says that we are offline
-    return wanted, HubSource(found, downloads_of(Library(settings).folder(wanted)), token, workers)
-
-
-def _short_name(model: str) -> tuple[str, str] | None:
-    entry = entry_of(model)
-    return None if entry is None else (entry.name, entry.repo)
 
 
 def _pull(name: ModelName, source: Source, settings: Settings, out: Output) -> Manifest:

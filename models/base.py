@@ -210,14 +210,15 @@ class Model(Protocol):
         self,
         batch: Sequence[tuple[Sequence[int], State]],
         experts: Experts,
-        logits: Literal["last", "all"] = "last",
+        logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
         """Appends token ids to each state in one pass, and returns the logits in float32.
 
         "last": [requests, vocab], one row for the last token of each request; "all": [T, vocab] for
-        every token, in batch order. The phase is decode when every request brings exactly one token
-        and has history, else prefill. Raises ContextFull; a failed pass leaves all lengths as they
-        were.
+        every token, in batch order; "states": [T, hidden], what the last layer leaves for every
+        token, after the final norm and before the head. The phase is decode when every request
+        brings exactly one token and has history, else prefill. Raises ContextFull; a failed pass
+        leaves all lengths as they were.
         """
         ...
 

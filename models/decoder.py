@@ -143,6 +143,7 @@ class Decoder:
         """
         self.moe = moe
         self.vocab_size = config.vocab
+        self._hidden = config.hidden
         self.max_context = config.max_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         self._embedding = embedding
@@ -167,7 +168,7 @@ class Decoder:
         self,
         batch: Sequence[tuple[Sequence[int], State]],
         experts: Experts,
-        logits: Literal["last", "all"] = "last",
+        logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
         """See base.Model. ValueError for no tokens, unknown ids, or a state twice in a batch."""
         spans = check_batch(batch, self._cache, self.vocab_size)
@@ -178,14 +179,18 @@ class Decoder:
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         # Made outside of inference mode, so that the caller may write into them.
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
-        out = torch.empty(count if logits == "all" else len(spans), self.vocab_size, device=device)
+        width = self._hidden if logits == "states" else self.vocab_size
+        out = torch.empty(len(spans) if logits == "last" else count, width, device=device)
         for span in spans:
             span.cache.begin(span.count)
         with torch.inference_mode():
             experts.begin_pass(torch.tensor(owner, device=device), _phase(decoding))
             try:
                 x = self._run(ids, spans, experts)  # [T, D]
-                self._logits(x if logits == "all" else x[last], out)
+                if logits == "states":
+                    out.copy_(self._norm(x))
+                else:
+                    self._logits(x if logits == "all" else x[last], out)
             except BaseException:
                 experts.end_pass(torch.zeros(count, dtype=torch.bool, device=device))
                 raise

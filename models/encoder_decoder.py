@@ -174,7 +174,7 @@ class EncoderDecoder:
         self,
         batch: Sequence[tuple[Sequence[int], State]],
         experts: Experts,
-        logits: Literal["last", "all"] = "last",
+        logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
         """See base.Model. Every state must have a source."""
         states = [state for _, state in batch if isinstance(state, SourceState)]
@@ -193,11 +193,14 @@ class EncoderDecoder:
         owner = torch.tensor([s.cache.request for s in spans for _ in range(s.count)])
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
-        rows = len(tokens) if logits == "all" else len(spans)
-        out = torch.empty(rows, self.vocab_size, device=device)
+        rows = len(spans) if logits == "last" else len(tokens)
+        out = torch.empty(rows, self.vocab_size if logits != "states" else 0, device=device)
         with torch.inference_mode(), _Pass(experts, owner, "decode" if decoding else "prefill"):
             x = self._run(tokens, spans, memories, experts)
-            self._logits(x if logits == "all" else x[last], out)
+            if logits == "states":
+                out = self._frame.decoder_norm(x).float()
+            else:
+                self._logits(x if logits == "all" else x[last], out)
         for span in spans:
             span.cache.advance(span.count)
         return out

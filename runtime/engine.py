@@ -161,6 +161,17 @@ class Engine:
         values: NDArray[np.float32] = logits[0].numpy()
         return values
 
+    def states(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Appends one chunk of ids, and returns what the last layer leaves, normed: [T, D].
+
+        At most PREFILL_CHUNK ids. Raises like `extend`.
+        """
+        self._give_torch_threads(len(ids))
+        values: NDArray[np.float32] = self.model.extend(
+            [(ids, state)], self.experts, "states"
+        ).numpy()
+        return values
+
     def step(self, tokens: Sequence[tuple[State, int]]) -> NDArray[np.float32]:
         """Appends one token to each of several states in one pass; logits [requests, vocab].
 

@@ -22,6 +22,8 @@ _STATUS = {
     "ContextFull": 400,
     "TemplateError": 400,
     "BadRequest": 400,
+    "UnknownSource": 404,
+    "DownloadFailed": 503,
     "ModelInUse": 409,
     "ModelExists": 409,
     "PullInProgress": 409,

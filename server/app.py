@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.server import ollama_api, openai_api
+from moeinf.server import embeddings, ollama_api, openai_api, pulling
 from moeinf.server.answers import BadRequest
 from moeinf.server.guard import Guard
 from moeinf.server.host import Host
@@ -47,6 +47,8 @@ def create_app(settings: Settings, server: ServerSettings, config: EngineConfig)
     app.state.settings = settings
     app.include_router(ollama_api.router)
     app.include_router(openai_api.router)
+    app.include_router(embeddings.router)
+    app.include_router(pulling.router)
 
     @app.get("/", response_class=PlainTextResponse)
     def root() -> str:

@@ -17,6 +17,8 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.exceptions import HTTPException
+
 from moeinf.runtime.config import ServerSettings
 
 MOST_BODY_BYTES = 32 << 20
@@ -87,8 +89,8 @@ class Guard:
         return name in _LOCAL
 
 
-class TooMuch(Exception):
-    """A body is longer than may be, or does not arrive."""
+class TooMuch(HTTPException):
+    """A body is longer than may be (413), or does not arrive (408)."""
 
 
 class _Body:
@@ -107,12 +109,12 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
-            raise TooMuch("the body does not arrive") from error
+            raise TooMuch(408, "the body does not arrive") from error
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             self._whole = not message.get("more_body", False)
             if self._left < 0:
-                raise TooMuch(f"a body has at most {MOST_BODY_BYTES} bytes")
+                raise TooMuch(413, f"a body has at most {MOST_BODY_BYTES} bytes")
         return message
 
 

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeinf.runtime.constrain import Constrain
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
@@ -61,7 +64,14 @@ class Failed:
     error: Exception
 
 
-Event = Piece | Ended | Failed
+@dataclass(frozen=True)
+class Vector:
+    """What an embedding job gives before it ends: [D], of length 1."""
+
+    values: NDArray[np.float32]
+
+
+Event = Piece | Vector | Ended | Failed
 
 
 @dataclass
@@ -69,6 +79,7 @@ class Job:
     """One answer. `prepare` and `constrain` run on the engine's thread; `emit` is called there.
 
     logprobs: how many of the most probable tokens to name beside the chosen one; None: no figures.
+    embed: no answer is wanted but the prompt's Vector.
     """
 
     prepare: Callable[[Engine], list[int]]
@@ -77,4 +88,5 @@ class Job:
     emit: Callable[[Event], None]
     logprobs: int | None = None
     constrain: Constrain | None = None
+    embed: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)

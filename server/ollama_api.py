@@ -92,15 +92,6 @@ class CopyRequest(BaseModel):
     destination: str
 
 
-class EmbedRequest(BaseModel):
-    model: str
-    input: str | list[str]
-    truncate: bool = True
-    options: dict[str, Any] = Field(default_factory=dict)
-    keep_alive: Seconds = None
-    dimensions: int | None = None
-
-
 def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
     """Ollama's options. Raises BadRequest for an unknown one, by name, and impossible values."""
     chosen, most = SamplingOptions(), None

@@ -165,3 +165,21 @@ def _check(engine: Engine, characters: int) -> None:
     context = engine.placement.context
     if characters > _MOST_CHARACTERS * context:
         raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")
+
+
+def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
+    """Token ids of a text that is embedded; special tokens in it are text. Or ids as they are.
+
+    truncate: what is longer than the context is cut at its end. Raises ValueError for ids that the
+    model has not, BadRequest, PromptTooLong.
+    """
+    if isinstance(given, str) and truncate:
+        given = given[: _MOST_CHARACTERS * engine.placement.context]
+    _check(engine, len(given))
+    if isinstance(given, str):
+        ids = engine.tokenizer.encode_text(given, plain=True)
+    else:
+        ids = list(given)
+        if any(not 0 <= token < engine.model.vocab_size for token in ids):
+            raise ValueError("input has ids that are no tokens of this model")
+    return ids[: engine.placement.context - 1] if truncate else ids

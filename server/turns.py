@@ -147,6 +147,7 @@ async def heard(
     while isinstance(event, Piece):
         yield Heard(list(turn.hear(event.text)), event.info)
         event = await anext(answer)
+    assert isinstance(event, Ended | Failed)  # vectors are of jobs that embed
     rest = list(turn.end())
     if rest:
         yield Heard(rest)

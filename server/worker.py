@@ -36,7 +36,7 @@ from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.sampler import Sampler
-from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded
+from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded, Vector
 
 
 @dataclass(eq=False)
@@ -62,6 +62,7 @@ class _Running:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     logits: NDArray[np.float32] | None = None  # of the last pass, not yet chosen from
+    states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
 
 
 class Worker:
@@ -157,12 +158,14 @@ class Worker:
         with self._changed:
             while not (self._closing or self._waiting or self._running):
                 self._changed.wait()
+            left = [job for job in self._waiting if job.cancelled.is_set()]
+            for gone in left:
+                self._waiting.remove(gone)
+        for gone in left:
+            gone.emit(Ended("cancelled", 0, 0, 0, engine.load_seconds, 0.0, 0.0))
         while self._free and not self._closing and (job := self._next()) is not None:
             try:
-                if job.cancelled.is_set():
-                    job.emit(Ended("cancelled", 0, 0, 0, engine.load_seconds, 0.0, 0.0))
-                else:
-                    self._running.append(self._begin(engine, job))
+                self._running.append(self._begin(engine, job))
             except Exception as error:
                 job.emit(Failed(error))
 
@@ -176,7 +179,9 @@ class Worker:
         constraint = job.constrain(engine, prompt) if job.constrain is not None else None
         sampler = Sampler(job.options, engine.sampling)
         answer = Answer(engine, prompt, sampler, job.limits, context - len(prompt))
-        known = [_shared_chunks(place.prefilled, prompt) for place in self._free]
+        # An embedding needs the states of all tokens, of which a cache keeps none.
+        reusable = [] if job.embed else prompt
+        known = [_shared_chunks(place.prefilled, reusable) for place in self._free]
         place = self._free[known.index(max(known))]
         place.state.truncate(max(known))
         shared = place.state.length  # some states cannot go back to everywhere
@@ -208,7 +213,10 @@ class Worker:
         chunk = one.answer.history[at : min(at + PREFILL_CHUNK, one.prompt_tokens)]
         try:
             with engine.stoppable(one.job.cancelled.is_set):
-                logits = engine.extend(state, chunk)
+                if one.job.embed:
+                    states = engine.states(state, chunk).sum(axis=0, dtype=np.float64)
+                else:
+                    logits = engine.extend(state, chunk)
         except Stopped:
             self._end(engine, one, "cancelled")
             return
@@ -218,7 +226,12 @@ class Worker:
         one.prefill_seconds += time.perf_counter() - start
         if len(chunk) == PREFILL_CHUNK:
             one.place.prefilled += chunk
-        if state.length == one.prompt_tokens:
+        if one.job.embed:
+            one.states = states if one.states is None else one.states + states
+            if state.length == one.prompt_tokens:
+                one.job.emit(Vector(_direction(one.states)))
+                self._end(engine, one, "stop")
+        elif state.length == one.prompt_tokens:
             one.logits = logits
 
     def _choose(self, engine: Engine) -> None:
@@ -305,7 +318,7 @@ class Worker:
 
 def _shared_chunks(prefilled: list[int], prompt: list[int]) -> int:
     """Tokens of the whole chunks with which both begin, less than all of the prompt."""
-    most = min(len(prefilled), len(prompt) - 1) // PREFILL_CHUNK * PREFILL_CHUNK
+    most = max(0, min(len(prefilled), len(prompt) - 1)) // PREFILL_CHUNK * PREFILL_CHUNK
     shared = 0
     while shared < most:
         end = shared + PREFILL_CHUNK
@@ -313,6 +326,11 @@ def _shared_chunks(prefilled: list[int], prompt: list[int]) -> int:
             break
         shared = end
     return shared
+
+
+def _direction(total: NDArray[np.float64]) -> NDArray[np.float32]:
+    """total [D] at length 1: a mean has the direction of its sum."""
+    return (total / max(float(np.linalg.norm(total)), 1e-12)).astype(np.float32)
 
 
 def _token_info(logits: NDArray[np.float32], token: int, count: int) -> TokenInfo:

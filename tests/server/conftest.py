@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import ollama
+import openai
 import pytest
 import uvicorn
 
@@ -46,3 +48,16 @@ def serving(home: Path, memory: str = "100%", **settings: object) -> Iterator[st
 def address(demo_home: Path) -> Iterator[str]:
     with serving(demo_home, parallel=4) as found:
         yield found
+
+
+@pytest.fixture
+def openai_client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ollama_client(address: str) -> Iterator[ollama.Client]:
+    client = ollama.Client(address)
+    yield client
+    client._client.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import ollama
@@ -19,19 +19,6 @@ PROMPTS = [
     "17+25=", "sort owl, fig, zebra, ant", "reverse planet", "hi", "40917 in words", "upper fig",
     "json a=1 b=2", "spell tree",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def openai_client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def ollama_client(address: str) -> Iterator[ollama.Client]:
-    client = ollama.Client(address)
-    yield client
-    client._client.close()
 
 
 @pytest.fixture

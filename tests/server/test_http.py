@@ -143,6 +143,31 @@ def test_a_client_that_leaves_frees_its_place(demo_home: Path) -> None:
         assert answer.json()["response"] == "42"
 
 
+@pytest.mark.usefixtures("slow")
+def test_unstreamed_and_queued_requests_end_with_their_clients(demo_home: Path) -> None:
+    """One is answered in one piece, one waits behind it: both go when their clients do."""
+    body = {"model": "demo", "prompt": "hi", "stream": False}
+    body["options"] = {**WILD, "num_predict": 480}
+    running, waiting = (
+        f'num_requests_{x}{{model_name="demo:bf16"}}' for x in ("running", "waiting")
+    )
+    with serving(demo_home, parallel=1) as address, httpx.Client(timeout=60) as loader:
+        loader.post(f"{address}/api/generate", json={"model": "demo"})
+        first, second = connected(address), connected(address)
+        text = json.dumps(body).encode()
+        for sock, line in ((first, running), (second, waiting)):
+            head = b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+            sock.sendall(head % len(text) + text)
+            until(address, f"{line} 1")
+        second.close()
+        until(address, f"{waiting} 0")
+        assert f"moeinf:{running} 1" in httpx.get(f"{address}/metrics").text
+        first.close()
+        until(address, f"{running} 0")
+        tokens = httpx.get(f"{address}/metrics").text.split("generation_tokens_total{")[1]
+        assert float(tokens.splitlines()[0].split()[1]) < 400
+
+
 def test_models_leave_after_their_time(demo_home: Path) -> None:
     with serving(demo_home, keep_alive_s=0.5) as address:
         ask = {"model": "demo", "prompt": "17+25=", "stream": False}

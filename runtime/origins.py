@@ -1,0 +1,85 @@
+"""Where a model of some name comes from: the hub, a folder, or the demo that is part of moeinf.
+
+Does not know commands, nor what is done with a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from moeinf.runtime.config import Settings
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.names import DEMO, ModelName, expand, is_path, parse_name
+from moeinf.runtime.registry import entry_of, registry
+from moeinf.runtime.workplace import downloads_of
+
+if TYPE_CHECKING:
+    from moeinf.runtime.repack import Source
+
+
+class UnknownSource(ValueError):
+    """A name that is no short name, no repository's and no path."""
+
+
+def can_be_had(model: str) -> bool:
+    """Whether `find_source` would look for the model elsewhere. Raises BadName."""
+    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
+
+
+def find_source(
+    model: str,
+    name: str | None,
+    settings: Settings,
+    note: Callable[[str], None],
+    revision: str | None = None,
+    token: str | None = None,
+    workers: int = 8,
+) -> tuple[ModelName, Source]:
+    """Where MODEL comes from and what it will be called.
+
+    Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
+    """
+    from moeinf.runtime.repack import LocalSource  # these import torch
+    from moeinf.runtime.torch_file import open_folder
+
+    if is_path(model):
+        folder = expand(model)
+        wanted = parse_name(name if name is not None else folder.name)
+        return wanted, LocalSource(open_folder(folder), str(folder))
+    asked = parse_name(model)
+    wanted = parse_name(name) if name is not None else asked
+    if asked.name == DEMO:
+        return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
+
+    from moeinf.runtime.hub import (
+        HubSource,
+        cached_checkpoint,
+        is_offline,
+        look_up,
+    )
+
+    repository = model.partition(":")[0]
+    short = _short_name(model)
+    if short is not None:
+        known, repository = short
+        wanted = wanted if name is not None else ModelName(known, asked.tag)
+    elif "/" not in model:
+        names = ", ".join(sorted(registry()))
+        raise UnknownSource(
+            f"{model!r} is not a short name ({names}), nor ORG/NAME, nor a path (./…)"
+        )
+    found = None if is_offline() else look_up(repository, revision, token)
+    commit = found.commit if found is not None else revision
+    cached = cached_checkpoint(repository, commit)
+    if cached is not None:
+        note(f"{repository} is in the Hugging Face cache and is used from there")
+        return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
+    if found is None:
+        found = look_up(repository, revision, token)  # says that we are offline
+    return wanted, HubSource(found, downloads_of(Library(settings).folder(wanted)), token, workers)
+
+
+def _short_name(model: str) -> tuple[str, str] | None:
+    entry = entry_of(model)
+    return None if entry is None else (entry.name, entry.repo)

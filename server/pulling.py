@@ -1,0 +1,137 @@
+"""`/api/pull`: models fetched and repacked on behalf of clients, with Ollama's progress lines.
+
+Does not know how a model is fetched or repacked. A pull ends when the client that reads its lines
+leaves; what came from the hub is kept, and the next pull goes on there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+
+from moeinf.runtime.config import Settings
+from moeinf.runtime.library import Library
+from moeinf.runtime.manifest import is_current
+from moeinf.runtime.names import is_path
+from moeinf.server.answers import BadRequest, words_of
+
+
+class ClientGone(Exception):
+    """Nobody waits for this pull any more."""
+
+
+router = APIRouter()
+_STEPS = 100  # of a phase: progress is told once in each
+
+Line = dict[str, Any]
+
+
+class PullRequest(BaseModel):
+    """Old clients say `name` where new ones say `model`. insecure has no effect here."""
+
+    model: str = ""
+    name: str = ""
+    insecure: bool = False
+    stream: bool = True
+    username: str | None = None
+    password: str | None = None
+
+
+@router.post("/api/pull")
+async def pull(asked: PullRequest, request: Request) -> Response:
+    """A line per phase and per hundredth of it; the last one says success, or what went wrong."""
+    wanted = asked.model or asked.name
+    if not wanted:
+        raise BadRequest("model is missing")
+    if is_path(wanted):
+        raise BadRequest("a folder of this machine is pulled with `moeinf pull`, not over HTTP")
+    lines = _lines(wanted, request.app.state.settings)
+    first = await anext(lines)
+    if isinstance(first, Exception):
+        raise first
+    if asked.stream:
+        return StreamingResponse(_worded(first, lines), media_type="application/x-ndjson")
+    async for line in lines:
+        if isinstance(line, Exception):
+            raise line
+        first = line
+    return JSONResponse(first)
+
+
+async def _worded(first: Line, lines: AsyncIterator[Line | Exception]) -> AsyncIterator[str]:
+    yield json.dumps(first) + "\n"
+    async for line in lines:
+        document = {"error": words_of(line)} if isinstance(line, Exception) else line
+        yield json.dumps(document) + "\n"
+
+
+async def _lines(wanted: str, settings: Settings) -> AsyncIterator[Line | Exception]:
+    """What a pull on a thread of its own says, to the end: success, or an exception."""
+    loop = asyncio.get_running_loop()
+    said: asyncio.Queue[Line | Exception | None] = asyncio.Queue()
+    gone = threading.Event()
+
+    def say(line: Line | Exception | None) -> None:
+        if gone.is_set() and isinstance(line, dict):
+            raise ClientGone
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(said.put_nowait, line)
+
+    def run() -> None:
+        try:
+            _pull(wanted, settings, say)
+            say({"status": "success"})
+        except Exception as error:
+            say(error)
+        finally:
+            say(None)
+
+    # A daemon: what it has fetched is kept, and the server need not wait for it to end.
+    threading.Thread(target=run, name=f"pull {wanted[:40]}", daemon=True).start()
+    try:
+        while (line := await said.get()) is not None:
+            yield line
+    finally:
+        gone.set()
+
+
+def _pull(wanted: str, settings: Settings, say: Callable[[Line], None]) -> None:
+    from moeinf.runtime.origins import find_source
+    from moeinf.runtime.repack import repack  # these import torch
+    from moeinf.runtime.retile import retile
+
+    def note(text: str) -> None:
+        say({"status": text})
+
+    name, source = find_source(wanted, None, settings, note)
+    note("pulling manifest")
+    library = Library(settings)
+    progress = _Progress(say, source.revision or str(name))
+    manifest = library.made_of(name, source.origin, source.revision)
+    if manifest is None:
+        repack(source, library, name, progress, note)
+    elif not is_current(manifest):
+        retile(library, name, progress)
+
+
+class _Progress:
+    """Progress as Ollama words it: what is fetched has a digest, a total, and what is completed."""
+
+    def __init__(self, say: Callable[[Line], None], digest: str) -> None:
+        self._say, self._digest = say, digest
+        self._told: dict[str, int] = {}  # in hundredths, by phase
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        hundredths = done * _STEPS // max(total, 1)
+        if self._told.get(phase) == hundredths:
+            return
+        self._told[phase] = hundredths
+        status = f"pulling {phase}" if phase.endswith(".safetensors") else phase
+        self._say({"status": status, "digest": self._digest, "total": total, "completed": done})

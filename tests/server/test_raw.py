@@ -1,0 +1,92 @@
+"""Bytes that no client library would send: the server refuses them, and lives."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+import moeinf.server.guard
+import moeinf.server.serve
+
+
+@pytest.fixture
+def raw(address: str) -> Iterator[socket.socket]:
+    """A connection; the server answers others afterwards."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        yield sock
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+
+
+def everything(sock: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    found = b""
+    try:
+        while piece := sock.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+HEAD = b"POST /api/show HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # somebody speaks TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # without a Host
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Name: x\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: -5\r\n\r\n",
+        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
+    ],
+)
+def test_what_is_no_request(bad: bytes, raw: socket.socket) -> None:
+    raw.sendall(bad)
+    raw.shutdown(socket.SHUT_WR)
+    assert everything(raw).startswith((b"HTTP/1.1 400", b"HTTP/1.1 403"))
+
+
+def test_two_requests_at_once_are_answered_in_order(raw: socket.socket) -> None:
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /api/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    raw.sendall(first + last)
+    found = everything(raw)
+    assert found.count(b"HTTP/1.1 200 OK") == 2
+    assert found.index(b'"status"') < found.index(b'"version"')
+
+
+def test_a_client_that_leaves_within_its_body(raw: socket.socket) -> None:
+    raw.sendall(HEAD + b'Content-Length: 1000\r\n\r\n{"model": ')
+
+
+def test_slow_headers(raw: socket.socket, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setattr(moeinf.server.serve, "HEADER_SECONDS", 0.3)
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as slow:
+        start = time.monotonic()
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert everything(slow) == b""
+        assert time.monotonic() - start < 3
+
+
+def test_a_slow_body(raw: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moeinf.server.guard, "BODY_SECONDS", 0.3)
+    raw.sendall(HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\n{")
+    assert everything(raw).startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_without_length_and_end(raw: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moeinf.server.guard, "MOST_BODY_BYTES", 100_000)
+    chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
+    raw.sendall(HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 8)
+    assert raw.recv(4096).startswith(b"HTTP/1.1 413")
