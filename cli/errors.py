@@ -121,6 +121,8 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "A checkpoint has config.json, tokenizer.json and *.safetensors, all of them whole.",
     ),
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
+    "ServerError": _plain("server", "Without it: end `moeinf serve`, or set MOEINF_HOST."),
+    "BadFormat": _plain("bad_format", "--format takes json, or a JSON schema.", exit_code=2),
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
     "MemoryError": lambda error: Described(
         "out_of_memory", f"not enough memory: {error}", "Give less --memory or a smaller --ctx."

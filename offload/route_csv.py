@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.trace import Pass, PassBuilder, Recording, RoutingShape
+
+_MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 15  # ids are int16
 
 
 class BadRouteTrace(ValueError):
@@ -30,7 +33,7 @@ def read_route_csv(path: Path) -> Recording:
     try:
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
         return _parse(path.name.removesuffix(".gz").removesuffix(".csv"), text)
-    except (KeyError, IndexError, ValueError, EOFError, gzip.BadGzipFile) as error:
+    except (LookupError, TypeError, ValueError, EOFError, zlib.error, csv.Error, OSError) as error:
         raise BadRouteTrace(f"{path.name} is not a route trace: {error}") from error
 
 
@@ -75,7 +78,11 @@ def _shape(comments: Iterable[str]) -> RoutingShape:
             if value.isdigit():
                 sizes.setdefault(name, []).append(int(value))
     layers, experts = sizes["n_layer"][0], sizes["n_expert"][0]
+    if not (0 < layers <= _MOST_LAYERS and 0 < experts <= _MOST_EXPERTS):
+        raise ValueError(f"{layers} layers of {experts} experts")
     expert_bytes = sum(sizes.get("expert_bytes", [0])) // layers
     dense_bytes = sum(sizes.get("dense_bytes", [0]))
     top_k = sizes["n_expert_used"][0]
+    if not 0 < top_k <= experts or max(expert_bytes, dense_bytes) >= 1 << 48:
+        raise ValueError(f"{top_k} of {experts} experts, {expert_bytes} bytes each")
     return RoutingShape(layers, experts, top_k, 0, expert_bytes, dense_bytes)

@@ -121,7 +121,7 @@ class ExpertStore:
         return self._ahead.warm(cells)
 
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
-        self._abandon()
+        self.abandon()
         self._decoding = self._ahead.decoding = phase == "decode"
         self._began, self._stalled = time.perf_counter(), self.stats.stall_seconds
         begin = self._clock()
@@ -143,7 +143,7 @@ class ExpertStore:
         run.start()
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        self._abandon()
+        self.abandon()
         if self._decoding:
             waited = self.stats.stall_seconds - self._stalled
             self._throttle.passed(waited, time.perf_counter() - self._began)
@@ -154,7 +154,7 @@ class ExpertStore:
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
         if self.stopped():
-            self._abandon()
+            self.abandon()
             raise Stopped
         groups = {
             layer * self._experts + expert: places
@@ -171,10 +171,11 @@ class ExpertStore:
         for cell in chosen_cells(layer, chosen, self._experts):
             (hits if self._residency.is_resident(cell) else misses).append(cell)
         self._policy.routed(layer, chosen)
+        run = self._open = _LayerRun(self, x, weights, groups, misses)
         for cell in hits:
             self._residency.pin(cell)
+            run.ready.append(cell)
         self._count(groups, hits)
-        run = self._open = _LayerRun(self, x, weights, groups, hits, misses)
         self._decided(begin)
         if not self.wants_hints:
             run.start()
@@ -182,10 +183,11 @@ class ExpertStore:
 
     def close(self) -> None:
         """Ends the readers; the slots must not be used afterwards."""
-        self._abandon()
+        self.abandon()
         self._transfer.close()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Ends the open layer, if there is one: for a pass that an error has cut off."""
         if self._open is not None:
             self._open.abandon()
 
@@ -268,14 +270,13 @@ class _LayerRun:
         x: Tensor,
         weights: Tensor,
         groups: dict[int, list[int]],
-        hits: list[int],
         misses: deque[int],
     ) -> None:
         self._store = store
         self._x = x
         self._mix = weights
         self._groups = groups
-        self._ready = deque(hits)  # resident and pinned
+        self.ready = deque[int]()  # resident and pinned
         self._unasked = misses  # without a slot
         self._loading: deque[tuple[int, int]] = deque()  # (ticket, cell), slot assigned and pinned
         self._started = False
@@ -307,8 +308,15 @@ class _LayerRun:
             self._unasked.popleft()
             store._policy.admitted(cell)
         if absent:
-            slots = [store._residency.slot_of(cell) for cell in absent]
-            tickets.update(zip(absent, store._transfer.demand(absent, slots), strict=True))
+            try:
+                slots = [store._residency.slot_of(cell) for cell in absent]
+                tickets.update(zip(absent, store._transfer.demand(absent, slots), strict=True))
+            except BaseException:
+                for cell in absent:
+                    del tickets[cell]
+                    store._give_up(cell)
+                self._loading.extend((ticket, cell) for cell, ticket in tickets.items())
+                raise
         self._loading.extend((ticket, cell) for cell, ticket in tickets.items())
         if not self._unasked:
             store._wish()
@@ -318,15 +326,15 @@ class _LayerRun:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
             self.start()
-            while self._ready or self._loading or self._unasked:
-                if not self._ready and not self._loading:  # reads ahead hold every slot
+            while self.ready or self._loading or self._unasked:
+                if not self.ready and not self._loading:  # reads ahead hold every slot
                     if not self._store._ahead.wait_for_one():
                         raise self._store._transfer.no_slot(self._unasked[0])
                     self.ask()
                     continue
                 # While slots are wanted, one by one: each that is done makes room for a miss.
-                count = 1 if self._unasked else len(self._ready)
-                ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+                count = 1 if self._unasked else len(self.ready)
+                ready = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
                 self._compute(ready or [self._arrived()])
                 if self._unasked:
                     self.ask()
@@ -376,7 +384,7 @@ class _LayerRun:
             ticket, cell = self._loading.popleft()
             self._store._transfer.abandon(ticket)
             self._store._give_up(cell)
-        while self._ready:
-            self._store._residency.unpin(self._ready.popleft())
+        while self.ready:
+            self._store._residency.unpin(self.ready.popleft())
         self._unasked.clear()
         self._store._open = None

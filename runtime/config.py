@@ -118,7 +118,7 @@ def parse_duration(text: str | float) -> float:
 
     Raises ValueError.
     """
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         number = float(text)
         if not math.isnan(number):
             return number if number >= 0 else math.inf

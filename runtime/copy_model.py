@@ -46,17 +46,23 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
                 (work / file.path).parent.mkdir(parents=True, exist_ok=True)
                 _link(origin / file.path, work / file.path)
             write_manifest(work, replace(manifest, name=name.name))
+            _copy_state(settings.state_of(manifest.model), settings.state_of(name))
             sync_filesystem(work)
-            state = settings.state_of(name)
-            shutil.rmtree(state, ignore_errors=True)
-            if settings.state_of(manifest.model).exists():
-                shutil.copytree(settings.state_of(manifest.model), state)
             library.admit(work, name)
         except FileNotFoundError as error:
             raise NoSuchModel(source, []) from error  # it was removed meanwhile
         finally:
             discard(folder)
     return name
+
+
+def _copy_state(origin: Path, target: Path) -> None:
+    """What using the model has left."""
+    shutil.rmtree(target, ignore_errors=True)
+    for file in origin.iterdir() if origin.is_dir() else ():
+        if file.is_file():
+            target.mkdir(parents=True, exist_ok=True, mode=0o700)
+            shutil.copy2(file, target / file.name)
 
 
 def _link(origin: Path, target: Path) -> None:

@@ -21,15 +21,26 @@ def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
+        try:
+            view = memoryview(data)
+            while view:  # a write may be short
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def make_folder_durably(folder: Path) -> None:
+    """Makes a folder that only its owner may enter, and those above it that are missing."""
+    if not folder.is_dir():
+        make_folder_durably(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

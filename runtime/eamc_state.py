@@ -123,7 +123,7 @@ class EamcState:
         try:
             about = json.loads(header)
             version, shape = about["version"], (about["layers"], about["experts"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return "is not an EAMC"
         if about.get("kind") != "eamc" or version != VERSION:
             return f"is of version {version}, not {VERSION}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moeinf.models.base import Experts, State
 from moeinf.models.encoder_decoder import EncoderDecoder
@@ -156,7 +157,7 @@ class Engine:
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[start : start + PREFILL_CHUNK]
             self._give_torch_threads(len(chunk))
-            logits = self.model.extend([(chunk, state)], self.experts)
+            logits = self._pass([(chunk, state)])
         values: NDArray[np.float32] = logits[0].numpy()
         return values
 
@@ -167,9 +168,17 @@ class Engine:
         that fails leaves every state as it was.
         """
         self._give_torch_threads(len(tokens))
-        logits = self.model.extend([([token], state) for state, token in tokens], self.experts)
+        logits = self._pass([([token], state) for state, token in tokens])
         values: NDArray[np.float32] = logits.numpy()
         return values
+
+    def _pass(self, batch: Sequence[tuple[Sequence[int], State]]) -> Tensor:
+        """One pass of the model; one that an error cuts off leaves nothing pinned."""
+        try:
+            return self.model.extend(batch, self.experts)
+        except BaseException:
+            self.store.abandon()
+            raise
 
     def _give_torch_threads(self, rows: int) -> None:
         """Few rows are the native kernels' work: torch's threads would spin beside theirs.

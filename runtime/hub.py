@@ -7,6 +7,7 @@ credentials and the cache look-up are huggingface_hub's; nothing in a repository
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ from moeinf.runtime.checkpoint import (
 )
 from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
 from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.picked import join_blocks
 from moeinf.runtime.remote_torch_file import check_table, read_remote_table
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Progress
 from moeinf.runtime.tokenizer import TOKENIZER
@@ -52,6 +54,7 @@ from moeinf.runtime.workplace import Workplace
 constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
 WORKERS = 8  # ranges in flight
 _MAX_JSON_BYTES = 256 << 20
+_COMMIT = re.compile(r"[0-9A-Za-z]{40}")
 
 
 def is_offline() -> bool:
@@ -76,17 +79,22 @@ def look_up(name: str, revision: str | None, token: str | None) -> Repository:
     """Asks the hub for a repository's commit and files. Raises RepositoryError."""
     token = token or get_token()
     at = f"{name} at revision {revision}" if revision else name
-    with explained(name, revision, token):
-        info = HfApi(endpoint=constants.ENDPOINT, token=token or False).model_info(
-            name, revision=revision, files_metadata=True, timeout=30
-        )
-    commit = info.sha or ""
-    if len(commit) != 40 or not commit.isalnum():
+    try:
+        with explained(name, revision, token):
+            info = HfApi(endpoint=constants.ENDPOINT, token=token or False).model_info(
+                name, revision=revision, files_metadata=True, timeout=30
+            )
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise RepositoryError(f"the hub describes {at} in no way we know: {error}") from error
+    commit = info.sha
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         raise RepositoryError(f"the hub names no commit for {at}")
     files = {}
     for entry in info.siblings or []:
-        path = PurePosixPath(entry.rfilename)
-        if entry.size is None or entry.size < 0 or len(path.parts) != 1 or path.name in ("", ".."):
+        path = PurePosixPath(str(entry.rfilename))
+        if type(entry.size) is not int or not 0 <= entry.size < 1 << 48:
+            continue
+        if len(path.parts) != 1 or path.name in ("", "..") or str(path) != entry.rfilename:
             continue  # folders hold other formats: original/, metal/, …
         url = hf_hub_url(name, entry.rfilename, revision=commit, endpoint=constants.ENDPOINT)
         files[path.name] = remote_file(entry, entry.size, url)
@@ -187,7 +195,7 @@ class HubSource:
         """At the worst moment: files being repacked or waiting for others, and the next one."""
         place = {file.name: number for number, file in enumerate(self.files)}
         last = list(range(len(self.files)))  # with which file each is done
-        for tensor in join_scales(self.checkpoint).values():
+        for tensor in join_blocks(self.checkpoint, join_scales(self.checkpoint)).values():
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:
                 last[number] = max(last[number], *places)

@@ -227,7 +227,9 @@ class Library:
 
     @staticmethod
     def _put_aside(folder: Path) -> Path:
-        """Renames, so that the model is gone at once, however long deleting takes."""
+        """Renames, so that the model is gone at once and for good, however long deleting takes."""
         old = old_folder(folder)
         shutil.rmtree(old, ignore_errors=True)
-        return folder.rename(old)
+        folder.rename(old)
+        sync_folder(folder.parent)
+        return old

@@ -151,6 +151,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedModel(f"{path}: encoder_layers is {manifest.encoder_layers!r}")
         if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
             raise DamagedModel(f"{path}: the experts' activation or biases are not described")
+        if manifest.layers * manifest.experts > len(manifest.files):
+            raise DamagedModel(f"{path}: it names fewer files than there are experts")
         data_bytes = manifest.expert_layout.data_bytes
         shards = manifest.shards()
         if is_current(manifest) and any(shard.data_bytes != data_bytes for shard in shards):

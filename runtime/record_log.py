@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moeinf.native import crc32c
-from moeinf.runtime.durable import sync_folder
+from moeinf.runtime.durable import make_folder_durably, sync_folder
 
 MAGIC = b"MOEINFL\n"
 MAX_RECORD_BYTES = 64 << 20
@@ -98,7 +98,7 @@ class RecordLog:
     @contextmanager
     def _opened(self) -> Iterator[int]:
         """The log's descriptor, made if need be, while no other process touches it."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder_durably(self._folder)
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         descriptor = -1
         try:

@@ -7,7 +7,6 @@ min-p, then one draw from a generator of our own, so that a seed means the same 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,7 +46,7 @@ class SamplingOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             low, high = _RANGE[field.name]
-            if value is not None and not (math.isfinite(value) and low <= value <= high):
+            if value is not None and not low <= value <= high:  # no bound is infinite
                 raise ValueError(f"{field.name} is {value}; it must be from {low} to {high}")
 
     def having(self, name: str, value: float | str) -> SamplingOptions:
@@ -85,7 +84,7 @@ _GREEDY_DEFAULTS = SamplingOptions(repeat_last_n=64, repeat_penalty=1.0)
 def model_defaults(folder: Path) -> SamplingOptions:
     """What a model's generation_config.json says; its unusable values count as unsaid."""
     said: dict[str, Any] = {}
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
         config = json.loads((folder / "generation_config.json").read_bytes())
         said = {name: config.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
         said["repeat_penalty"] = config.get("repetition_penalty")

@@ -71,6 +71,9 @@ class TemplateWorker:
             raise TemplateError(
                 f"the chat template took too much time or memory ({error})"
             ) from None
+        except BaseException:  # its answer must not be taken for that to the next request
+            self.close()
+            raise
         if "error" in answer:
             raise TemplateError(f"the chat template cannot be rendered: {answer['error']}")
         return str(answer["text"])

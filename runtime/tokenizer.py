@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.thinking import is_harmony
+from moeinf.runtime.tools import format_of
 
 TOKENIZER = "tokenizer.json"
 _CONTEXT_TOKENS = 8
@@ -33,10 +34,8 @@ class Tokenizer:
             self._tokenizer = _Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a bad file
             raise BadCheckpoint(f"{path} cannot be read: {error}") from error
-        config = folder / "tokenizer_config.json"
-        about: dict[str, Any] = read_json(config) if config.is_file() else {}
-        self.chat_template = _chat_template(folder, about)
-        self._shows_special = is_harmony(self.chat_template)
+        about = _about(folder)
+        self.chat_template = chat_template(folder, about)
         self.bos = _content(about.get("bos_token"))
         self.eos = _content(about.get("eos_token"))
         self._legacy = about.get("legacy_behaviour") is True
@@ -45,6 +44,9 @@ class Tokenizer:
         self._special = sorted(
             (t.content for t in added.values() if t.special), key=len, reverse=True
         )
+        form = format_of(self.chat_template)
+        marks_calls = form is not None and form.open in self._special
+        self._shows_special = is_harmony(self.chat_template) or marks_calls
 
     @property
     def vocab_size(self) -> int:
@@ -166,17 +168,30 @@ def _content(token: object) -> str | None:
     """A special token as config files write it: a string, or a mapping with its content."""
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if not isinstance(token, str) or any("\ud800" <= c <= "\udfff" for c in token):
+        return None  # half a character cannot be encoded
+    return token
 
 
-def _chat_template(folder: Path, about: dict[str, Any]) -> str | None:
+def _about(folder: Path) -> dict[str, Any]:
+    config = folder / "tokenizer_config.json"
+    return read_json(config) if config.is_file() else {}
+
+
+def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | None:
+    """A model's chat template; None for a base model. about: its tokenizer_config, if at hand."""
+    about = _about(folder) if about is None else about
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     template = about.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+        named = (
+            t.get("template")
+            for t in template
+            if isinstance(t, dict) and t.get("name") == "default"
+        )
+        template = next(named, None)
     return template if isinstance(template, str) else None
 
 
@@ -184,7 +199,7 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Every id that ends an answer: of generation_config, config and tokenizer_config together."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
             values = json.loads((folder / name).read_bytes())
             for about in (values, values.get("text_config") or {}):
                 eos = about.get("eos_token_id")

@@ -40,7 +40,7 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
             state = torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadCheckpoint(f"{path} holds more than tensors: {_first_line(error)}") from error
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+    except Exception as error:  # a pickle that is none fails in as many ways as there are opcodes
         raise BadCheckpoint(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(state, dict):
         raise BadCheckpoint(f"{path} does not hold a state dict")
@@ -72,7 +72,9 @@ def _check_zip(path: Path) -> None:
                     raise BadCheckpoint(f"{path}: its pickle has {entry.file_size} bytes")
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
-    except (zipfile.BadZipFile, OSError) as error:
+    except BadCheckpoint:
+        raise
+    except (zipfile.BadZipFile, RuntimeError, ValueError, OSError) as error:
         raise BadCheckpoint(f"{path} is not a PyTorch zip file: {error}") from error
 
 

@@ -86,17 +86,26 @@ class Workplace:
         lines = _read_lines(self.folder / JOURNAL)
         if not lines or lines[0] != {"making": dict(making)}:
             return False
-        for line in lines[1:]:
-            if "file" in line:
-                record = FileRecord(**line["file"])
-                path = self.folder / record.path
-                if path.is_file() and path.stat().st_size == record.size_bytes:
-                    self.files[record.path] = record
-            elif "part" in line:
-                self.parts.add((str(line["part"][0]), int(line["part"][1])))
-            elif "done" in line:
-                self.done.add(str(line["done"]))
-        return all(self._take_back(file) for file in {file for file, _ in self.parts})
+        try:
+            for line in lines[1:]:
+                self._take_in(line)
+            return all(self._take_back(file) for file in {file for file, _ in self.parts})
+        except (LookupError, TypeError, ValueError, OSError):
+            return False  # damaged, so that nothing in it is to be believed
+
+    def _take_in(self, line: Mapping[str, Any]) -> None:
+        """One line of the journal. Raises LookupError, TypeError, ValueError for a damaged one."""
+        if "file" in line:
+            record = FileRecord(**line["file"])
+            path = self.folder / record.path
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                raise ValueError(f"{record.path!r} leaves the folder")
+            if path.is_file() and path.stat().st_size == record.size_bytes:
+                self.files[record.path] = record
+        elif "part" in line:
+            self.parts.add((str(line["part"][0]), int(line["part"][1])))
+        elif "done" in line:
+            self.done.add(str(line["done"]))
 
     def _take_back(self, file: str) -> bool:
         """Whether the parts of `file` are here, under the name that an unfinished file has.
@@ -113,7 +122,7 @@ class Workplace:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a journal; the last may be torn, and then counts for nothing."""
     lines: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             if isinstance(line, dict):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from fastapi import Request
 
 from moeinf.server.host import Loaded
 from moeinf.server.jobs import Ended, Event, Failed, Job
@@ -51,8 +54,8 @@ def words_of(error: Exception) -> str:
     return str(error)
 
 
-async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
-    """Submits the job and gives what it emits. Leaving early cancels it.
+async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[Event]:
+    """Submits the job and gives what it emits. Leaving early, or the client's leaving, cancels it.
 
     job.emit is set here. Raises Busy or Unloaded when it is not even taken, and the error of a
     Failed when that comes first, so that a status can still say it.
@@ -61,11 +64,12 @@ async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
     queue: asyncio.Queue[Event] = asyncio.Queue()
 
     def emit(event: Event) -> None:
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
     job.emit = emit
     loaded.worker.submit(job)
+    watch = asyncio.create_task(_cancel_when_gone(request, job))
     try:
         while True:
             event = await queue.get()
@@ -73,4 +77,12 @@ async def events(loaded: Loaded, job: Job) -> AsyncGenerator[Event]:
             if isinstance(event, Ended | Failed):
                 return
     finally:
+        watch.cancel()
         job.cancelled.set()
+
+
+async def _cancel_when_gone(request: Request, job: Job) -> None:
+    """Until something is sent, nobody else notices that a client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancelled.set()

@@ -32,13 +32,14 @@ from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.sampler import Sampler
-from moeinf.server.jobs import Busy, Constraint, Ended, Failed, Job, Piece, TokenInfo, Unloaded
+from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded
 
 
-@dataclass
+@dataclass(eq=False)
 class _Place:
     """Room for one request. prefilled: the tokens of whole prefill chunks that the state begins
     with."""
@@ -47,7 +48,7 @@ class _Place:
     prefilled: list[int] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A request that has a place."""
 
@@ -107,6 +108,9 @@ class Worker:
             if self._closing:
                 raise Unloaded("the model is being unloaded")
             if len(self._waiting) >= self._max_queue:
+                here = [one for one in self._waiting if not one.cancelled.is_set()]
+                self._waiting = deque(here)
+            if len(self._waiting) >= self._max_queue:
                 raise Busy(f"{len(self._waiting)} requests are waiting for this model")
             self._waiting.append(job)
             self._changed.notify()
@@ -121,37 +125,39 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
+        """Whatever ends this thread, nobody is left waiting for it."""
+        end: Exception = Unloaded("the model was unloaded")
         try:
-            engine = self._make()
+            with self._make() as engine:
+                self._free = [_Place(engine.new_state()) for _ in range(self._parallel)]
+                self.engine = engine
+                self.loaded.set()
+                while not self._closing:
+                    self._admit(engine)
+                    self._round(engine)
+                for one in list(self._running):
+                    self._fail(engine, one, end)
         except Exception as error:
-            with self._changed:
-                self._failure, self._closing = error, True
-            self.loaded.set()
-            self._refuse_all(error)
-            return
-        with engine:
-            self.engine = engine
-            self._free = [_Place(engine.new_state()) for _ in range(self._parallel)]
-            self.loaded.set()
-            while not self._closing:
-                self._admit(engine)
-                self._round(engine)
-            for one in list(self._running):
-                self._fail(engine, one, Unloaded("the model was unloaded"))
-            self._refuse_all(Unloaded("the model was unloaded"))
-        self.engine = None
+            end = self._failure = error
+        with self._changed:
+            self._closing = True
+            left = [one.job for one in self._running] + list(self._waiting)
+            self._running, self.engine = [], None
+            self._waiting.clear()
+        self.loaded.set()
+        for job in left:
+            job.emit(Failed(end))
 
-    def _refuse_all(self, error: Exception) -> None:
-        while self._waiting:
-            self._waiting.popleft().emit(Failed(error))
+    def _next(self) -> Job | None:
+        with self._changed:
+            return self._waiting.popleft() if self._waiting else None
 
     def _admit(self, engine: Engine) -> None:
         """Gives free places to who waits; sleeps while there is nothing to do at all."""
         with self._changed:
             while not (self._closing or self._waiting or self._running):
                 self._changed.wait()
-        while self._free and self._waiting and not self._closing:
-            job = self._waiting.popleft()
+        while self._free and not self._closing and (job := self._next()) is not None:
             try:
                 if job.cancelled.is_set():
                     job.emit(Ended("cancelled", 0, 0, 0, engine.load_seconds, 0.0, 0.0))
@@ -167,11 +173,11 @@ class Worker:
             raise ValueError("there is nothing to answer: the prompt has no tokens")
         if len(prompt) >= context:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context {context}")
-        constraint = job.constrain(engine) if job.constrain is not None else None
+        constraint = job.constrain(engine, prompt) if job.constrain is not None else None
         sampler = Sampler(job.options, engine.sampling)
         answer = Answer(engine, prompt, sampler, job.limits, context - len(prompt))
         known = [_shared_chunks(place.prefilled, prompt) for place in self._free]
-        place = self._free.pop(known.index(max(known)))
+        place = self._free[known.index(max(known))]
         place.state.truncate(max(known))
         shared = place.state.length  # some states cannot go back to everywhere
         if shared % PREFILL_CHUNK:
@@ -179,6 +185,7 @@ class Worker:
             shared = 0
         place.prefilled = place.prefilled[:shared]
         request = engine.begin_request(place.state)
+        self._free.remove(place)
         return _Running(job, place, answer, constraint, len(prompt), shared, request)
 
     def _round(self, engine: Engine) -> None:
@@ -266,6 +273,9 @@ class Worker:
             one.decode_seconds += spent
 
     def _end(self, engine: Engine, one: _Running, reason: str) -> None:
+        if reason == "cancelled" and self._closing:  # by us: whoever listens must not take it
+            self._fail(engine, one, Unloaded("the model was unloaded"))  # for a whole answer
+            return
         self._leave(engine, one)
         one.job.emit(
             Ended(
@@ -289,7 +299,7 @@ class Worker:
         self._free.append(one.place)
         self.last_used = time.monotonic()
         self.answers += 1
-        with suppress(OSError):
+        with suppress(Exception):  # an answer is worth more than the memory of it
             engine.end_request(one.request, counts=one.prefill_seconds > 0)
 
 

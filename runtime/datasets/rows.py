@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from moeinf.runtime.datasets.footer import can_be_walked
 from moeinf.runtime.datasets.items import MOST_CHARACTERS, BadDataset
 
 Kind = Literal["text", "texts", "integer"]
@@ -83,6 +84,8 @@ def parquet_rows(path: Path, columns: Mapping[str, Kind], most: int) -> Iterator
     with _Opened(path, read_dictionary=texts) as file:
         for name, kind in columns.items():
             _check_type(path, file.schema_arrow, name, kind)
+        if not can_be_walked(path):
+            raise BadDataset(f"{path} is not a readable parquet file: its footer is damaged")
         _check_bounds(path, file.metadata, columns)
         left = most
         for batch in file.iter_batches(_BATCH_ROWS, columns=list(columns), use_threads=False):

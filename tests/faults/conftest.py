@@ -1,0 +1,45 @@
+"""Counts what was injected and what came of it; `scripts/faults.py` makes a table of that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+FULL = os.environ.get("MOEINF_FAULTS") == "full"  # every injection point, however long it takes
+_LOG = os.environ.get("MOEINF_FAULTS_LOG")
+
+Tally = Callable[[str], None]
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    """tally("named error"): one injection, and what came of it."""
+    outcomes: Counter[str] = Counter()
+
+    def count(outcome: str) -> None:
+        outcomes[outcome] += 1
+
+    yield count
+    assert outcomes, "nothing was injected"
+    if _LOG is not None:
+        with Path(_LOG).open("a") as log:
+            log.write(json.dumps({"test": request.node.nodeid, "outcomes": outcomes}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """shim.c, compiled; a process that is started with it preloaded can be told what to fail."""
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    source = Path(__file__).with_name("shim.c")
+    build = ["gcc", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, "-ldl"]
+    try:
+        subprocess.run(build, check=True)
+    except FileNotFoundError:
+        pytest.skip("there is no gcc to build the shim with")
+    return library

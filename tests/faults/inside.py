@@ -1,0 +1,88 @@
+"""Run with shim.c preloaded, as a process of its own: an engine whose reads or memory fail.
+
+Usage: python inside.py HOME eio|short|slow|flip|memory STEP. Prints a JSON line: outcomes, and the
+injections that there were. Any answer that is not the undisturbed one must be an error; the next
+one must be right, with nothing pinned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.library import Library
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+from moeinf.runtime.template import TemplateError
+
+# kind of shim_reads, and how many reads in a row: the reader itself tries twice more after an EIO
+KINDS = {"eio": (1, 1), "eio thrice": (1, 60), "short": (2, 4), "slow": (3, 4), "flip": (4, 60)}
+HARMLESS = ("eio", "short", "slow")
+PROMPT = "sort owl, fig, zebra, ant"
+
+
+def main() -> None:
+    home, what, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    shim = ctypes.CDLL(None)
+    settings = Settings(home)
+    manifest, folder = Library(settings).read("demo:bf16")
+    config = EngineConfig(memory=parse_memory("10%"), trace=False)
+    outcomes: Counter[str] = Counter()
+    with Engine(manifest, folder, config, settings) as engine:
+
+        def ask() -> str:
+            talk = Conversation(engine)
+            return "".join(talk.ask(PROMPT, SamplingOptions(temperature=0), Limits()))
+
+        def arm(at: int) -> None:
+            if what == "memory":
+                shim.shim_memory(at)
+            else:
+                shim.shim_reads(KINDS[what][0], at, KINDS[what][1])
+
+        def disarm() -> int:
+            seen: int = shim.shim_seen()
+            shim.shim_reads(0, 0, 0)
+            return seen
+
+        right = ask()
+        assert right == ask() != ""
+        arm(1 << 30)
+        ask()
+        points = disarm()
+        for at in range(1, points + 1, step):
+            arm(at)
+            try:
+                said = ask()
+            except ExpertReadError as error:
+                assert error.shard.startswith("experts/"), error.shard
+                assert what not in HARMLESS, f"{what} at {at}: {error}"
+                outcomes["an error that names the shard"] += 1
+            except (MemoryError, RuntimeError, TemplateError) as error:
+                assert what == "memory", f"{what} at {at}: {error}"
+                assert isinstance(error, MemoryError) or "memory" in str(error), error
+                outcomes["an error that says memory"] += 1
+            else:
+                assert said == right, f"{what} at {at}: {said!r}"
+                outcomes["the right answer"] += 1
+            if disarm() < at:
+                outcomes["not met"] += 1
+            assert engine.store.idle, f"{what} at {at}: something is pinned"
+            again = ask()
+            assert again == right, f"after {what} at {at}: {again!r}"
+        assert torch.get_num_threads() >= 1
+    print(json.dumps({"points": points, "outcomes": outcomes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""A whole conversation under the limit of a cgroup that is just what was promised.
+
+Over it the kernel kills; a budget that is kept is a conversation that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moeinf.runtime.config import Settings
+from scripts.make_checkpoint import config, make_checkpoint
+from tests.conftest import pull
+from tests.faults.conftest import FULL, Tally
+
+GROUPS = (
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max"),
+)
+TALK = """
+import sys
+from pathlib import Path
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.library import Library
+from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import parse_memory
+home, memory, limit, turns = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+settings = Settings(home)
+manifest, folder = Library(settings).read("many:bf16")
+imported = rss_bytes()
+config = EngineConfig(memory=parse_memory(memory), context=512)
+with Engine(manifest, folder, config, settings) as engine:
+    place = engine.placement
+    allowed = imported + place.memory_bytes + place.dense_bytes + place.kv_bytes + (64 << 20)
+    limit.write_text(str(allowed))
+    talk = Conversation(engine)
+    for turn in range(turns):
+        text = "".join(chr(32 + (7 * i + turn) % 90) for i in range(60 + 30 * turn % 200))
+        list(talk.complete(text, SamplingOptions(temperature=0), Limits(12)))
+    print(allowed - peak_rss_bytes(), engine.store.stats.bytes_read > place.memory_bytes)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[tuple[Path, str]]:
+    """A memory cgroup of our own and the name of its limit."""
+    for root, limit in GROUPS:
+        folder = root / f"moeinf-{os.getpid()}"
+        with suppress(OSError):
+            folder.mkdir()
+            if (folder / limit).exists():
+                yield folder, limit
+                folder.rmdir()
+                return
+            folder.rmdir()
+    pytest.skip("no memory cgroup may be made here")
+
+
+@pytest.mark.parametrize("memory", ["30%", "12MiB"])
+def test_a_conversation_under_a_cgroup_limit(
+    memory: str, group: tuple[Path, str], tmp_path: Path, tally: Tally
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", config(4, 16, 256, 256, 4))
+    pull(tmp_path / "checkpoint", Settings(tmp_path / "home"), "many:bf16")
+    folder, limit = group
+
+    def enter() -> None:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    turns = 30 if FULL else 5
+    run = subprocess.run(
+        [sys.executable, "-c", TALK, tmp_path / "home", memory, folder / limit, str(turns)],
+        capture_output=True, text=True, check=False, preexec_fn=enter,
+    )  # fmt: skip
+    assert run.returncode == 0, f"{run.returncode}: {run.stderr}"
+    room, evicted = run.stdout.split()
+    assert int(room) >= 0
+    assert evicted == "True"  # more came in than there is room for
+    for _ in range(turns):
+        tally("a turn within the limit")

@@ -1,0 +1,34 @@
+"""Reads and allocations that fail at any point of a generation; signals at every token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import FULL, Tally
+
+INSIDE = Path(__file__).with_name("inside.py")
+
+
+@pytest.mark.parametrize("what", ["eio", "eio thrice", "short", "slow", "flip", "memory"])
+def test_a_generation_whose_reads_or_memory_fail(
+    what: str, shim: Path, demo_home: Path, tally: Tally
+) -> None:
+    """One EIO, short and slow reads change nothing; a drive that means it fails by name."""
+    step = 1 if FULL else 5 if what == "memory" else 41
+    run = subprocess.run(
+        [sys.executable, str(INSIDE), str(demo_home), what, str(step)],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout)
+    assert found["points"] > 40
+    for outcome, count in found["outcomes"].items():
+        for _ in range(count):
+            tally(outcome)

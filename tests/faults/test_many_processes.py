@@ -1,0 +1,77 @@
+"""Many processes pull, run, copy, trace and remove one model at once, and some are killed."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+
+from moeinf.runtime.config import Settings
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.live import Registry
+from moeinf.runtime.manifest import read_manifest
+from moeinf.runtime.names import ModelName
+from moeinf.runtime.verify import verify
+from tests.cli.conftest import COMMAND, command_in, environment
+from tests.faults.conftest import FULL, Tally
+
+# What a process that lost a race may say; anything else that fails is wrong.
+_FAIR = re.compile(
+    r"no model|is in use|another process is pulling|is there already|unfinished pull|"
+    r"is not what was pulled|cannot be read|No such file|is using|in use by process"
+)
+ACTS: tuple[tuple[str, ...], ...] = (
+    ("pull", str(DEMO_CHECKPOINT), "--name", "shared:bf16", "--quiet"),
+    ("run", "shared:bf16", "17+25=", "--memory", "20%"),
+    ("rm", "shared:bf16"),
+    ("cp", "shared:bf16", "copied"),
+    ("rm", "copied:bf16"),
+    ("trace", "shared:bf16", "--dataset", "demo", "--limit", "2"),
+    ("verify", "shared:bf16"),
+    ("list",),
+)
+
+
+def test_one_model_many_processes(tmp_path: Path, tally: Tally) -> None:
+    rng = random.Random(0)
+    first = command_in(tmp_path)(*ACTS[0])
+    assert first.code == 0, first.err
+    rounds, at_once = (25, 6) if FULL else (3, 4)
+    for _ in range(rounds):
+        running = []
+        for _ in range(at_once):
+            act = rng.choice(ACTS)
+            process = subprocess.Popen(
+                [*COMMAND, *act], env=environment(tmp_path), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            running.append((act, process, rng.random() < 0.25))
+            time.sleep(rng.random() * 0.3)
+        for act, process, doomed in running:
+            if doomed:
+                time.sleep(rng.random())
+                process.kill()
+            out, error = process.communicate(timeout=120)
+            assert "Traceback" not in error
+            if process.returncode == 0:
+                assert act[0] != "run" or out.strip() == "42", (act, out)
+                tally(f"{act[0]} done")
+            elif process.returncode == -9:
+                tally(f"{act[0]} killed")
+            else:
+                assert _FAIR.search(error), (act, process.returncode, error)
+                tally(f"{act[0]} refused in words")
+        settings = Settings(tmp_path)
+        assert Registry(settings.run).engines() == []
+        for name in (ModelName("shared", "bf16"), ModelName("copied", "bf16")):
+            folder = Library(settings).folder(name)
+            if Library(settings).has(name):
+                assert verify(folder, read_manifest(folder), lambda *_: None) == []
+    last = command_in(tmp_path)(*ACTS[0])
+    assert last.code == 0, last.err
+    assert command_in(tmp_path)("run", "shared:bf16", "17+25=").out == "42\n"
+    assert command_in(tmp_path)("prune").code == 0
+    left = [p for p in (tmp_path / "models").rglob("*") if p.name.endswith((".partial", ".old"))]
+    assert left == []

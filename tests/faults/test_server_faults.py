@@ -1,0 +1,130 @@
+"""A server whose engine fails in every way, and clients that leave while they wait."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moeinf.runtime.engine import Engine
+from moeinf.server.worker import Worker
+from tests.faults.conftest import Tally
+from tests.server.conftest import serving
+from tests.server.test_http import WILD, until
+
+ASK = {"model": "demo", "prompt": "17+25=", "stream": False}
+LONG = {"model": "demo", "prompt": "hi", "stream": False, "options": {**WILD, "num_predict": 480}}
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Worker._decode
+
+    def decode_slowly(self: Worker, *arguments: Any) -> None:
+        time.sleep(0.02)
+        decode(self, *arguments)
+
+    monkeypatch.setattr(Worker, "_decode", decode_slowly)
+
+
+def leave_after(address: str, line: str) -> None:
+    """Asks for a whole answer, and hangs up once /metrics has the line."""
+    host, port = address.removeprefix("http://").split(":")
+    body = json.dumps(LONG).encode()
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        head = f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        sock.sendall(f"{head}\r\n\r\n".encode() + body)
+        until(address, line)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_client_that_leaves_before_its_answer_begins(demo_home: Path, tally: Tally) -> None:
+    """It gets no stream, so nothing but its hanging up says that it has gone."""
+    with serving(demo_home, parallel=1, max_queue=2) as address:
+        running, waiting = (
+            f'num_requests_{what}{{model_name="demo:bf16"}} ' for what in ("running", "waiting")
+        )
+        leave_after(address, running + "1")
+        until(address, running + "0")
+        tally("left while it was answered")
+        with httpx.stream("POST", f"{address}/api/generate", json={**LONG, "stream": True}) as one:
+            next(one.iter_lines())
+            for _ in range(6):  # more than may wait: those who have gone take no place
+                leave_after(address, waiting)
+                tally("left while it waited")
+        answer = httpx.post(f"{address}/api/generate", json=ASK, timeout=60)
+        assert answer.json()["response"] == "42"
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_answer_that_unloading_cuts_off_is_an_error(demo_home: Path, tally: Tally) -> None:
+    for stream in (False, True):
+        with serving(demo_home, parallel=1) as address:
+            found: list[httpx.Response] = []
+
+            def ask(address: str, body: dict[str, Any], found: list[httpx.Response]) -> None:
+                found.append(httpx.post(f"{address}/api/generate", json=body, timeout=60))
+
+            body = {**LONG, "stream": stream}
+            thread = threading.Thread(target=ask, args=(address, body, found))
+            thread.start()
+            until(address, 'num_requests_running{model_name="demo:bf16"} 1')
+            httpx.post(f"{address}/api/generate", json={"model": "demo", "keep_alive": 0})
+            thread.join()
+            last = json.loads(found[0].text.splitlines()[-1])
+            assert last == {"error": "the model was unloaded"}
+            tally("an error in words")
+
+
+@pytest.mark.parametrize("where", ["new_state", "begin_request", "extend", "step", "end_request"])
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError, OSError])
+def test_an_engine_that_fails(
+    where: str,
+    kind: type[Exception],
+    demo_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tally: Tally,
+) -> None:
+    """Whoever waits hears of it, at once; the next request is answered."""
+    whole, at = getattr(Engine, where), 0
+
+    def failing(self: Engine, *arguments: Any, **options: Any) -> Any:
+        nonlocal at
+        at -= 1
+        if at == 0:
+            raise kind("planted")
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Engine, where, failing)
+    with serving(demo_home, parallel=2) as address:
+        for moment in (1, 2):
+            at = moment
+            first = httpx.post(f"{address}/api/generate", json=ASK, timeout=30)
+            if first.status_code == 200:
+                assert first.json()["response"] == "42"
+                tally("the right answer")
+            else:
+                assert "planted" in first.json()["error"]
+                tally("an error in words")
+            at = 0
+            again = httpx.post(f"{address}/api/generate", json=ASK, timeout=30)
+            assert again.json().get("response") == "42", again.text
+
+
+def test_a_long_prompt_is_refused_before_it_is_cut_into_tokens(demo_home: Path) -> None:
+    """16 million tokens would take gigabytes just to be counted."""
+    with serving(demo_home) as address:
+        httpx.post(f"{address}/api/generate", json=ASK, timeout=30)
+        start = time.monotonic()
+        answer = httpx.post(
+            f"{address}/api/generate", json={**ASK, "prompt": "x " * 8_000_000}, timeout=60
+        )
+        assert answer.status_code == 400
+        assert "characters" in answer.json()["error"]
+        assert time.monotonic() - start < 20

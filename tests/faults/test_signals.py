@@ -1,0 +1,107 @@
+"""SIGINT and SIGTERM at every token: the answer ends within one, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moeinf.cli.interrupt import Stopped, interruptible, stoppable
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Limits
+from moeinf.runtime.live import Registry
+from moeinf.runtime.sampler import SamplingOptions
+from tests.cli.conftest import COMMAND, environment
+from tests.faults.conftest import FULL, Tally
+
+PROMPT = "sort owl, fig, zebra, ant"
+GREEDY = SamplingOptions(temperature=0)
+
+
+def held() -> tuple[int, int]:
+    """Descriptors but for shards, and threads."""
+    links = [str(p.readlink()) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
+    shards = sum(link.endswith(".safetensors") for link in links)
+    return len(links) - shards, sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_every_token(
+    kind: signal.Signals, open_engine: Callable[..., Engine], tally: Tally
+) -> None:
+    """It is sent while the token that follows is on its way."""
+    engine = open_engine(memory="10%")
+    right = "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits()))
+    steps = engine.store.begin_pass
+    at = passed = last = 0
+
+    def begin_pass(*arguments: object) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == at:
+            os.kill(os.getpid(), kind)
+        steps(*arguments)  # type: ignore[arg-type]
+
+    engine.store.begin_pass = begin_pass  # type: ignore[method-assign]
+    before = held()
+    for at in range(1, 30):
+        talk, passed, said = Conversation(engine), 0, ""
+        with stoppable(), interruptible() as pressed:
+            answer = talk.ask(PROMPT, GREEDY, Limits(), pressed)
+            try:
+                for piece in answer:
+                    said += piece
+            except Stopped:
+                tally("ended by SIGTERM")
+        assert engine.store.idle
+        assert right.startswith(said)
+        if passed < at:
+            assert said == right
+            last, at = at, 0
+            break
+        if kind == signal.SIGINT:
+            assert (answer.finish_reason, len(answer.tokens)) == ("interrupted", at - 1)
+            tally("ended by SIGINT")
+        passed = at  # no more signals
+        assert "".join(talk.ask(PROMPT, GREEDY, Limits()))  # the same conversation goes on
+    else:
+        raise AssertionError("the answer has no end")
+    assert last > 15
+    assert "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits())) == right
+    assert held() == before
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_told_to_end(kind: signal.Signals, demo_home: Path, tally: Tally) -> None:
+    """At several moments of `moeinf run`: an exit code, no child, no entry in the register."""
+    moments = range(24) if FULL else (0, 3, 9)
+    for moment in moments:
+        process = subprocess.Popen(
+            [*COMMAND, "run", "demo", PROMPT, "--memory", "10%"],
+            env=environment(demo_home), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        if moment:
+            os.read(process.stdout.fileno(), 1)
+            time.sleep(0.004 * (moment - 1))
+        else:
+            time.sleep(0.5)
+        process.send_signal(kind)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode in (0, 130, 143, -kind), error  # -kind: while it is imported
+        assert b"Traceback" not in error
+        tally(f"exit code {process.returncode}")
+    assert Registry(Settings(demo_home).run).engines() == []
+    workers = subprocess.run(
+        ["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True
+    ).stdout
+    orphans = [w for w in workers.splitlines() if w.split()[0] == "1" and "template_worker" in w]
+    assert not orphans, orphans
