@@ -1,12 +1,15 @@
-"""python -m benchmarks.overhead: what tracing, matching and deciding cost when every expert fits.
+"""python -m benchmarks.overhead: what tracing, matching and deciding cost a token that decodes.
 
-Does not know other programs. One engine decodes in slices that alternate between two ways:
+Does not know other programs. One engine decodes with all experts in memory, as it is by default,
+and the seconds inside these pieces are counted in the very run:
 
-    full   as it is by default: every pass is written down, matched, and decided about
-    bare   the store alone, with a policy that does nothing
+    tracing    the recorder's calls less those of the store that it passes on to
+    deciding   the policy's calls and the books of who is there, matching with past requests
+               included (`StoreStats.decode_policy_seconds`)
 
-A slice's figure is its median token; the cost is the median of the rounds' ratios. Slices are
-short, so that the machine's moods fall on both.
+A cost of a few percent does not show in the difference of two ways of decoding on a machine whose
+tokens take 10 % more or less from one moment to the next; a share counted within one way does. The
+clock's own calls are counted too, some 0.1 us each.
 """
 
 from __future__ import annotations
@@ -16,67 +19,86 @@ import json
 import os
 import statistics
 import sys
+import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from benchmarks.calibrated import Calibration, calibrated, named, tokens
 from benchmarks.shapes import SHAPES, shape
-from moeinf.offload.policy import Passive
-from moeinf.offload.policy.base import Evictable
+from moeinf.models.base import Experts, Pending, Phase
 from moeinf.runtime.bench import decode, machine, prefill
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.sizes import parse_memory
+from moeinf.runtime.tracing import Recorder, routing_shape
 
 Result = dict[str, Any]
 
 
-class Nothing(Passive):
-    """A policy for experts that all fit: it is never asked who leaves."""
+class Counted:
+    """`Experts`, with the seconds inside its calls added up."""
 
-    def admitted(self, cell: int) -> None: ...
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        self.seconds = 0.0
 
-    def victim(self, evictable: Evictable) -> int | None:
-        return None
+    @property
+    def wants_hints(self) -> bool:
+        return self._experts.wants_hints
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        begin = time.perf_counter()
+        self._experts.begin_pass(rows, phase)
+        self.seconds += time.perf_counter() - begin
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        begin = time.perf_counter()
+        pending = self._experts.submit(layer, x, ids, weights)
+        self.seconds += time.perf_counter() - begin
+        return pending
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        begin = time.perf_counter()
+        self._experts.hint(layer, ids, scores)
+        self.seconds += time.perf_counter() - begin
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        begin = time.perf_counter()
+        self._experts.end_pass(accepted_rows)
+        self.seconds += time.perf_counter() - begin
 
 
-class Switch:
-    """Turns what stands around an engine's store off and on, between passes."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._store = engine, engine.store
-        self._full = engine.experts, engine.store._policy
-        self._bare = engine.store, Nothing(engine.store._policy.setup)  # type: ignore[attr-defined]
-
-    def turn(self, full: bool) -> None:
-        experts, policy = self._full if full else self._bare
-        self._engine.experts, self._store._policy = experts, policy
-
-
-def measure(engine: Engine, text: list[int], rounds: int, every: int) -> Result:
-    """Decodes `text` in slices, alternating; the first round warms up."""
-    assert engine.recorder is not None
-    switch, state = Switch(engine), engine.new_state()
+def measure(engine: Engine, text: list[int], every: int) -> Result:
+    """Decodes `text` in slices of `every` tokens after a prompt of 64; the first slice warms up."""
+    inner = Counted(engine.store)
+    outer = Counted(Recorder(inner, routing_shape(engine.manifest)))
+    engine.experts = outer
+    state, ids = engine.new_state(), iter(text)
     engine.begin_request(state)
-    ids = iter(text)
-    logits, _ = prefill(engine, state, [next(ids) for _ in range(64)])
-    taken: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(rounds + 1):
-        for full in (True, False) if number % 2 else (False, True):
-            switch.turn(full)
-            forced = [next(ids) for _ in range(every)]
-            logits, seconds = decode(engine, state, logits, every, forced)
-            if number:
-                taken[full].append(statistics.median(seconds))
-    switch.turn(True)
-    ratios = [full / bare for full, bare in zip(taken[True], taken[False], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
+    logits, _ = prefill(engine, state, list(islice(ids, 64)))
+    shares: dict[str, list[float]] = {"tracing": [], "deciding": []}
+    taken, first = list[float](), True
+    while forced := list(islice(ids, every)):
+        before = outer.seconds - inner.seconds, engine.store.stats.decode_policy_seconds
+        logits, seconds = decode(engine, state, logits, len(forced), forced)
+        after = outer.seconds - inner.seconds, engine.store.stats.decode_policy_seconds
+        if not first:
+            taken += seconds
+            for name, start, end in zip(shares, before, after, strict=True):
+                shares[name].append((end - start) / sum(seconds))
+        first = False
+    both = [tracing + deciding for tracing, deciding in zip(*shares.values(), strict=True)]
+    low, middle, high = statistics.quantiles(both, n=4)
     return {
-        "rounds": rounds,
-        "full_ms": round(1e3 * statistics.median(taken[True]), 3),
-        "bare_ms": round(1e3 * statistics.median(taken[False]), 3),
-        "cost": round(statistics.median(ratios) - 1, 4),
-        "cost_quartiles": [round(low - 1, 4), round(high - 1, 4)],
+        "tokens": len(taken),
+        "ms_per_token": round(1e3 * statistics.fmean(taken), 3),
+        **{f"{name}_share": round(statistics.fmean(all_), 5) for name, all_ in shares.items()},
+        "share": round(statistics.fmean(both), 5),
+        "share_quartiles": [round(value, 5) for value in (low, middle, high)],
+        "hit_rate": engine.store.stats.hit_rate,
     }
 
 
@@ -84,13 +106,13 @@ def main() -> None:
     o = _options()
     model = calibrated(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers), Calibration())
     manifest = model.ours(o.tag)
-    count = 64 + 2 * (o.rounds + 1) * o.slice
+    count = 64 + o.tokens
     config = EngineConfig(
-        memory=parse_memory("100%"), context=count, threads=o.threads, policy=o.policy
+        memory=parse_memory(o.memory), context=count, threads=o.threads, policy=o.policy
     )
     text = tokens(Calibration(), model.config["vocab_size"], count)
     with Engine(manifest, model.folder(o.tag), config, model.settings) as engine:
-        found = measure(engine, text, o.rounds, o.slice)
+        found = measure(engine, text, o.slice)
     found |= {"command": " ".join(sys.argv), "machine": machine(), "shape": o.shape, "tag": o.tag}
     print(json.dumps(found, indent=1))
 
@@ -102,8 +124,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer than the real shape has")
     parser.add_argument("--tag", default="q4")
     parser.add_argument("--policy", default="adaptive")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--slice", type=int, default=8, help="tokens per round and way")
+    parser.add_argument("--memory", default="100%")
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--slice", type=int, default=20, help="tokens of one share")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, default=cache, help="may be deleted")
     return parser.parse_args()

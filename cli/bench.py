@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,18 +16,20 @@ from moeinf.cli.options import (
     Model,
     Quiet,
     Threads,
+    Usage,
     engine_config,
     policy_name,
 )
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
+from moeinf.cli.traces import Hints, hint_source, read_trace
 from moeinf.offload.policy import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.sizes import format_bytes
 
 _COLUMNS = (
     "POLICY", "MEMORY", "FIRST TTFT", "TTFT", "TPOT", "P95", "TOKENS/S", "HIT", "READ/TOKEN",
-    "STALL", "PEAK RSS", "FLOOR",
+    "STALL", "HINTED", "PREDICTED", "AHEAD USED", "DECIDING", "PEAK RSS", "FLOOR",
 )  # fmt: skip
 
 
@@ -41,6 +44,15 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded, in each round.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="TTFT is the median of all but one.")] = 3,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Force this recorded routing onto the model, instead of a text's.",
+            show_default=False,
+        ),
+    ] = None,
+    hints: Hints = "none",
     threads: Threads = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -51,28 +63,50 @@ def bench(
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     names = [policy_name(name) for name in policies.split(",")]
-    context = prompt_tokens + new_tokens
-    config = engine_config(
-        settings, memory, context, names[0], threads, True, device, device_memory
-    )
+    recording = None if replay is None else read_trace(replay)
+    if recording is None and hints != "none":
+        raise Usage("--hints are those of a --replay; else the model's own gates are asked")
     manifest, folder = ensure(model, settings, out)
 
     from moeinf.runtime import bench as measuring  # imports torch
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.memory import forget_peak_rss
+    from moeinf.runtime.replay import fitted, requests
 
+    context, passes = prompt_tokens + new_tokens, []
+    if recording is not None:
+        recording = fitted(recording, manifest)
+        passes = requests(recording)
+        context = max(request.tokens for request in passes)
+        new_tokens = recording.decode_tokens
+        prompt_tokens = recording.tokens - new_tokens
+    traced = recording is None  # forced routing is not the model's
+    config = engine_config(
+        settings, memory, context, names[0], threads, traced, device, device_memory
+    )
     runs = []
     for name in names:
         forget_peak_rss()
         with Engine(manifest, folder, replace(config, policy=name), settings) as engine:
-            measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds)
+            if recording is None:
+                measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds)
+            else:
+                source = hint_source(hints, recording)
+                measured = measuring.bench_replay(engine, passes, source, rounds)
             runs.append(measuring.report(engine, settings, name, measured))
     if json:
-        workload = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds}
-        about = {"model": manifest.name, "tag": manifest.tag, "machine": measuring.machine()}
-        out.document({**about, "workload": workload, "runs": runs})
+        workload: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "rounds": rounds,
+            "replay": None if recording is None else recording.name,
+            "hints": hints,
+        }
+        what = {"model": manifest.name, "tag": manifest.tag, "machine": measuring.machine()}
+        out.document({**what, "workload": workload, "runs": runs})
         return
-    out.line(f"{manifest.model}, prompt of {prompt_tokens} tokens, {new_tokens} decoded")
+    about = "" if recording is None else f", routed as {recording.name} (hints: {hints})"
+    out.line(f"{manifest.model}, prompt of {prompt_tokens} tokens, {new_tokens} decoded{about}")
     out.table(_COLUMNS, [_row(run) for run in runs])
 
 
@@ -89,6 +123,18 @@ def _row(run: dict[str, Any]) -> list[str]:
         "-" if hit is None else f"{hit:.1%}",
         format_bytes(run["bytes_read_per_token"]),
         f"{run['stall_share']:.1%}",
+        *_foresight(run),
         format_bytes(run["peak_rss_bytes"]),
         f"{run['floor_ms']:.2f} ms",
+    ]
+
+
+def _foresight(run: dict[str, Any]) -> list[str]:
+    """Shares of hits by cause, share used of what was read ahead, and what deciding took."""
+    hits = max(1, sum(run["hits"].values()))
+    used = run["prefetch_accuracy"]
+    return [
+        *(f"{run['hits'][cause] / hits:.1%}" for cause in ("hinted", "predicted")),
+        "-" if used is None else f"{used:.0%}",
+        f"{run['policy_us_per_token']:.0f} us",
     ]

@@ -121,11 +121,14 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "A checkpoint has config.json, tokenizer.json and *.safetensors, all of them whole.",
     ),
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
+    "ServerError": _plain("server", "Without it: end `moeinf serve`, or set MOEINF_HOST."),
+    "BadFormat": _plain("bad_format", "--format takes json, or a JSON schema.", exit_code=2),
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
     "MemoryError": lambda error: Described(
         "out_of_memory", f"not enough memory: {error}", "Give less --memory or a smaller --ctx."
     ),
     "BadContainer": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes one."),
+    "OtherShape": _plain("bad_trace", "`moeinf trace MODEL --out FILE.eam` records its own."),
     "BadRouteTrace": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes a recording."),
     "OSError": _os_error,
     "ValueError": _plain("invalid", _HELP, exit_code=2),

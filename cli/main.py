@@ -6,7 +6,6 @@ Does not know what any command does. Command modules import torch only when they
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import sys
 import traceback
@@ -37,6 +36,7 @@ from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
 from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.version import version as this_version
 
 _INTERRUPTED = 130
 
@@ -71,7 +71,7 @@ app.command("serve")(serve)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        Output().line(f"moeinf version is {importlib.metadata.version('moeinf')}")
+        Output().line(f"moeinf version is {this_version()}")
         raise typer.Exit
 
 

@@ -16,21 +16,19 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from moeinf.cli.errors import describe
 from moeinf.cli.interrupt import Leave, interruptible
 from moeinf.cli.output import Output
-from moeinf.runtime.chat import Conversation
+from moeinf.cli.partner import Partner, parse_form
+from moeinf.runtime.asking import Limits
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
 from moeinf.runtime.library import Library
-from moeinf.runtime.report import verbose_lines
 from moeinf.runtime.sampler import SamplingOptions
-from moeinf.runtime.sizes import format_bytes
 
 _HELP = (
     ("/set parameter NAME VALUE", "temperature, top_k, top_p, min_p, seed, num_predict, stop, …"),
     ("/set system TEXT", "the system message"),
     ("/set verbose, /set quiet", "show or hide timings, hit rate and bytes read"),
     ("/set think, /set nothink", "whether the model thinks first, where its template asks"),
+    ("/set format [SCHEMA], /set noformat", "answers in JSON, of a schema in a file or as it is"),
     ("/set history, /set nohistory", "keep or do not keep what you type"),
     ("/show info|parameters|system|template|cache", "what is loaded and set"),
     ("/save NAME, /load NAME", "keep the conversation, or go on with one"),
@@ -51,8 +49,7 @@ class Repl:
 
     def __init__(
         self,
-        engine: Engine,
-        conversation: Conversation,
+        partner: Partner,
         options: SamplingOptions,
         limits: Limits,
         settings: Settings,
@@ -60,15 +57,13 @@ class Repl:
         verbose: bool,
         shows_thinking: bool = True,
     ) -> None:
-        self._engine = engine
-        self._conversation = conversation
+        self._partner = partner
         self._options = options
         self._limits = limits
         self._settings = settings
         self._out = out
         self._verbose = verbose
         self._shows_thinking = shows_thinking
-        self._load_seconds = engine.load_seconds
         self._session: PromptSession[str] = PromptSession(history=self._history(keep=True))
         self._commands: dict[str, Callable[[str], None]] = {
             "/set": self._set,
@@ -129,28 +124,23 @@ class Repl:
         return text
 
     def _answer(self, text: str) -> None:
-        conversation = self._conversation
-        dropped = conversation.dropped
+        partner, dropped = self._partner, self._partner.dropped
         with interruptible() as stopped:
-            answer = conversation.ask(text, self._options, self._limits, stopped)
-            if conversation.dropped > dropped:
-                count = conversation.dropped - dropped
-                self._out.note(f"the context is full: the oldest {count} messages were dropped")
-            for kind, piece in conversation.pieces(answer):
+            for kind, piece in partner.say(text, self._options, self._limits, stopped):
+                if partner.dropped > dropped:
+                    count, dropped = partner.dropped - dropped, partner.dropped
+                    self._out.note(f"the context is full: the oldest {count} messages were dropped")
                 if kind == "answer":
                     self._out.text(piece)
                 elif self._shows_thinking:
                     self._out.thinking(piece)
         self._out.text("\n\n")
-        if answer.finish_reason == "length":
+        if partner.finish_reason == "length":
             self._out.note("the answer ends here because of num_predict or the context's length")
         if self._verbose:
-            self._out.fields(
-                verbose_lines(self._engine, answer, self._load_seconds), to_stderr=True
-            )
-        for note in self._engine.take_notes():
+            self._out.fields(partner.verbose(), to_stderr=True)
+        for note in partner.notes():
             self._out.note(note)
-        self._load_seconds = 0.0
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
@@ -168,16 +158,20 @@ class Repl:
             self._session.history = self._history(keep=what == "history")
             self._session.default_buffer.history = self._session.history
         elif what in ("think", "nothink"):
-            self._conversation.think = what == "think"
+            self._partner.think = what == "think"
             self._out.line(f"Set '{what}' mode.")
         elif what == "system":
-            self._conversation.system = rest.strip().strip('"')
+            self._partner.system = rest.strip().strip('"')
             self._out.line("Set system message.")
+        elif what in ("format", "noformat"):
+            self._partner.form = parse_form(rest or "json") if what == "format" else None
+            self._out.line(f"Set '{what}' mode.")
         elif what == "parameter":
             self._set_parameter(rest)
         else:
             raise BadCommand(
-                "usage: /set parameter|system|verbose|quiet|think|nothink|history|nohistory"
+                "usage: /set parameter|system|verbose|quiet|format|noformat|think|nothink|history"
+                "|nohistory"
             )
 
     def _set_parameter(self, text: str) -> None:
@@ -197,44 +191,30 @@ class Repl:
         self._out.line(f"Set parameter '{name}' to '{' '.join(values)}'")
 
     def _show(self, what: str) -> None:
-        out, m, place = self._out, self._engine.manifest, self._engine.placement
+        out, partner = self._out, self._partner
         if what == "info":
-            shape = f"{m.layers} MoE layers, {m.experts} experts each, {m.top_k} per token"
-            context = f"{place.context} tokens"
-            out.fields([("model", str(m.model)), ("family", m.family), ("experts", shape)])
-            out.fields([("context", context), ("source", m.source)])
+            out.fields(partner.info())
         elif what == "parameters":
-            chosen = self._options.over(self._engine.sampling)
-            said = [(f.name, getattr(chosen, f.name)) for f in fields(chosen)]
+            said = partner.parameters(self._options)
             said += [("num_predict", self._limits.max_tokens), ("stop", self._limits.stop or None)]
             out.fields([(name, str(value)) for name, value in said if value is not None])
         elif what == "system":
-            out.line(self._conversation.system or "No system message was set.")
+            out.line(partner.system or "No system message was set.")
         elif what == "template":
-            out.line(self._engine.tokenizer.chat_template or "The model has no chat template.")
+            out.line(partner.template() or "The model has no chat template.")
         elif what == "cache":
-            resident = self._engine.store.resident
-            used = format_bytes(resident * place.slot_bytes)
-            total = format_bytes(place.experts_bytes)
-            rate = self._engine.store.stats.hit_rate
-            out.fields(
-                [
-                    ("experts in RAM", f"{resident} of {m.slots.experts}, {used} of {total}"),
-                    ("hit rate", "-" if rate is None else f"{rate:.1%}"),
-                    ("KV cache", f"{self._conversation.cached_tokens} of {place.context} tokens"),
-                ]
-            )
+            out.fields(partner.cache())
         else:
             raise BadCommand("usage: /show info|parameters|system|template|cache")
 
     def _save(self, name: str) -> None:
-        save_conversation(self._settings, name, self._engine.manifest.model, self._conversation)
+        save_conversation(self._settings, name, self._partner.model, self._partner)
         self._out.line(f"Saved the conversation as '{name}'.")
 
     def _load(self, name: str) -> None:
-        model = load_conversation(self._settings, name, self._conversation)
-        self._out.line(f"Loaded '{name}': {len(self._conversation.messages)} messages.")
-        if model != str(self._engine.manifest.model):
+        model = load_conversation(self._settings, name, self._partner)
+        self._out.line(f"Loaded '{name}': {len(self._partner.messages)} messages.")
+        if model != str(self._partner.model):
             self._out.note(f"it was held with {model}")
 
     def _list(self) -> None:
@@ -242,7 +222,7 @@ class Repl:
             self._out.line(str(entry.name))
 
     def _clear(self) -> None:
-        self._conversation.clear()
+        self._partner.clear()
         self._out.line("Cleared the conversation.")
 
     def _history(self, keep: bool) -> History:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from moeinf.cli.client import Client
 from moeinf.cli.interrupt import interruptible, stoppable
 from moeinf.cli.options import (
     Context,
@@ -25,10 +27,13 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
+from moeinf.cli.partner import Partner, parse_form
 from moeinf.cli.plan import print_plan
 from moeinf.cli.pull import ensure
+from moeinf.cli.remote import remote_partner, why_not
 from moeinf.offload.policy import DEFAULT_POLICY
-from moeinf.runtime.config import read_environment
+from moeinf.runtime.asking import Form, Limits
+from moeinf.runtime.config import Settings, read_environment, read_server_environment
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.speeds import remember_speed
 
@@ -57,6 +62,14 @@ def run(
     max_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens at most.")] = None,
     stop: Stop = None,
     system: Annotated[str, typer.Option(help="The system message.", show_default=False)] = "",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="json|SCHEMA",
+            help="Answer in JSON: any object, or that of a schema (a file, or as it is).",
+            show_default=False,
+        ),
+    ] = None,
     src: Annotated[
         str | None, typer.Option(help="Translate from, as eng_Latn.", show_default=False)
     ] = None,
@@ -104,55 +117,42 @@ def run(
         raise Usage("there is no prompt: give one as an argument or on standard input")
     if not interactive and not text:
         raise Usage("the prompt is empty")
-    manifest, folder = ensure(model, settings, out)
+    form = None if format is None else parse_form(format)
+    limits = Limits(max_tokens, tuple(stop or ()))
+    ways = _Ways(options, limits, raw, verbose, shows_thinking=not hidethinking)
+    begun = (system, think, form)
+    own = {
+        "--memory": memory, "--ctx": ctx, "--threads": threads, "--now": now,
+        "--device": None if device == "auto" else device, "--device-memory": device_memory,
+        "--src": src, "--tgt": tgt,
+        "--policy": None if policy == DEFAULT_POLICY else policy,
+        "--no-trace": no_trace or None,
+    }  # fmt: skip
+    asked = [name for name, value in own.items() if value is not None]
+    client = Client.of(read_server_environment())
+    refusal = f"{asked[0]} asks for an engine of its own" if asked else why_not(client)
+    remote = None if refusal else remote_partner(client, model, settings)
+    if remote is None:
+        manifest, folder = ensure(model, settings, out)
+        if refusal is None:  # it may be the same machine's
+            remote = remote_partner(client, model, settings)
+            refusal = f"the server at {client} does not serve {model}"
+    if remote is not None:
+        out.note(f"using the server at {client}")
+        with stoppable():
+            return _converse(remote, begun, None if interactive else text, ways, settings, out)
+    if interactive or verbose:
+        out.note(f"{refusal}: the model runs in this process")
 
-    from moeinf.cli.repl import Repl  # torch and the tokenizer come in only here
+    from moeinf.cli.local import LocalPartner  # torch and the tokenizer come in only here
     from moeinf.runtime.engine import Engine
-    from moeinf.runtime.generate import Limits
-    from moeinf.runtime.report import statistics, verbose_lines
     from moeinf.runtime.sources import Languages, converse
 
-    limits = Limits(max_tokens, tuple(stop or ()))
     with stoppable(), Engine(manifest, folder, config, settings) as engine:
-        conversation = converse(engine, system, now, Languages(src, tgt))
-        conversation.think = think
-        if interactive or verbose:
-            for note in engine.choices:
-                out.note(note)
-        if interactive:
-            shown = not hidethinking
-            Repl(engine, conversation, options, limits, settings, out, verbose, shown).loop()
-            return 0
-        with interruptible() as stopped:
-            ask = conversation.complete if raw else conversation.ask
-            answer = ask(text, options, limits, stopped)
-            said = {"answer": "", "thinking": ""}
-            for kind, piece in conversation.pieces(answer):
-                said[kind] += piece
-                if kind == "answer" and not json:
-                    out.text(piece)
-                elif kind == "thinking" and not (json or hidethinking or quiet):
-                    out.thinking(piece)
-        if json:
-            thought = {"thinking": said["thinking"]} if said["thinking"] else {}
-            out.document(
-                {
-                    "text": said["answer"],
-                    **thought,
-                    "finish_reason": answer.finish_reason,
-                    "prompt_tokens": answer.prompt_tokens,
-                    "tokens": len(answer.tokens),
-                    "token_ids": answer.tokens,
-                    "stats": statistics(engine, answer),
-                }
-            )
-        else:
-            out.text("\n")
-        if verbose:
-            out.fields(verbose_lines(engine, answer, engine.load_seconds), to_stderr=True)
-        for note in engine.take_notes():
-            out.note(note)
-        if config.trace:
+        partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)
+        code = _converse(partner, begun, None if interactive else text, ways, settings, out)
+        answer = partner.last
+        if config.trace and not interactive and answer is not None:
             remember_speed(
                 settings,
                 manifest.model,
@@ -160,7 +160,57 @@ def run(
                 answer.decode_steps,
                 answer.decode_seconds,
             )
-        return _INTERRUPTED if answer.finish_reason == "interrupted" else 0
+        return code
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How is asked, and what is shown."""
+
+    options: SamplingOptions
+    limits: Limits
+    raw: bool
+    verbose: bool
+    shows_thinking: bool
+
+
+def _converse(
+    partner: Partner,
+    begun: tuple[str, bool | None, Form],  # system, think, form
+    text: str | None,
+    ways: _Ways,
+    settings: Settings,
+    out: Output,
+) -> int:
+    """One answer to `text`, or a conversation; the exit code."""
+    partner.system, partner.think, partner.form = begun
+    if text is None or ways.verbose:
+        for note in partner.choices:
+            out.note(note)
+    if text is None:
+        from moeinf.cli.repl import Repl
+
+        shown = ways.shows_thinking
+        Repl(partner, ways.options, ways.limits, settings, out, ways.verbose, shown).loop()
+        return 0
+    said = {"answer": "", "thinking": ""}
+    with interruptible() as stopped:
+        for kind, piece in partner.say(text, ways.options, ways.limits, stopped, ways.raw):
+            said[kind] += piece
+            if kind == "answer" and not out.json:
+                out.text(piece)
+            elif kind == "thinking" and ways.shows_thinking and not (out.json or out.quiet):
+                out.thinking(piece)
+    if out.json:
+        thought = {"thinking": said["thinking"]} if said["thinking"] else {}
+        out.document({"text": said["answer"], **thought, **partner.document()})
+    else:
+        out.text("\n")
+    if ways.verbose:
+        out.fields(partner.verbose(), to_stderr=True)
+    for note in partner.notes():
+        out.note(note)
+    return _INTERRUPTED if partner.finish_reason == "interrupted" else 0
 
 
 def _piped_text() -> str | None:

@@ -9,13 +9,10 @@ import typer
 
 from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
-from moeinf.offload.hints import HintSource, ModelledHints, RecordedHints
+from moeinf.cli.traces import Hints, hint_source, read_trace
 from moeinf.offload.policy import POLICIES
-from moeinf.offload.recording_file import recording_from_bytes
-from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.study import Case, interleaved, run_case, shifted
 from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import Recording
 
 _COLUMNS = "POLICY CAPACITY HIT READS/TOKEN MB/TOKEN INSERTIONS STALL-MS PRECISION RECALL".split()
 
@@ -43,12 +40,7 @@ def simulate(
             min=1, help="Requests remembered. Default: by the workload.", show_default=False
         ),
     ] = None,
-    hints: Annotated[
-        str,
-        typer.Option(
-            metavar="none|recorded|R,P", help="Next-layer hints: a gate of recall R, precision P."
-        ),
-    ] = "none",
+    hints: Hints = "none",
     late: Annotated[bool, typer.Option(help="Routing reaches the policy one pass late.")] = False,
     interleave: Annotated[int, typer.Option(min=1, help="Requests served in turn.")] = 1,
     shift: Annotated[
@@ -80,7 +72,7 @@ def simulate(
     clock = TimeModel(ram_over_link)
     documents = []
     for path in traces:
-        recording = _read(path)
+        recording = read_trace(path)
         if shift is not None:
             recording = shifted(recording, shift)
         if interleave > 1:
@@ -94,7 +86,7 @@ def simulate(
         ]
         with out.counting(f"simulating {recording.name}", len(cases)) as advance:
             for case in cases:
-                gate = _hints(hints, recording, seed)
+                gate = hint_source(hints, recording, seed)
                 outcome = run_case(recording, case, clock, gate, late)
                 results.append(
                     {
@@ -138,14 +130,6 @@ def simulate(
         out.note(f"wrote {plot}")
 
 
-def _read(path: Path) -> Recording:
-    if not path.is_file():
-        raise Usage(f"{path} is not a file")
-    if path.name.removesuffix(".gz").endswith(".csv"):
-        return read_route_csv(path)
-    return recording_from_bytes(path.read_bytes())
-
-
 def _share(text: str) -> float:
     try:
         share = float(text.strip().removesuffix("%")) / 100
@@ -179,20 +163,6 @@ def _value(name: str, text: str) -> Any:
         return float(text)
     except ValueError as error:
         raise Usage(f"{name}={text} is not a number") from error
-
-
-def _hints(text: str, recording: Recording, seed: int) -> HintSource | None:
-    if text == "none":
-        return None
-    if text == "recorded":
-        if not any(done.hints is not None for done in recording.passes):
-            raise Usage(f"{recording.name} was recorded without hints")
-        return RecordedHints()
-    try:
-        recall, precision = (float(part) for part in text.split(","))
-        return ModelledHints(recall, precision, recording.shape.experts, seed)
-    except ValueError as error:
-        raise Usage(f"--hints {text}: none, recorded, or recall,precision up to 1") from error
 
 
 def _table(out: Output, document: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Replays a recording against a cache policy, event by event, under the time model of timing.py.
 
 Does not know where recordings come from, and computes nothing: it moves names between a set and a
-link. The policies are the very objects that the engine runs.
+link. The policies are the very objects that the engine runs. (The engine reads ahead only where
+waiting takes a share of its time, see throttle.py; a replay always does.)
 
 One layer, as time runs (see also store.py, which does this with real bytes):
 
@@ -144,6 +145,8 @@ class Replay:
                 request = int(running.rows[0])
                 age = ages[request] = ages.get(request, -1) + 1
                 self._token = Token(request, age)
+            else:
+                self._token = Token(-1, 0)  # what a prompt waits for is no token's
             hinted = hints.of_pass(running) if hints is not None else None
             self._pass(running, hinted)
             if running.phase == "decode":

@@ -28,7 +28,7 @@ class StoreStats:
     ahead_bytes_read: int = 0  # before a layer asked
     ahead_bytes_used: int = 0  # of those, asked for later, or while they were on their way
     ahead_bytes_wasted: int = 0  # evicted unused; what is neither may still be used
-    decode_policy_seconds: float = 0.0  # deciding, and telling the queue
+    decode_policy_seconds: float = 0.0  # deciding what comes and leaves, and the books of it
 
     def copy(self) -> StoreStats:
         return StoreStats(**self.__dict__)
@@ -38,7 +38,23 @@ class StoreStats:
             **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
         )
 
+    def __iadd__(self, more: StoreStats) -> StoreStats:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(more, f.name))
+        return self
+
     @property
     def hit_rate(self) -> float | None:
         """Share of decode events that were hits; None before the first."""
         return self.decode_hits / self.decode_events if self.decode_events else None
+
+    @property
+    def decode_hits_cached(self) -> int:
+        """Hits on what was there for an earlier use's sake."""
+        return self.decode_hits - self.decode_hits_hinted - self.decode_hits_predicted
+
+    @property
+    def ahead_accuracy(self) -> float | None:
+        """Share that was used of what was read ahead and is settled; None without any."""
+        used, wasted = self.ahead_bytes_used, max(0, self.ahead_bytes_wasted)
+        return used / (used + wasted) if used + wasted else None

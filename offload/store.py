@@ -38,6 +38,7 @@ from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.stats import StoreStats
+from moeinf.offload.throttle import Throttle
 from moeinf.offload.transfer import ExpertReadError, Transfer
 
 
@@ -76,15 +77,19 @@ class ExpertStore:
         *,
         wishes: int = 0,
         hints: bool = False,
+        worth_share: float = 0.0,
     ) -> None:
         """wishes: how many the policy is asked for after a layer; 0: it has none to make. hints:
-        whether those of a next layer's gate are wanted while decoding."""
+        whether those of a next layer's gate are wanted while decoding. worth_share: the share of
+        decode time spent waiting from which either is asked for; 0: always."""
         self._experts = experts
         self._residency = residency
         self._transfer = transfer
         self._policy = policy
         self._math = math
         self._wishes, self._hints = wishes, hints
+        self._throttle = Throttle(worth_share)
+        self._began, self._stalled = 0.0, 0.0  # the pass: when, and stall_seconds then
         self._slots = SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
@@ -94,7 +99,7 @@ class ExpertStore:
 
     @property
     def wants_hints(self) -> bool:
-        return self._hints and self._decoding
+        return self._hints and self._decoding and self._throttle.open
 
     @property
     def resident(self) -> int:
@@ -118,7 +123,10 @@ class ExpertStore:
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self.abandon()
         self._decoding = self._ahead.decoding = phase == "decode"
+        self._began, self._stalled = time.perf_counter(), self.stats.stall_seconds
+        begin = self._clock()
         self._policy.begin_pass(rows.numpy(), phase)
+        self._decided(begin)
 
     def end_request(self, request: int) -> None:
         """No further pass names it."""
@@ -129,14 +137,19 @@ class ExpertStore:
         run = self._open
         if run is None or not self.wants_hints:
             return
-        start = time.perf_counter()
+        begin = self._clock()
         self._policy.hinted(layer, ids.numpy())
+        self._decided(begin)
         run.start()
-        self.stats.decode_policy_seconds += time.perf_counter() - start
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self.abandon()
+        if self._decoding:
+            waited = self.stats.stall_seconds - self._stalled
+            self._throttle.passed(waited, time.perf_counter() - self._began)
+        begin = self._clock()
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
+        self._decided(begin)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
@@ -147,11 +160,11 @@ class ExpertStore:
             layer * self._experts + expert: places
             for expert, places in self._math.group(ids, self._experts)
         }
-        begin = time.perf_counter()
-        chosen = ids.numpy()
+        begin, chosen = self._clock(), ids.numpy()
         if not self._wishes and self._residency.are_resident(groups):
             self._policy.routed(layer, chosen)
             self._count(groups, groups)
+            self._decided(begin)
             return _AllThere(self, x, weights, groups)
         self._ahead.settle()
         hits, misses = list[int](), deque[int]()
@@ -163,10 +176,9 @@ class ExpertStore:
             self._residency.pin(cell)
             run.ready.append(cell)
         self._count(groups, hits)
+        self._decided(begin)
         if not self.wants_hints:
             run.start()
-        if self._decoding:
-            self.stats.decode_policy_seconds += time.perf_counter() - begin
         return run
 
     def close(self) -> None:
@@ -196,8 +208,17 @@ class ExpertStore:
                 else:
                     self.stats.decode_hits_predicted += len(groups[cell])
 
+    def _clock(self) -> float:
+        """Seconds; stands still while the queue is told, whose readers may take the processor."""
+        return time.perf_counter() - self._transfer.telling_seconds
+
+    def _decided(self, begin: float) -> None:
+        """Since `begin` of the clock it was decided who comes and who leaves."""
+        if self._decoding:
+            self.stats.decode_policy_seconds += self._clock() - begin
+
     def _wish(self) -> None:
-        if self._wishes:
+        if self._wishes and self._throttle.open:
             self._ahead.wish(self._policy.prefetch(self._wishes))
 
     def _give_up(self, cell: int) -> None:
@@ -270,7 +291,7 @@ class _LayerRun:
 
     def ask(self) -> None:
         """Gives slots to as many misses as can have one, and asks for their bytes."""
-        store = self._store
+        store, begin = self._store, self._store._clock()
         tickets: dict[int, int] = {}
         absent = []
         while self._unasked:
@@ -299,6 +320,7 @@ class _LayerRun:
         self._loading.extend((ticket, cell) for cell, ticket in tickets.items())
         if not self._unasked:
             store._wish()
+        store._decided(begin)
 
     def result(self) -> Tensor:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from moeinf.models.base import State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import read_bandwidth
+from moeinf.offload.hints import HintSource
 from moeinf.offload.stats import StoreStats
 from moeinf.runtime.checkpoint import read_header
 from moeinf.runtime.config import Settings
@@ -31,6 +32,8 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.measure import measure
 from moeinf.runtime.memory import core_count, peak_rss_bytes, physical_bytes
+from moeinf.runtime.replay import ForcedRouting, Request
+from moeinf.runtime.report import foresight
 
 _CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 
@@ -52,11 +55,7 @@ class Measured:
     prefill_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     decode: StoreStats = field(default_factory=StoreStats)  # of the last round
-
-    @property
-    def steps(self) -> int:
-        """Passes of one token in the last round."""
-        return len(self.step_seconds) // len(self.prefill_seconds)
+    steps: int = 0  # passes of one token in the last round
 
 
 def prompt_of(engine: Engine, tokens: int) -> list[int]:
@@ -108,8 +107,49 @@ def bench(engine: Engine, prompt_tokens: int, new_tokens: int, rounds: int) -> M
         before = engine.store.stats.copy()
         _, steps = decode(engine, state, logits, new_tokens)
         measured.step_seconds += steps
+        measured.steps = len(steps)
         measured.decode = engine.store.stats.since(before)
     return measured
+
+
+def bench_replay(
+    engine: Engine, requests: Sequence[Request], hints: HintSource | None, rounds: int
+) -> Measured:
+    """Every request in turn, `rounds` times. The engine must not trace; it is for replays then.
+
+    A prefill is that of a whole prompt, of any request that has one.
+    """
+    forced = ForcedRouting(engine.experts, hints)
+    engine.experts = forced
+    measured = Measured(max(request.prompt_tokens for request in requests))
+    for _ in range(rounds):
+        measured.steps, measured.decode = 0, StoreStats()
+        for request in requests:
+            steps = _replay(engine, forced, request, measured)
+            measured.step_seconds += steps
+            measured.steps += len(steps)
+    return measured
+
+
+def _replay(
+    engine: Engine, forced: ForcedRouting, request: Request, measured: Measured
+) -> list[float]:
+    """One request with any text; seconds of each decode pass. What it took goes to `measured`."""
+    state, ids = engine.new_state(), iter(prompt_of(engine, request.tokens))
+    number = engine.begin_request(state)
+    before, prefilled, steps = engine.store.stats.copy(), 0.0, list[float]()
+    for done in request.passes:
+        forced.play(done)
+        _, seconds = prefill(engine, state, list(islice(ids, len(done.rows))))
+        if done.phase == "decode":
+            steps.append(seconds)
+        else:
+            prefilled += seconds
+    engine.end_request(number, counts=False)
+    if prefilled:
+        measured.prefill_seconds.append(prefilled)
+    measured.decode += engine.store.stats.since(before)
+    return steps
 
 
 @dataclass(frozen=True)
@@ -156,7 +196,7 @@ def report(engine: Engine, settings: Settings, policy: str, measured: Measured) 
     disk = measure(settings, engine.folder, engine.manifest).disk_bytes_per_s
     steps, seconds, decoded = measured.steps, measured.step_seconds, measured.decode
     last_round = sum(seconds[-steps:])
-    later = measured.prefill_seconds[1:] or measured.prefill_seconds
+    first, *later = measured.prefill_seconds or [0.0]
     disk_bytes = decoded.decode_bytes_read / steps
     context = measured.prompt_tokens + steps // 2
     tpot, needed = statistics.median(seconds), token_bytes(engine, context).total
@@ -165,14 +205,16 @@ def report(engine: Engine, settings: Settings, policy: str, measured: Measured) 
         "memory_bytes": engine.placement.memory_bytes,
         "threads": engine.placement.threads,
         "load_ms": _ms(engine.load_seconds),
-        "first_ttft_ms": _ms(measured.prefill_seconds[0]),
-        "ttft_ms": _ms(statistics.median(later)),
+        "first_ttft_ms": _ms(first),
+        "ttft_ms": _ms(statistics.median(later or [first])),
         "tpot_ms_median": _ms(tpot),
         "tpot_ms_p95": _ms(float(np.quantile(seconds, 0.95))),
         "tokens_per_s": round(1 / tpot, 3),
+        "tokens_per_s_mean": round(steps / last_round, 3),
         "hit_rate": round(decoded.hit_rate, 4) if decoded.hit_rate is not None else None,
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
+        **foresight(decoded, steps),
         "peak_rss_bytes": peak,
         "floor_ms": _ms(max(needed / ram, disk_bytes / disk)),  # the two overlap at best
         "token_bytes": needed,

@@ -6,27 +6,21 @@ Does not know terminals or HTTP.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from moeinf.models.base import State
+from moeinf.runtime.asking import Form
+from moeinf.runtime.asking import Message as Message
+from moeinf.runtime.constrain import json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.thinking import Kind, Parser, parser_for
 
-Role = Literal["system", "user", "assistant"]
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
 
 
 class PromptTooLong(ValueError):
     """A single message does not fit the context."""
-
-
-@dataclass(frozen=True)
-class Message:
-    role: Role
-    content: str
 
 
 class Conversation:
@@ -40,6 +34,7 @@ class Conversation:
         self._cached: list[int] = []  # the tokens that the state holds
         self.system = system
         self.think: bool | None = None  # what templates that ask are told; None: their default
+        self.form: Form = None  # what answers must be
         self.messages: list[Message] = []
         self.dropped = 0  # messages that no longer fit the context, since the last clear
 
@@ -144,6 +139,8 @@ class Conversation:
         self._state.truncate(known)
         self._cached = ids[: self._state.length]
         sampler = Sampler(options, self._engine.sampling)
+        constrain = json_of(self.form)
+        constraint = None if constrain is None else constrain(self._engine, ids)
 
         def settle(generation: Generation) -> None:
             """Question and answer become part of the conversation together, or not at all."""
@@ -152,7 +149,9 @@ class Conversation:
                 said = self._said(ids, generation.text)
                 self.messages += [question, Message("assistant", said)]
 
-        return Generation(self._engine, self._state, ids, sampler, limits, stopped, settle)
+        return Generation(
+            self._engine, self._state, ids, sampler, limits, stopped, settle, constraint=constraint
+        )
 
     def _new_parser(self, prompt: list[int]) -> Parser:
         tokenizer = self._engine.tokenizer

@@ -8,14 +8,24 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Protocol
 
-from moeinf.runtime.chat import Conversation, Message
+from moeinf.runtime.asking import Message
 from moeinf.runtime.config import Settings
 from moeinf.runtime.durable import make_folder_durably, write_text_durably
 from moeinf.runtime.names import ModelName
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ROLES = ("user", "assistant")
+
+
+class Conversation(Protocol):
+    """What is kept of one."""
+
+    system: str
+    messages: list[Message]
+
+    def clear(self) -> None: ...
 
 
 class BadConversation(ValueError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,18 +15,12 @@ from numpy.typing import NDArray
 from moeinf.models.base import State
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import Stopped
+from moeinf.runtime.asking import Limits as Limits
+from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.sampler import Sampler
 
 FinishReason = Literal["stop", "length", "interrupted"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to end: after max_tokens (None: at the context's end), or before a `stop` text."""
-
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
 
 
 class Answer:
@@ -87,6 +80,7 @@ class Generation:
         stopped: Callable[[], bool] = lambda: False,
         ended: Callable[[Generation], None] = lambda _: None,
         source: Sequence[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         """source: what an encoder-decoder reads first; its prompt is what the answer starts with.
 
@@ -97,6 +91,7 @@ class Generation:
         self._state = state
         self._answer = Answer(engine, prompt, sampler, limits, state.capacity - len(prompt))
         self._stopped = stopped
+        self._constraint = constraint
         self._source = source
         self._reused = 0 if source else state.length
         self.request = -1  # its number with the engine, while and after it is iterated
@@ -155,7 +150,10 @@ class Generation:
         self.prefill_seconds = time.perf_counter() - start
         start = time.perf_counter()
         while not answer.done:
-            piece = answer.take(logits)
+            bound = self._constraint
+            piece = answer.take(logits if bound is None else bound.mask(logits))
+            if bound is not None:
+                bound.took(answer.tokens[-1])
             self.decode_seconds = time.perf_counter() - start
             if piece:
                 yield piece

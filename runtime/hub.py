@@ -44,6 +44,7 @@ from moeinf.runtime.checkpoint import (
 )
 from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
 from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.picked import join_blocks
 from moeinf.runtime.remote_torch_file import check_table, read_remote_table
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Progress
 from moeinf.runtime.tokenizer import TOKENIZER
@@ -194,7 +195,7 @@ class HubSource:
         """At the worst moment: files being repacked or waiting for others, and the next one."""
         place = {file.name: number for number, file in enumerate(self.files)}
         last = list(range(len(self.files)))  # with which file each is done
-        for tensor in join_scales(self.checkpoint).values():
+        for tensor in join_blocks(self.checkpoint, join_scales(self.checkpoint)).values():
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:
                 last[number] = max(last[number], *places)

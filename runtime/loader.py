@@ -45,6 +45,7 @@ from moeinf.runtime.tuned import tuned
 _PIECE = 8 << 20  # bytes of one read of the dense weights
 _SAMPLED_SHARDS = 16
 _CACHED_SHARE = 0.5  # above this, what is missing from the page cache is read through it
+_WORTH_SHARE = 0.05  # of decode time; who waits less reads nothing ahead of demand
 
 
 class DenseWeights:
@@ -196,4 +197,5 @@ def open_store(
         TorchMath(cast(Activation, manifest.activation)),  # which the layout has checked
         wishes=2 * manifest.top_k if name in USE_PAST else 0,
         hints=name in USE_HINTS,
+        worth_share=_WORTH_SHARE,
     )

@@ -38,7 +38,7 @@ def join_blocks(
     """`tensors` with X [E, R, C] of dtype MXFP4 in the place of X_blocks and X_scales.
 
     Raises BadCheckpoint for blocks that are none (transformers saves widened weights under their
-    names), and for scales that are missing, misshapen or in another file.
+    names), and for scales that are missing or misshapen. They may lie in another file.
     """
     quantised = checkpoint.config.get("quantization_config")
     if not isinstance(quantised, Mapping) or quantised.get("quant_method") != "mxfp4":
@@ -57,11 +57,6 @@ def join_blocks(
             )
         if scales is None or scales.dtype != "U8" or scales.shape != blocks.shape[:3]:
             raise BadCheckpoint(f"{blocks.path}: {name!r} has no scales of its shape")
-        if scales.path != blocks.path:
-            raise BadCheckpoint(
-                f"{blocks.path}: the scales of {name!r} lie in another file, {scales.path.name}; "
-                "that is not supported"
-            )
         shape = (*blocks.shape[:2], blocks.shape[2] * _GROUP)
         found[joined] = replace(blocks, name=joined, dtype=MXFP4, shape=shape, scales=scales)
     return found

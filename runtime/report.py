@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeinf.offload.stats import StoreStats
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation
 from moeinf.runtime.memory import peak_rss_bytes
@@ -27,6 +28,29 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
         else None,
         "peak_rss_bytes": peak_rss_bytes(),
         "experts_resident": engine.store.resident,
+        **foresight(store, steps),
+    }
+
+
+def foresight(store: StoreStats, steps: int) -> dict[str, Any]:
+    """Why decode hits were hits, what reading ahead brought, and what deciding took; `steps` are
+    decode passes. The same keys in `run --json` and `bench --json`."""
+    accuracy = store.ahead_accuracy
+    return {
+        "hits": {
+            "cached": store.decode_hits_cached,
+            "hinted": store.decode_hits_hinted,
+            "predicted": store.decode_hits_predicted,
+        },
+        "ahead_bytes": {
+            "read": store.ahead_bytes_read,
+            "used": store.ahead_bytes_used,
+            "wasted": max(0, store.ahead_bytes_wasted),
+        },
+        "prefetch_accuracy": round(accuracy, 4) if accuracy is not None else None,
+        "policy_us_per_token": round(1e6 * store.decode_policy_seconds / steps, 1)
+        if steps
+        else None,
     }
 
 
@@ -54,10 +78,12 @@ def verbose_lines(
             ("experts loaded", f"{store.decode_loads / steps:.1f} per token"),
             ("read", f"{store.decode_bytes_read / steps / 2**20:.2f} MiB per token"),
             ("stall share", f"{stall:.1%}"),
+            ("hits by cause", _causes(store)),
+            ("deciding", f"{1e6 * store.decode_policy_seconds / steps:.0f} us per token"),
         ]
     resident = engine.store.resident
     lines += [
-        ("prefetch accuracy", "- (nothing is read ahead)"),
+        ("prefetch accuracy", _ahead(store)),
         ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),
         (
             "resident",
@@ -66,6 +92,22 @@ def verbose_lines(
         ),
     ]
     return lines
+
+
+def _causes(store: StoreStats) -> str:
+    hinted, predicted = store.decode_hits_hinted, store.decode_hits_predicted
+    return f"{store.decode_hits_cached} cached, {hinted} hinted, {predicted} predicted"
+
+
+def _ahead(store: StoreStats) -> str:
+    if not store.ahead_bytes_read:
+        return "- (nothing was read ahead)"
+    read, used, wasted = (
+        format_bytes(max(0, size))
+        for size in (store.ahead_bytes_read, store.ahead_bytes_used, store.ahead_bytes_wasted)
+    )
+    accuracy = "-" if store.ahead_accuracy is None else f"{store.ahead_accuracy:.0%}"
+    return f"{accuracy} ({read} read ahead: {used} used, {wasted} wasted)"
 
 
 def _seconds(value: float) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.runtime.chat import Conversation, Message, PromptTooLong
+from moeinf.runtime.constrain import BadFormat
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.sampler import Sampler, SamplingOptions
@@ -95,6 +96,8 @@ class Sources(Conversation):
         limits: Limits,
         stopped: Callable[[], bool],
     ) -> Generation:
+        if self.form:
+            raise BadFormat("answers of an encoder-decoder follow no format")
         source = self.source(text)
         context = self._engine.placement.context
         if len(source) > context:

@@ -4,20 +4,23 @@ Does not know tokens, models or faces. Two ways of writing are known: `<think>â€
 DeepSeek-R1, GLM-4.5) and harmony (gpt-oss), whose messages are
 
     <|channel|>NAME<|message|>TEXT<|end|>      NAME: analysis (thinking), commentary, final
+    <|channel|>commentary to=functions.TOOL <|constrain|>json<|message|>ARGUMENTS<|call|>
 
 Marks may be split across pieces at any place; what could be the beginning of one is held back.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
-Kind = Literal["thinking", "answer"]
+Kind = Literal["thinking", "answer", "call"]
 OPEN, CLOSE = "<think>", "</think>"
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _START = "<|start|>"
+_FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 class Parser(Protocol):
@@ -29,6 +32,11 @@ class Parser(Protocol):
 
     def rest(self) -> Iterator[tuple[Kind, str]]:
         """What was held back for nothing, when no more will come."""
+        ...
+
+    @property
+    def answering(self) -> bool:
+        """Whether what comes next belongs to the answer, unless it begins to think."""
         ...
 
 
@@ -53,8 +61,8 @@ class _Marked:
                 yield from self._give(before + mark)
                 continue
             yield from self._give(before)
-            self._met(mark, before)
-        keep = max((_overlap(self._held, mark) for mark in self._marks()), default=0)
+            yield from self._met(mark, before)
+        keep = max((overlap(self._held, mark) for mark in self._marks()), default=0)
         shown, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -63,6 +71,10 @@ class _Marked:
             self._held = shown + self._held
         else:
             yield from self._give(shown)
+
+    @property
+    def answering(self) -> bool:
+        return self._kind == "answer"
 
     def rest(self) -> Iterator[tuple[Kind, str]]:
         held, self._held = self._held, ""
@@ -84,7 +96,8 @@ class _Marked:
     def _is_mark(self, mark: str, before: str) -> bool:
         return True
 
-    def _met(self, mark: str, before: str) -> None:
+    def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
+        """The text goes on as something else; gives what has become whole by that."""
         raise NotImplementedError
 
 
@@ -110,35 +123,71 @@ class ThinkParser(_Marked):
     def _is_mark(self, mark: str, before: str) -> bool:
         return mark != OPEN or not before.strip()
 
-    def _met(self, mark: str, before: str) -> None:
+    def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
         self._done = mark == CLOSE
         self._become("thinking" if mark == OPEN else "answer")
+        return iter(())
 
 
 class HarmonyParser(_Marked):
     """gpt-oss: what is in the channel `final` is the answer, all else is thinking.
 
-    A prompt ends with `<|start|>assistant`, so that the first thing to come is a header.
+    A prompt ends with `<|start|>assistant`, so that the first thing to come is a header. Where
+    calls are heard, a message to a function is one ("call", "NAME ARGUMENTS"), when it is whole.
     """
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.hears_calls = False
+        self._function = ""
+        self._arguments = ""
+
+    def rest(self) -> Iterator[tuple[Kind, str]]:
+        yield from super().rest()
+        yield from self._called()
+
+    def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
+        for kind, piece in super()._give(text):
+            if kind == "call":
+                self._arguments += piece
+            else:
+                yield kind, piece
 
     def _marks(self) -> tuple[str, ...]:
         return (_MESSAGE,) if self._kind is None else (*_ENDS, _START)
 
-    def _met(self, mark: str, before: str) -> None:
+    def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
         if mark != _MESSAGE:
+            yield from self._called()
             self._become(None)
+            return
+        function = _FUNCTION.search(before)
+        if self.hears_calls and function is not None:
+            self._function = function[1]
+            self._become("call")
             return
         _, _, channel = before.rpartition(_CHANNEL)
         words = channel.split()
         self._become("answer" if words[:1] == ["final"] else "thinking")
 
+    def _called(self) -> Iterator[tuple[Kind, str]]:
+        """The end of a message: if it was a call, that is whole now."""
+        if self._kind == "call":
+            yield "call", f"{self._function} {self._arguments}"
+            self._function = self._arguments = ""
+            self._become(None)
+
 
 def is_harmony(template: str | None) -> bool:
     """Whether a chat template writes harmony; its marks are special tokens, yet must be read."""
     return template is not None and _CHANNEL in template and _MESSAGE in template
+
+
+def thinks(template: str | None) -> bool:
+    """Whether a model with this chat template can think before it answers."""
+    return template is not None and (
+        is_harmony(template) or any(word in template for word in (OPEN, CLOSE, "enable_thinking"))
+    )
 
 
 def parser_for(template: str | None, prompt: str) -> Parser:
@@ -149,7 +198,7 @@ def parser_for(template: str | None, prompt: str) -> Parser:
     return ThinkParser(inside=opened)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of `text` that begins `mark`."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:size]):

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.thinking import is_harmony
+from moeinf.runtime.tools import format_of
 
 TOKENIZER = "tokenizer.json"
 _CONTEXT_TOKENS = 8
@@ -33,10 +34,8 @@ class Tokenizer:
             self._tokenizer = _Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a bad file
             raise BadCheckpoint(f"{path} cannot be read: {error}") from error
-        config = folder / "tokenizer_config.json"
-        about: dict[str, Any] = read_json(config) if config.is_file() else {}
-        self.chat_template = _chat_template(folder, about)
-        self._shows_special = is_harmony(self.chat_template)
+        about = _about(folder)
+        self.chat_template = chat_template(folder, about)
         self.bos = _content(about.get("bos_token"))
         self.eos = _content(about.get("eos_token"))
         self._legacy = about.get("legacy_behaviour") is True
@@ -45,6 +44,9 @@ class Tokenizer:
         self._special = sorted(
             (t.content for t in added.values() if t.special), key=len, reverse=True
         )
+        form = format_of(self.chat_template)
+        marks_calls = form is not None and form.open in self._special
+        self._shows_special = is_harmony(self.chat_template) or marks_calls
 
     @property
     def vocab_size(self) -> int:
@@ -176,7 +178,14 @@ def _content(token: object) -> str | None:
     return token
 
 
-def _chat_template(folder: Path, about: dict[str, Any]) -> str | None:
+def _about(folder: Path) -> dict[str, Any]:
+    config = folder / "tokenizer_config.json"
+    return read_json(config) if config.is_file() else {}
+
+
+def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | None:
+    """A model's chat template; None for a base model. about: its tokenizer_config, if at hand."""
+    about = _about(folder) if about is None else about
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")

@@ -8,11 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from moeinf.runtime.constrain import Constrain
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.sampler import SamplingOptions
@@ -24,18 +22,6 @@ class Busy(RuntimeError):
 
 class Unloaded(RuntimeError):
     """The model was unloaded, or the server ends, before the answer was complete."""
-
-
-class Constraint(Protocol):
-    """A grammar that an answer must follow."""
-
-    def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """logits [vocab] with -inf for what may not come now."""
-        ...
-
-    def took(self, token: int) -> None:
-        """The token that was chosen."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,5 +76,5 @@ class Job:
     limits: Limits
     emit: Callable[[Event], None]
     logprobs: int | None = None
-    constrain: Callable[[Engine], Constraint] | None = None
+    constrain: Constrain | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)

@@ -6,7 +6,6 @@ Does not know engines' threads nor OpenAI's API.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,18 +14,22 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.constrain import json_of
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.thinking import thinks
+from moeinf.runtime.tokenizer import chat_template
+from moeinf.runtime.tools import knows_tools
+from moeinf.runtime.version import version
 from moeinf.server.answers import BadRequest, events, status_of, words_of
-from moeinf.server.constrain import constraint_of
 from moeinf.server.host import Host, Loaded
-from moeinf.server.jobs import Ended, Event, Failed, Job, Piece
-from moeinf.server.prompts import chat_prompt, text_prompt
+from moeinf.server.jobs import Ended, Failed, Job
+from moeinf.server.prompts import MessageExtras
+from moeinf.server.turns import Chat, Reply, Text, called_ollama, heard
 
 router = APIRouter()
 Seconds = str | int | float | None
@@ -40,8 +43,7 @@ _OF_OTHER_ENGINES = (
 _SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class Message(MessageExtras):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
 
@@ -123,39 +125,42 @@ async def generate(asked: GenerateRequest, request: Request) -> Response:
     if asked.images or asked.suffix:
         raise BadRequest("models here read text only, and do not fill in the middle")
 
-    def prepare(engine: Engine) -> list[int]:
-        if asked.raw or engine.template is None:
-            return text_prompt(engine, "\n\n".join(t for t in (asked.system, asked.prompt) if t))
+    if asked.raw:
+        turn = Text("\n\n".join(t for t in (asked.system, asked.prompt) if t))
+    else:
         system = [{"role": "system", "content": asked.system}] if asked.system else []
         messages = [*system, {"role": "user", "content": asked.prompt}]
-        return chat_prompt(engine, messages, think=_thinks(asked))
+        turn = Chat(messages, think=asked.think, strict=True)
 
-    return await _answer(request, asked, prepare, not asked.prompt, lambda text: {"response": text})
+    def said(reply: Reply) -> dict[str, Any]:
+        thought = {"thinking": reply.thinking} if reply.thinking else {}
+        return {"response": reply.answer, **thought}
+
+    return await _answer(request, asked, turn, not asked.prompt, said)
 
 
 @router.post("/api/chat")
 async def chat(asked: ChatRequest, request: Request) -> Response:
-    messages = [message.model_dump() for message in asked.messages]
+    messages = [message.dump() for message in asked.messages]
 
-    def prepare(engine: Engine) -> list[int]:
-        return chat_prompt(engine, messages, asked.tools, _thinks(asked))
+    def said(reply: Reply) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": reply.answer}
+        if reply.thinking:
+            message["thinking"] = reply.thinking
+        if reply.calls:
+            message["tool_calls"] = [called_ollama(called) for called in reply.calls]
+        return {"message": message}
 
-    def said(text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    return await _answer(request, asked, prepare, not messages, said)
-
-
-def _thinks(asked: Asked) -> bool | None:
-    return None if asked.think is None else bool(asked.think)
+    turn = Chat(messages, asked.tools, asked.think, strict=True)
+    return await _answer(request, asked, turn, not messages, said)
 
 
 async def _answer(
     request: Request,
     asked: Asked,
-    prepare: Callable[[Engine], list[int]],
+    turn: Text,
     nothing_to_say: bool,
-    said: Callable[[str], dict[str, Any]],
+    said: Callable[[Reply], dict[str, Any]],
 ) -> Response:
     """One answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
     host: Host = request.app.state.host
@@ -166,44 +171,45 @@ async def _answer(
     start = time.perf_counter()
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
-        about = {"model": asked.model, "created_at": _now(), **said("")}
+        about = {"model": asked.model, "created_at": _now(), **said(Reply())}
         return JSONResponse({**about, "done": True, "done_reason": "unload"})
     loaded = await host.model(asked.model, keep_alive)
     load_seconds = time.perf_counter() - start
     if nothing_to_say:
-        about = {"model": asked.model, "created_at": _now(), **said("")}
+        about = {"model": asked.model, "created_at": _now(), **said(Reply())}
         return JSONResponse({**about, "done": True, "done_reason": "load"})
-    constrain = constraint_of(asked.format)
-    job = Job(prepare, options, limits, lambda _: None, constrain=constrain)
+    constrain = json_of(asked.format, getattr(asked, "tools", ()))
+    job = Job(turn.prepare, options, limits, lambda _: None, constrain=constrain)
     answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error
 
-    def line(event: Any) -> dict[str, Any]:
-        about = {"model": asked.model, "created_at": _now()}
-        if isinstance(event, Piece):
-            return {**about, **said(event.text), "done": False}
-        assert isinstance(event, Ended)
-        return {**about, **said(""), "done": True, **_figures(event, start, load_seconds)}
+    def line(reply: Reply, ended: Ended | None = None) -> dict[str, Any]:
+        about = {"model": asked.model, "created_at": _now(), **said(reply), "done": bool(ended)}
+        return about if ended is None else {**about, **_figures(ended, start, load_seconds)}
 
     async def lines() -> AsyncIterator[str]:
-        yield json.dumps(line(first)) + "\n"
-        async for event in answer:
+        async for event in heard(first, answer, turn):
             if isinstance(event, Failed):
-                yield json.dumps({"error": words_of(event.error)}) + "\n"
+                yield json.dumps(_error(event.error)) + "\n"
+            elif isinstance(event, Ended):
+                yield json.dumps(line(Reply(), event)) + "\n"
             else:
-                yield json.dumps(line(event)) + "\n"
+                for part in event.parts:
+                    yield json.dumps(line(Reply.of(part))) + "\n"
 
     if asked.stream:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
-    text = ""
-    event: Event = first
-    while isinstance(event, Piece):
-        text, event = text + event.text, await anext(answer)
-    if isinstance(event, Failed):
-        raise event.error
-    return JSONResponse({**line(event), **said(text)})
+    reply = Reply()
+    async for event in heard(first, answer, turn):
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Ended):
+            return JSONResponse(line(reply, event))
+        for part in event.parts:
+            reply.add(part)
+    raise AssertionError("an answer has an end")
 
 
 def _figures(ended: Ended, start: float, load_seconds: float) -> dict[str, Any]:
@@ -247,7 +253,12 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
     host: Host = request.app.state.host
     m, folder = host.library.read(asked.wanted)
-    template = folder / "chat_template.jinja"
+    template = chat_template(folder) or ""
+    capabilities = {
+        "completion": not m.encoder_layers,
+        "tools": knows_tools(template),
+        "thinking": thinks(template),
+    }
     info = {
         "general.architecture": m.family,
         f"{m.family}.block_count": m.layers,
@@ -257,12 +268,13 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
         f"{m.family}.context_length": m.max_context,
     }
     return {
+        "model": str(m.model),
         "modelfile": "",
         "parameters": "",
-        "template": template.read_text(errors="replace") if template.is_file() else "",
+        "template": template,
         "details": _details(m),
         "model_info": info,
-        "capabilities": ["completion"],
+        "capabilities": [name for name, there in capabilities.items() if there],
         "modified_at": m.created_at,
     }
 
@@ -284,8 +296,8 @@ async def delete(asked: ModelRequest, request: Request) -> Response:
 
 
 @router.get("/api/version")
-def version() -> dict[str, str]:
-    return {"version": importlib.metadata.version("moeinf")}
+def this_version() -> dict[str, str]:
+    return {"version": version()}
 
 
 def _described(m: Manifest) -> dict[str, Any]:
@@ -315,6 +327,11 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
+def _error(error: Exception) -> dict[str, str]:
+    """code is ours: `moeinf run` tells errors by it."""
+    return {"error": words_of(error), "code": type(error).__name__}
+
+
 def error_response(error: Exception) -> JSONResponse:
     """Ollama's form of an error."""
-    return JSONResponse({"error": words_of(error)}, status_of(error))
+    return JSONResponse(_error(error), status_of(error))

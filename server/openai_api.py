@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,24 +16,33 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.server.answers import BadRequest, events, status_of, words_of
-from moeinf.server.constrain import constraint_of
 from moeinf.server.host import Host, Loaded
-from moeinf.server.jobs import Ended, Event, Failed, Job, Piece, TokenInfo
-from moeinf.server.prompts import chat_prompt, text_prompt
+from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
+from moeinf.server.openai_words import (
+    Message,
+    ToolAsked,
+    ToolChoice,
+    chat_logprob,
+    chosen_tools,
+    deltas_of,
+    effort_of,
+    legacy_logprobs,
+    message_of,
+    plain,
+    reason_of,
+    usage_of,
+)
+from moeinf.server.prompts import text_prompt
+from moeinf.server.turns import Called, Chat, Heard, Reply, Text, heard
 
 router = APIRouter(prefix="/v1")
 _OPENING = {"role": "assistant", "content": ""}
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -98,8 +107,8 @@ class ChatRequest(Asked):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: list[ToolAsked] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     metadata: dict[str, Any] | None = None
@@ -123,8 +132,8 @@ class _Kind:
     object: str
     chunk: str
     model: str
-    whole: Callable[[str, list[Any], str], dict[str, Any]]  # text, logprobs, reason -> choice
-    piece: Callable[[str, list[Any] | None], dict[str, Any]]
+    whole: Callable[[Reply, list[Any], str], dict[str, Any]]  # …, logprobs, reason -> choice
+    piece: Callable[[dict[str, Any], list[Any]], dict[str, Any]]  # a chat's delta, … -> choice
     last: Callable[[str], dict[str, Any]]
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -136,12 +145,14 @@ class _Kind:
 
 @router.post("/chat/completions")
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-    messages = [_plain(message) for message in asked.messages]
-    tools = [] if asked.tool_choice == "none" else asked.tools or []
-
-    def prepare(engine: Engine) -> list[int]:
-        return chat_prompt(engine, messages, tools)
-
+    messages = [plain(message) for message in asked.messages]
+    tools, must_call = chosen_tools(asked.tools or [], asked.tool_choice)
+    turn = Chat(
+        messages,
+        tools,
+        effort_of(asked.reasoning_effort),
+        parallel_calls=asked.parallel_tool_calls is not False,
+    )
     form = asked.response_format
     schema: Any = None
     if form is not None and form.type == "json_object":
@@ -155,7 +166,8 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     )
     limits = Limits(most, asked.stops())
-    job = Job(prepare, asked.sampling(), limits, lambda _: None, count, constraint_of(schema))
+    constrain = call_of_one(tools) if must_call else json_of(schema, tools)
+    job = Job(turn.prepare, asked.sampling(), limits, lambda _: None, count, constrain)
 
     def probabilities(found: list[Any]) -> Any:
         return {"content": found, "refusal": None} if count is not None else None
@@ -165,15 +177,15 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         "chat.completion",
         "chat.completion.chunk",
         asked.model,
-        whole=lambda text, found, reason: {
+        whole=lambda reply, found, reason: {
             "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message_of(reply),
             "logprobs": probabilities(found),
             "finish_reason": reason,
         },
-        piece=lambda text, found: {
+        piece=lambda delta, found: {
             "index": 0,
-            "delta": {"content": text} if found is not None else _OPENING,
+            "delta": delta,
             "logprobs": probabilities(found) if found else None,
             "finish_reason": None,
         },
@@ -181,7 +193,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
             "index": 0, "delta": {}, "logprobs": None, "finish_reason": reason,
         },
     )  # fmt: skip
-    return await _answer(request, asked, job, kind, _chat_logprob, opening=True)
+    return await _answer(request, asked, job, turn, kind, chat_logprob, opening=True)
 
 
 @router.post("/completions")
@@ -206,7 +218,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     job = Job(prepare, asked.sampling(), limits, lambda _: None, asked.logprobs)
 
     def choice(text: str, found: list[Any] | None, reason: str | None) -> dict[str, Any]:
-        figures = _legacy_logprobs(found) if found else None
+        figures = legacy_logprobs(found) if found else None
         return {"index": 0, "text": text, "logprobs": figures, "finish_reason": reason}
 
     kind = _Kind(
@@ -214,17 +226,18 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
         "text_completion",
         "text_completion",
         asked.model,
-        whole=choice,
-        piece=lambda text, found: choice(text, found, None),
+        whole=lambda reply, found, reason: choice(reply.answer, found, reason),
+        piece=lambda delta, found: choice(delta["content"], found, None),
         last=lambda reason: choice("", None, reason),
     )
-    return await _answer(request, asked, job, kind, lambda engine, info: (engine, info))
+    return await _answer(request, asked, job, Text(""), kind, lambda engine, info: (engine, info))
 
 
 async def _answer(
     request: Request,
     asked: Asked,
     job: Job,
+    turn: Text,
     kind: _Kind,
     word: Callable[[Engine, TokenInfo], Any],
     opening: bool = False,
@@ -237,25 +250,25 @@ async def _answer(
         raise first.error
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        lines = _stream(loaded, answer, first, kind, word, usage, opening)
+        lines = _stream(loaded, heard(first, answer, turn), kind, word, usage, opening)
         return StreamingResponse(lines, media_type="text/event-stream")
-    text, found = "", list[Any]()
-    event: Event = first
-    while isinstance(event, Piece):
-        text += event.text
+    reply, found = Reply(), list[Any]()
+    async for event in heard(first, answer, turn):
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Ended):
+            choice = kind.whole(reply, found, reason_of(event, bool(reply.calls)))
+            document = kind.around([choice], chunk=False)
+            return JSONResponse({**document, "usage": usage_of(event)})
         found += _words(loaded, event, word)
-        event = await anext(answer)
-    if isinstance(event, Failed):
-        raise event.error
-    assert isinstance(event, Ended)
-    document = kind.around([kind.whole(text, found, _reason(event))], chunk=False)
-    return JSONResponse({**document, "usage": _usage(event)})
+        for part in event.parts:
+            reply.add(part)
+    raise AssertionError("an answer has an end")
 
 
 async def _stream(
     loaded: Loaded,
-    answer: AsyncGenerator[Event],
-    event: Event,
+    answer: AsyncIterator[Heard | Ended | Failed],
     kind: _Kind,
     word: Callable[[Engine, TokenInfo], Any],
     usage: bool,
@@ -263,47 +276,31 @@ async def _stream(
 ) -> AsyncIterator[str]:
     """SSE. An error is an event of its own, after which nothing says that all went well."""
     extra = {"usage": None} if usage else {}
+    called = False
     if opening:
-        yield _event({**kind.around([kind.piece("", None)], chunk=True), **extra})
-    while isinstance(event, Piece):
-        choice = kind.piece(event.text, _words(loaded, event, word))
-        yield _event({**kind.around([choice], chunk=True), **extra})
-        event = await anext(answer)
-    if isinstance(event, Failed):
-        yield _event(_error(event.error))
-        return
-    yield _event({**kind.around([kind.last(_reason(event))], chunk=True), **extra})
-    if usage:
-        yield _event({**kind.around([], chunk=True), "usage": _usage(event)})
+        yield _event({**kind.around([kind.piece(_OPENING, [])], chunk=True), **extra})
+    async for event in answer:
+        if isinstance(event, Failed):
+            yield _event(_error(event.error))
+            return
+        if isinstance(event, Ended):
+            choice = kind.last(reason_of(event, called))
+            yield _event({**kind.around([choice], chunk=True), **extra})
+            if usage:
+                yield _event({**kind.around([], chunk=True), "usage": usage_of(event)})
+            continue
+        called = called or any(isinstance(part, Called) for part in event.parts)
+        found = _words(loaded, event, word)
+        deltas = [delta for part in event.parts for delta in deltas_of(part)]
+        for delta in deltas or ([{"content": ""}] if found else []):
+            yield _event({**kind.around([kind.piece(delta, found)], chunk=True), **extra})
+            found = []
     yield "data: [DONE]\n\n"
 
 
-def _words(loaded: Loaded, event: Piece, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:
+def _words(loaded: Loaded, event: Heard, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:
     engine = loaded.worker.engine
     return [] if event.info is None or engine is None else [word(engine, event.info)]
-
-
-def _chat_logprob(engine: Engine, info: TokenInfo) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        text = engine.tokenizer.decode([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
-
-    best = [one(token, logprob) for token, logprob in info.best]
-    return {**one(info.token, info.logprob), "top_logprobs": best}
-
-
-def _legacy_logprobs(found: list[tuple[Engine, TokenInfo]]) -> dict[str, Any]:
-    texts = [engine.tokenizer.decode([info.token]) for engine, info in found]
-    offsets = [sum(len(text) for text in texts[:i]) for i in range(len(texts))]
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(info.logprob, -9999.0) for _, info in found],
-        "top_logprobs": [
-            {engine.tokenizer.decode([t]): max(p, -9999.0) for t, p in info.best}
-            for engine, info in found
-        ],
-        "text_offset": offsets,
-    }
 
 
 @router.get("/models")
@@ -324,32 +321,6 @@ def _described(m: Manifest) -> dict[str, Any]:
 
     created = int(datetime.datetime.fromisoformat(m.created_at).timestamp())
     return {"id": str(m.model), "object": "model", "created": created, "owned_by": "moeinf"}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A message for a template: text parts joined, the newer role under its older name."""
-    about = message.model_dump(exclude_none=True)
-    content = message.content
-    if isinstance(content, list):
-        kinds = {str(part.get("type")) for part in content} - {"text"}
-        if kinds:
-            raise BadRequest(f"models here read text only, not {', '.join(sorted(kinds))}")
-        content = "".join(str(part.get("text", "")) for part in content)
-    role = "system" if message.role == "developer" else message.role
-    return {**about, "role": role, "content": content or ""}
-
-
-def _reason(ended: Ended) -> str:
-    return "stop" if ended.reason == "stop" else "length"
-
-
-def _usage(ended: Ended) -> dict[str, Any]:
-    return {
-        "prompt_tokens": ended.prompt_tokens,
-        "completion_tokens": ended.tokens,
-        "total_tokens": ended.prompt_tokens + ended.tokens,
-        "prompt_tokens_details": {"cached_tokens": ended.cached_tokens},
-    }
 
 
 def _event(document: dict[str, Any]) -> str:

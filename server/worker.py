@@ -32,10 +32,11 @@ from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.sampler import Sampler
-from moeinf.server.jobs import Busy, Constraint, Ended, Failed, Job, Piece, TokenInfo, Unloaded
+from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded
 
 
 @dataclass(eq=False)
@@ -172,7 +173,7 @@ class Worker:
             raise ValueError("there is nothing to answer: the prompt has no tokens")
         if len(prompt) >= context:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context {context}")
-        constraint = job.constrain(engine) if job.constrain is not None else None
+        constraint = job.constrain(engine, prompt) if job.constrain is not None else None
         sampler = Sampler(job.options, engine.sampling)
         answer = Answer(engine, prompt, sampler, job.limits, context - len(prompt))
         known = [_shared_chunks(place.prefilled, prompt) for place in self._free]

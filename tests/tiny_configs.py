@@ -175,6 +175,7 @@ TINY: dict[str, Tiny] = {
         tie_word_embeddings=True,
     ),
     "gpt-oss": gpt_oss(),
+    "gpt-oss-blocks": gpt_oss(hidden_size=64, intermediate_size=32),  # whole blocks of 32
     "gpt-oss-all-experts": gpt_oss(
         num_local_experts=4,
         num_experts_per_tok=4,

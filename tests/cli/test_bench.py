@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests.cli.conftest import Command
 
+TRACES = Path(__file__).parents[1] / "data" / "traces"
 _SHORT = ("--prompt-tokens", "20", "--new-tokens", "8", "--rounds", "2")
 
 
@@ -24,6 +26,11 @@ def test_json(moeinf: Command) -> None:
         assert run["ttft_ms"] > 0
         assert run["peak_rss_bytes"] > 10 << 20
         assert run["memory_bytes"] == round(192 * 49152 * 0.3)
+        assert run["hits"]["hinted"] == run["hits"]["predicted"] == 0  # lru reads nothing ahead
+        assert run["hits"]["cached"] == round(run["hit_rate"] * 8 * 6 * 4)
+        assert run["ahead_bytes"] == {"read": 0, "used": 0, "wasted": 0}
+        assert run["prefetch_accuracy"] is None
+        assert 0 < run["policy_us_per_token"] < 1e3 * run["tpot_ms_p95"]
     assert result.err == ""
 
 
@@ -42,3 +49,30 @@ def test_refusals(moeinf: Command) -> None:
     long = moeinf("bench", "demo", "--prompt-tokens", "600")
     assert long.code == 1
     assert "has a context of 512 tokens, not 664" in long.err
+
+
+def test_replay(moeinf: Command, tmp_path: Path) -> None:
+    trace = str(tmp_path / "demo.eam")
+    assert moeinf("trace", "demo", "--dataset", "demo", "--limit", "3", "--out", trace).code == 0
+    options = ("--policies", "lru,adaptive", "--memory", "30%", "--rounds", "1", "--replay", trace)
+    about = json.loads(moeinf("bench", "demo", *options, "--hints", "0.9", "--json").out)
+    simulated = json.loads(
+        moeinf("simulate", trace, "--policies", "lru", "--capacity", "30%", "--json").out
+    )["traces"][0]
+    assert about["workload"]["new_tokens"] == simulated["tokens"]
+    assert about["workload"]["replay"] == simulated["name"]
+    assert about["workload"]["hints"] == "0.9"
+    lru, adaptive = about["runs"]
+    # 30 % are 57 slots here and 58 there: a plan rounds down.
+    assert abs(lru["hit_rate"] - simulated["results"][0]["hit_rate"]) < 0.02
+    assert lru["hits"]["hinted"] == 0 <= adaptive["hits"]["hinted"]
+
+
+def test_replay_refusals(moeinf: Command, tmp_path: Path) -> None:
+    assert "--hints are those of a --replay" in moeinf("bench", "demo", "--hints", "0.9").err
+    absent = moeinf("bench", "demo", "--replay", str(tmp_path / "none.eam"))
+    assert (absent.code, "none.eam is not a file" in absent.err) == (2, True)
+    trace = TRACES / "qwen3-30b-a3b.route.csv.gz"
+    other = moeinf("bench", "demo", "--replay", str(trace))
+    assert other.code == 1
+    assert "48 layers of 128 experts, 6 per token; demo:bf16 has 6 of 32" in other.err

@@ -40,6 +40,7 @@ def test_show(moeinf: Command) -> None:
     text = moeinf("show", "demo").out
     assert "32 per layer, 4 per token" in text
     assert "393216" in text
+    assert "KV cache" in text
     about = json.loads(moeinf("show", "demo:f32", "--json").out)
     assert (about["dtype"], about["expert_bytes"], about["top_k"]) == ("F32", 98304, 4)
 

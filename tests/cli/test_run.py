@@ -51,6 +51,9 @@ def test_json_document(moeinf: Command) -> None:
     assert stats["tpot_ms"] * stats["tokens_per_s"] == pytest.approx(1000, rel=0.01)
     assert 0 <= stats["stall_share"] < 1
     assert stats["peak_rss_bytes"] > 50 << 20
+    assert sum(stats["hits"].values()) == round(
+        stats["hit_rate"] * (len(document["token_ids"]) - 1) * 24
+    )
     assert result.err == ""
 
 
@@ -61,7 +64,8 @@ def test_verbose_lines(moeinf: Command) -> None:
     for label in (
         "total duration", "load duration", "prompt eval count", "prompt eval duration",
         "prompt eval rate", "eval count", "eval duration", "eval rate", "expert hit rate",
-        "experts loaded", "read", "stall share", "prefetch accuracy", "resident",
+        "experts loaded", "read", "stall share", "hits by cause", "deciding",
+        "prefetch accuracy", "resident",
     ):  # fmt: skip
         assert label in labels
     assert "57 of 192 experts" in result.err

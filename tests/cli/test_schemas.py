@@ -36,6 +36,7 @@ DOCUMENTS = (
     ("eamc-export", "eamc export demo EAMC"),
     ("eamc-import", "eamc import demo EAMC"),
     ("simulate", "simulate TRACE --capacity 10%,20%"),
+    ("bench", "bench demo --replay TRACE --rounds 1 --memory 30% --hints recorded"),
     ("simulate", "simulate TRACE --policies adaptive --sweep hysteresis=0,0.5 --hints 0.9,0.9"),
     ("eamc-clear", "eamc clear demo"),
     ("verify", "verify demo"),

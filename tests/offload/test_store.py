@@ -234,6 +234,7 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
 
     transfer = store._transfer
     wedged = SimpleNamespace(
+        telling_seconds=0.0,
         demand=transfer.demand,
         abandon=transfer.abandon,
         bytes_of=transfer.bytes_of,

@@ -125,6 +125,113 @@ Reasoning: {{ reasoning_effort | default('medium') }}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}
 """
 
+GLM = """[gMASK]<sop>
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}
+                {{- item.text }}
+            {%- elif item is string -%}
+                {{- item }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user=-1) -%}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}
+{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' %}<|user|>
+{{ visible_text(m.content) }}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking) else '' }}
+{%- elif m.role == 'assistant' %}
+{%- set reasoning, content = '', visible_text(m.content) %}
+{%- if m.reasoning_content is string %}{% set reasoning = m.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}
+{%- endif %}<|assistant|>
+{%- if loop.index0 > ns.last_user and reasoning %}
+{{ '\n<think>' + reasoning.strip() + '</think>' }}
+{%- else %}
+{{ '\n<think></think>' }}
+{%- endif %}
+{%- if content.strip() %}
+{{ '\n' + content.strip() }}
+{%- endif %}
+{% for tc in m.tool_calls or [] %}
+{%- set tc = tc.function or tc -%}
+{{ '\n<tool_call>' + tc.name }}
+{% for k, v in tc.arguments.items() %}
+<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
+{% endfor %}
+</tool_call>{% endfor %}
+{%- elif m.role == 'tool' -%}
+{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+    {{- '<|observation|>' }}
+{%- endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- else %}<|{{ m.role }}|>
+{{ visible_text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>
+{{- '\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- endif -%}
+"""
+
+GRANITE = """{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "Knowledge Cutoff Date: April 2024.\nToday's Date: "
+        + strftime_now('%B %Y') + ".\nYou are Granite." %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}
+{%- if tools %}
+    {{- '<|start_of_role|>tools<|end_of_role|>' }}
+    {{- tools | tojson(indent=4) }}
+    {{- '<|end_of_text|>\n' }}
+{%- endif %}
+{%- for message in loop_messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] }}
+    {{- '<|end_of_text|>\n' }}
+    {%- if loop.last and add_generation_prompt %}
+        {{- '<|start_of_role|>assistant<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+ROLES = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'system' %}
+{{ '<|system|>\n' + message['content'] + '\n' }}
+{% elif message['role'] == 'user' %}
+{{ '<|user|>\n' + message['content'] + '\n' }}
+{% elif message['role'] == 'assistant' and not loop.last %}
+{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}
+{% elif message['role'] == 'assistant' and loop.last %}
+{{ '<|assistant|>\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>\n' }}
+{% endif %}
+{% endfor %}"""
+
+TEMPLATES = {  # and whose habits they have
+    "chatml": CHATML,  # Qwen, Arctic
+    "instruct": INSTRUCT,  # Mixtral
+    "spoken": SPOKEN,  # DeepSeek
+    "harmony": HARMONY,  # gpt-oss
+    "glm": GLM,
+    "granite": GRANITE,
+    "roles": ROLES,  # OLMoE, Phi
+}
 ASK = {"role": "user", "content": "What is <2 & 'é'> \U0001f642?\n"}
 SYSTEM = {"role": "system", "content": "Be kind."}
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}
@@ -156,9 +263,7 @@ VARIABLES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "template", [CHATML, INSTRUCT, SPOKEN, HARMONY], ids=["chatml", "instruct", "spoken", "harmony"]
-)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_the_same_text_as_transformers(template: str) -> None:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     worker = TemplateWorker(template)

@@ -41,6 +41,7 @@ def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) 
         config = EngineConfig(memory=parse_memory(memory))
         folder = Library(settings).folder(manifest.model)
         with Engine(manifest, folder, config, settings) as engine:
+            assert engine.placement.kv_bytes == manifest.kv_bytes(engine.placement.context) > 0
             engine.ends = frozenset()
             sampler = Sampler(GREEDY, SamplingOptions())
             answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(30))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,10 @@ from moeinf.runtime.fp8 import join_scales
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.repack import LocalSource, Progress, repack
-from moeinf.runtime.workplace import Workplace
+from moeinf.runtime.repack import repack
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore, pull
+from tests.scattered import OneByOne, split_scales
 from tests.tiny import save_tiny
 
 BLOCK = [8, 16]  # does not divide the matrices' sides
@@ -126,50 +124,12 @@ def test_scales_that_are_not_there(tmp_path: Path) -> None:
         join_scales(open_checkpoint(tmp_path))
 
 
-def split_scales(folder: Path) -> None:
-    """Every second weight's scales go to a file that comes first, the others' to the last one."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    files: dict[str, dict[str, Tensor]] = {"a": {}, "m": {}, "n": {}, "z": {}}
-    for number, name in enumerate(sorted(tensors)):
-        where = "mn"[number // 2 % 2]
-        if name.endswith("_scale_inv"):
-            where = "az"[number // 2 % 2]
-        files[where][name] = tensors[name]
-    index = {}
-    for name, held in files.items():
-        save_file(held, folder / f"{name}.safetensors")
-        index |= dict.fromkeys(held, f"{name}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-@dataclass
-class OneByOne(LocalSource):
-    """Files appear one after the other, as a download brings them, and go when they may."""
-
-    here: set[Path] = field(default_factory=set)
-    most: int = 0
-
-    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
-        for path in super().bring(work, progress):
-            self.here.add(path)
-            self.most = max(self.most, len(self.here))
-            yield path
-
-    def is_here(self, path: Path) -> bool:
-        return path in self.here
-
-    def release(self, path: Path) -> None:
-        self.here.remove(path)
-        path.unlink()
-
-
 def test_scales_in_other_files(tmp_path: Path) -> None:
     """The same shards, and weights wait for their scales."""
     save_fp8(tmp_path / "one")
     byte_tokenizer().save(str(tmp_path / "one" / "tokenizer.json"))
     shutil.copytree(tmp_path / "one", tmp_path / "four")
-    split_scales(tmp_path / "four")
+    split_scales(tmp_path / "four", "_scale_inv")
     settings = Settings(tmp_path / "home")
     whole = pull(tmp_path / "one", settings, "one:q8")
     source = OneByOne(open_checkpoint(tmp_path / "four"), "four")

@@ -1,10 +1,9 @@
-"""gpt-oss with experts in MXFP4: blocks written here from known codes, widened here in plain loops.
+"""gpt-oss with experts in MXFP4, against transformers with the widened weights.
 
-Does not know kernels. transformers cannot save MXFP4; it is given the widened weights.
+Does not know kernels.
 """
 
-import json
-from dataclasses import replace
+import shutil
 
 import pytest
 import torch
@@ -18,60 +17,23 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
+from moeinf.runtime.names import parse_name
 from moeinf.runtime.picked import picked_values
+from moeinf.runtime.repack import repack
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
-from tests.conftest import pull
-from tests.tiny import TINY, save_tiny, tiny_reference
-
-D, F, E = 64, 32, 6
-NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-
-def widened(blocks, scales):
-    """[R, G, 16] and [R, G] -> [R, 32 G], number by number."""
-    rows = []
-    for row, powers in zip(blocks.tolist(), scales.tolist(), strict=True):
-        values = []
-        for group, power in zip(row, powers, strict=True):
-            for byte in group:
-                for code in (byte & 15, byte >> 4):
-                    values.append(NUMBERS[code & 7] * (-1) ** (code >> 3) * 2.0 ** (power - 127))
-        rows.append(values)
-    return torch.tensor(rows)
+from tests.conftest import ignore, pull
+from tests.scattered import OneByOne, split_scales
+from tests.tiny import save_tiny
+from tests.tiny_mxfp4 import D, E, F, save_mxfp4
 
 
 @pytest.fixture(scope="module")
 def model_and_checkpoint(tmp_path_factory):
     """transformers with widened weights, and the folder with blocks."""
     folder = tmp_path_factory.mktemp("mxfp4")
-    TINY["gpt-oss-mxfp4"] = replace(
-        TINY["gpt-oss"],
-        settings={**TINY["gpt-oss"].settings, "hidden_size": D, "intermediate_size": F},
-    )
-    try:
-        model = tiny_reference("gpt-oss-mxfp4", seed=3)
-    finally:
-        del TINY["gpt-oss-mxfp4"]
-    draw = torch.Generator().manual_seed(1)
-    stored = {}
-    for number, layer in enumerate(model.model.layers):
-        for name, outs, ins in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
-            blocks = torch.randint(256, (E, outs, ins // 32, 16), generator=draw).byte()
-            scales = torch.randint(122, 126, (E, outs, ins // 32), generator=draw).byte()
-            wide = torch.stack([widened(b, s) for b, s in zip(blocks, scales, strict=True)])
-            getattr(layer.mlp.experts, name).data = wide.mT.contiguous()
-            prefix = f"model.layers.{number}.mlp.experts.{name}"
-            stored[f"{prefix}_blocks"], stored[f"{prefix}_scales"] = blocks, scales
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in stored:
-        tensors.pop(name.removesuffix("_blocks"), None)
-    save_file(tensors | stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
+    model = save_mxfp4(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return model, folder
 
@@ -158,6 +120,21 @@ def test_a_source_tensor_is_what_it_says(model_and_checkpoint):
     assert torch.equal(picked_values(parts["up"]), experts.gate_up_proj[4, :, 1::2].T)
     assert torch.equal(picked_values(parts["down"]), experts.down_proj[4].T)
     assert torch.equal(picked_values(parts["up_bias"]), experts.gate_up_proj_bias[4, 1::2])
+
+
+@pytest.mark.parametrize("tag", ["mxfp4", "q4", "bf16"])
+def test_blocks_and_scales_in_different_files(model_and_checkpoint, tmp_path, tag):
+    """The same shards, files coming one by one; blocks wait for their scales."""
+    _, folder = model_and_checkpoint
+    shutil.copytree(folder, tmp_path / "four")
+    split_scales(tmp_path / "four", "_scales")
+    settings = Settings(tmp_path / "home")
+    whole = pull(folder, settings, f"one:{tag}")
+    source = OneByOne(open_checkpoint(tmp_path / "four"), "four")
+    parts = repack(source, Library(settings), parse_name(f"four:{tag}"), ignore, ignore)
+    assert [(f.path, f.sha256) for f in parts.files] == [(f.path, f.sha256) for f in whole.files]
+    assert source.most >= 3
+    assert source.here == set()
 
 
 def test_a_checkpoint_without_mxfp4_has_nothing_to_keep(tmp_path):

@@ -1,0 +1,142 @@
+"""An engine of this process as the one who answers.
+
+Does not know terminals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from moeinf.cli.partner import Fields, Pieces
+from moeinf.runtime.asking import Form, Limits, Message
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation
+from moeinf.runtime.report import statistics, verbose_lines
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import format_bytes
+
+
+class LocalPartner:
+    """A `Partner`."""
+
+    def __init__(self, conversation: Conversation, engine: Engine) -> None:
+        self._conversation = conversation
+        self._engine = engine
+        self.model = engine.manifest.model
+        self._load_seconds = engine.load_seconds  # counts for the first answer
+        self.last: Generation | None = None
+
+    @property
+    def system(self) -> str:
+        return self._conversation.system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        self._conversation.system = text
+
+    @property
+    def think(self) -> bool | None:
+        return self._conversation.think
+
+    @think.setter
+    def think(self, whether: bool | None) -> None:
+        self._conversation.think = whether
+
+    @property
+    def form(self) -> Form:
+        return self._conversation.form
+
+    @form.setter
+    def form(self, form: Form) -> None:
+        self._conversation.form = form
+
+    @property
+    def messages(self) -> list[Message]:
+        return self._conversation.messages
+
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None:
+        self._conversation.messages = messages
+
+    @property
+    def dropped(self) -> int:
+        return self._conversation.dropped
+
+    def clear(self) -> None:
+        self._conversation.clear()
+
+    @property
+    def finish_reason(self) -> str:
+        return self._said_last.finish_reason
+
+    @property
+    def choices(self) -> Sequence[str]:
+        return self._engine.choices
+
+    @property
+    def _said_last(self) -> Generation:
+        assert self.last is not None  # nothing was asked yet
+        return self.last
+
+    def say(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool],
+        raw: bool = False,
+    ) -> Pieces:
+        if self.last is not None:
+            self._load_seconds = 0.0
+        ask = self._conversation.complete if raw else self._conversation.ask
+        self.last = ask(text, options, limits, stopped)
+        for kind, piece in self._conversation.pieces(self.last):
+            yield "answer" if kind == "answer" else "thinking", piece
+
+    def verbose(self) -> Fields:
+        return verbose_lines(self._engine, self._said_last, self._load_seconds)
+
+    def document(self) -> dict[str, Any]:
+        answer = self._said_last
+        return {
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": answer.prompt_tokens,
+            "tokens": len(answer.tokens),
+            "token_ids": answer.tokens,
+            "stats": statistics(self._engine, answer),
+        }
+
+    def notes(self) -> list[str]:
+        return self._engine.take_notes()
+
+    def info(self) -> Fields:
+        m = self._engine.manifest
+        return [
+            ("model", str(m.model)),
+            ("family", m.family),
+            ("experts", f"{m.layers} MoE layers, {m.experts} experts each, {m.top_k} per token"),
+            ("context", f"{self._engine.placement.context} tokens"),
+            ("source", m.source),
+        ]
+
+    def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:
+        chosen = options.over(self._engine.sampling)
+        return [(f.name, getattr(chosen, f.name)) for f in fields(chosen)]
+
+    def template(self) -> str | None:
+        return self._engine.tokenizer.chat_template
+
+    def cache(self) -> Fields:
+        store, place = self._engine.store, self._engine.placement
+        used = format_bytes(store.resident * place.slot_bytes)
+        total = format_bytes(place.experts_bytes)
+        experts = self._engine.manifest.slots.experts
+        rate = store.stats.hit_rate
+        return [
+            ("experts in RAM", f"{store.resident} of {experts}, {used} of {total}"),
+            ("hit rate", "-" if rate is None else f"{rate:.1%}"),
+            ("KV cache", f"{self._conversation.cached_tokens} of {place.context} tokens"),
+        ]

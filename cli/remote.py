@@ -1,0 +1,231 @@
+"""A server as the one who answers: `run` uses the one at MOEINF_HOST when it can.
+
+Does not know terminals, and imports no torch: the model is loaded somewhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+from moeinf.cli.client import Client, ServerError
+from moeinf.cli.partner import Fields, Pieces
+from moeinf.runtime.asking import Form, Limits, Message
+from moeinf.runtime.config import Settings
+from moeinf.runtime.live import Figures, Registry
+from moeinf.runtime.names import ModelName, parse_name
+from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.version import version
+
+_NS = 1e9
+_OF_AN_ENGINE = (
+    "hit_rate bytes_read_per_token stall_share peak_rss_bytes experts_resident hits ahead_bytes "
+    "prefetch_accuracy policy_us_per_token"
+).split()
+
+
+def why_not(client: Client) -> str | None:
+    """Why a server cannot be used; None when it can."""
+    found = client.version()
+    if found is None:
+        return f"no server at {client}"
+    if found != version():
+        return f"the server at {client} is moeinf {found}, this is {version()}"
+    return None
+
+
+def remote_partner(client: Client, model: str, settings: Settings) -> RemotePartner | None:
+    """The server with a model; None when it cannot answer with it. Raises ServerError, OSError."""
+    try:
+        about = client.post("/api/show", {"model": model})
+    except ServerError as error:
+        if error.code in ("NoSuchModel", "BadName"):  # a path, say: it will be pulled from here
+            return None
+        raise
+    if "completion" not in (about.get("capabilities") or ()):  # an encoder-decoder
+        return None
+    return RemotePartner(client, about, settings)
+
+
+class RemotePartner:
+    """A `Partner`. about: what /api/show says of the model."""
+
+    def __init__(self, client: Client, about: dict[str, Any], settings: Settings) -> None:
+        self._client = client
+        self._about = about
+        self._settings = settings  # whose folder `run` the server registers in, if it is here
+        self.model: ModelName = parse_name(str(about["model"]))
+        self.system = ""
+        self.think: bool | None = None
+        self.form: Form = None
+        self.messages: list[Message] = []
+        self.dropped = 0
+        self.finish_reason = ""
+        self.choices: Sequence[str] = ()
+        self._figures: dict[str, Any] = {}
+
+    def clear(self) -> None:
+        self.messages.clear()
+        self.dropped = 0
+
+    def say(
+        self,
+        text: str,
+        options: SamplingOptions,
+        limits: Limits,
+        stopped: Callable[[], bool],
+        raw: bool = False,
+    ) -> Pieces:
+        """Raises ServerError. The oldest turns are dropped when the context would overflow."""
+        body = self._body(options, limits)
+        if raw:
+            yield from self._stream("/api/generate", {**body, "prompt": text, "raw": True}, stopped)
+            return
+        question = Message("user", text)
+        while True:
+            system = [Message("system", self.system)] if self.system else []
+            turns = [*system, *self.messages, question]
+            said = [{"role": m.role, "content": m.content} for m in turns]
+            answer = ""
+            try:
+                for piece in self._stream("/api/chat", {**body, "messages": said}, stopped):
+                    answer += piece[1] if piece[0] == "answer" else ""
+                    yield piece
+            except ServerError as error:
+                if error.code != "PromptTooLong" or not self._drop_oldest():
+                    raise
+                continue
+            self.messages += [question, Message("assistant", answer)]
+            return
+
+    def verbose(self) -> Fields:
+        f = self._figures
+        lines = [
+            ("total duration", _time(f.get("total_duration"))),
+            ("load duration", _time(f.get("load_duration"))),
+            ("prompt eval count", f"{f.get('prompt_eval_count', '-')} token(s)"),
+            ("prompt eval duration", _time(f.get("prompt_eval_duration"))),
+            ("prompt eval rate", _rate(f, "prompt_eval")),
+            ("eval count", f"{f.get('eval_count', '-')} token(s)"),
+            ("eval duration", _time(f.get("eval_duration"))),
+            ("eval rate", _rate(f, "eval")),
+        ]
+        engine = self._engine()
+        if engine is not None:
+            rate = "-" if engine.hit_rate is None else f"{engine.hit_rate:.1%}"
+            lines.append(("expert hit rate", f"{rate} (of all that the server has decoded)"))
+            lines += [line for line in self.cache() if line[0] == "experts in RAM"]
+        return lines
+
+    def document(self) -> dict[str, Any]:
+        """null: what only an engine of this process could tell."""
+        f = self._figures
+        steps, seconds = max(0, f.get("eval_count", 0) - 1), f.get("eval_duration", 0) / _NS
+        return {
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": f.get("prompt_eval_count", 0),
+            "tokens": f.get("eval_count", 0),
+            "token_ids": None,
+            "server": str(self._client),
+            "stats": {
+                "ttft_ms": round(f.get("prompt_eval_duration", 0) / 1e6, 3),
+                "tpot_ms": round(seconds / steps * 1e3, 3) if steps else None,
+                "tokens_per_s": round(steps / seconds, 3) if steps and seconds else None,
+                **dict.fromkeys(_OF_AN_ENGINE),
+            },
+        }
+
+    def notes(self) -> list[str]:
+        return []
+
+    def info(self) -> Fields:
+        facts = self._about.get("model_info") or {}
+        found = {key.rpartition(".")[2]: value for key, value in facts.items()}
+        experts = (
+            f"{found.get('block_count')} MoE layers, {found.get('expert_count')} experts each, "
+            f"{found.get('expert_used_count')} per token"
+        )
+        return [
+            ("model", str(self.model)),
+            ("family", str(found.get("architecture"))),
+            ("experts", experts),
+            ("context", f"up to {found.get('context_length')} tokens"),
+            ("server", str(self._client)),
+        ]
+
+    def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:
+        """What is set here; the model's own are the server's."""
+        return [(f.name, getattr(options, f.name)) for f in fields(options)]
+
+    def template(self) -> str | None:
+        return self._about.get("template") or None
+
+    def cache(self) -> Fields:
+        engine = self._engine()
+        if engine is None:
+            return [("experts", "the server is on another machine, or the model is not loaded")]
+        rate = "-" if engine.hit_rate is None else f"{engine.hit_rate:.1%}"
+        size = f"{format_bytes(engine.host_bytes)} of {format_bytes(engine.disk_bytes)}"
+        return [
+            ("experts in RAM", f"{engine.host_experts} of {engine.disk_experts}, {size}"),
+            ("hit rate", rate),
+        ]
+
+    def _body(self, options: SamplingOptions, limits: Limits) -> dict[str, Any]:
+        chosen = {f.name: getattr(options, f.name) for f in fields(options)}
+        said: dict[str, Any] = {k: v for k, v in chosen.items() if v is not None}
+        if limits.max_tokens is not None:
+            said["num_predict"] = limits.max_tokens
+        if limits.stop:
+            said["stop"] = list(limits.stop)
+        body: dict[str, Any] = {"model": str(self.model), "options": said}
+        if self.form:
+            body["format"] = self.form
+        return body if self.think is None else {**body, "think": self.think}
+
+    def _stream(self, path: str, body: dict[str, Any], stopped: Callable[[], bool]) -> Pieces:
+        self._figures, self.finish_reason = {}, "interrupted"
+        kind: Literal["thinking", "answer"]
+        for document in self._client.lines(path, body, stopped):
+            message = document.get("message") or document
+            for kind, names in (("thinking", ("thinking",)), ("answer", ("content", "response"))):
+                text = next((message[name] for name in names if message.get(name)), "")
+                if text:
+                    yield kind, str(text)
+            if document.get("done"):
+                self._figures = document
+                self.finish_reason = "stop" if document.get("done_reason") == "stop" else "length"
+                return
+        if not stopped():
+            raise ServerError(f"the answer of {self._client} has no end")
+
+    def _drop_oldest(self) -> bool:
+        """One turn less; False when there is none left."""
+        if not self.messages:
+            return False
+        later = [i for i, m in enumerate(self.messages) if m.role == "user" and i > 0]
+        cut = later[0] if later else len(self.messages)
+        self.messages = self.messages[cut:]
+        self.dropped += cut
+        return True
+
+    def _engine(self) -> Figures | None:
+        """What the server's engine says of itself."""
+        engines = Registry(self._settings.run).engines()
+        return next((e.figures for e in engines if e.model == str(self.model)), None)
+
+
+def _time(nanoseconds: Any) -> str:
+    if not isinstance(nanoseconds, int):
+        return "-"
+    seconds = nanoseconds / _NS
+    return f"{seconds:.3f}s" if seconds >= 1 else f"{seconds * 1e3:.3f}ms"
+
+
+def _rate(figures: dict[str, Any], name: str) -> str:
+    """The first token of an answer comes out of prefill."""
+    count = figures.get(f"{name}_count", 0) - (name == "eval")
+    seconds = figures.get(f"{name}_duration", 0) / _NS
+    return f"{count / seconds:.2f} tokens/s" if seconds and count > 0 else "-"

@@ -1,0 +1,51 @@
+"""Traces and hints on the command line: which file, and what a next-layer gate is taken to say.
+
+Does not know what is done with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.options import Usage
+from moeinf.offload.hints import HintSource, ModelledHints, RecordedHints
+from moeinf.offload.recording_file import recording_from_bytes
+from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.trace import Recording
+
+Hints = Annotated[
+    str,
+    typer.Option(
+        metavar="none|recorded|R[,P]",
+        help="Next-layer hints in a replay: a gate of recall R and precision P (or R).",
+    ),
+]
+
+
+def read_trace(path: Path) -> Recording:
+    """An .eam recording or a .csv[.gz] route trace. Raises Usage, BadContainer, BadRouteTrace."""
+    if not path.is_file():
+        raise Usage(f"{path} is not a file")
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        return read_route_csv(path)
+    return recording_from_bytes(path.read_bytes())
+
+
+def hint_source(text: str, recording: Recording, seed: int = 0) -> HintSource | None:
+    """What `--hints` asks for. Raises Usage."""
+    if text == "none":
+        return None
+    if text == "recorded":
+        if not any(done.hints is not None for done in recording.passes):
+            raise Usage(f"{recording.name} was recorded without hints")
+        return RecordedHints()
+    try:
+        recall, _, precision = text.partition(",")
+        return ModelledHints(
+            float(recall), float(precision or recall), recording.shape.experts, seed
+        )
+    except ValueError as error:
+        raise Usage(f"--hints {text}: none, recorded, or recall[,precision] up to 1") from error

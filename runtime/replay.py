@@ -1,0 +1,130 @@
+"""Recorded routing, forced onto a model of the same shape: passes are repeated, texts are not.
+
+Does not know policies nor how a recording is read. A replay measures a cache under routing that was
+seen elsewhere: every layer computes the experts that the recording names, with the weights of the
+model's own router. So the bytes and the arithmetic are real, and what comes out is no text.
+
+    model ──ids of its routers──▶ ForcedRouting ──recorded ids──▶ store
+
+Hints are forced likewise: the model's next-layer gates run, as they would, and what they say is
+replaced by what a HintSource (offload/hints.py) says. Nothing is traced: routing that is not the
+model's own must not enter its EAMC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeinf.models.base import Experts, Pending, Phase
+from moeinf.offload.hints import HintSource
+from moeinf.offload.trace import Pass, Recording, RoutingShape
+from moeinf.runtime.manifest import Manifest
+
+
+class OtherShape(ValueError):
+    """A recording of a model that is not shaped like this one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The passes of one recorded request: any number of prompt passes and decode passes."""
+
+    passes: tuple[Pass, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(done.rows) for done in self.passes if done.phase != "decode")
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(done.rows) for done in self.passes)
+
+
+def fitted(recording: Recording, manifest: Manifest) -> Recording:
+    """The recording's first layers, as many as the model has, with the model's sizes.
+
+    Raises OtherShape unless they have as many experts, of which a token takes no more than the
+    model's tokens do; and for passes that cannot be repeated.
+    """
+    theirs = recording.shape
+    if theirs.encoder_layers or any(done.phase == "encode" for done in recording.passes):
+        raise OtherShape(f"{recording.name} was recorded with an encoder")
+    if (
+        theirs.layers < manifest.layers
+        or theirs.experts != manifest.experts
+        or theirs.top_k > manifest.top_k
+    ):
+        raise OtherShape(
+            f"{recording.name} has {theirs.layers} layers of {theirs.experts} experts, "
+            f"{theirs.top_k} per token; {manifest.model} has {manifest.layers} of "
+            f"{manifest.experts}, {manifest.top_k} per token"
+        )
+    layers = manifest.layers
+    shape = RoutingShape(
+        layers, theirs.experts, theirs.top_k, 0,
+        manifest.expert_layout.data_bytes, manifest.dense_bytes,
+    )  # fmt: skip
+    passes = [
+        replace(
+            done,
+            ids=done.ids[:layers],
+            weights=None if done.weights is None else done.weights[:layers],
+            hints=None if done.hints is None else done.hints[:layers],
+        )
+        for done in recording.passes
+    ]
+    return Recording(recording.name, shape, passes, recording.labels)
+
+
+def requests(recording: Recording) -> list[Request]:
+    """One after the other; passes that served several are cut. Raises OtherShape without decode."""
+    found = [Request(tuple(recording.select([r]).passes)) for r in recording.requests]
+    if not any(done.phase == "decode" for request in found for done in request.passes):
+        raise OtherShape(f"{recording.name} decodes nothing")
+    return found
+
+
+class ForcedRouting:
+    """`Experts` that are told the routing of `play`'s passes instead of the model's own."""
+
+    def __init__(self, experts: Experts, hints: HintSource | None = None) -> None:
+        self._experts, self._source = experts, hints
+        self._ids = self._left = torch.empty(0, 0, 0)  # [L, T, K] of this pass, and still to come
+        self._hints: Tensor | None = None  # [L, T, H]
+        self._left_hints: Tensor | None = None
+
+    def play(self, done: Pass) -> None:
+        """The following passes repeat this one, whose rows they may divide among them."""
+        hinted = self._source.of_pass(done) if self._source is not None else None
+        self._left = torch.from_numpy(done.ids).long()
+        self._left_hints = None if hinted is None else torch.from_numpy(hinted).long()
+
+    @property
+    def wants_hints(self) -> bool:
+        return self._hints is not None and self._experts.wants_hints
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        count = len(rows)
+        assert count <= self._left.shape[1], "more rows than were recorded"
+        self._ids, self._left = self._left[:, :count].contiguous(), self._left[:, count:]
+        if self._left_hints is not None:
+            self._hints = self._left_hints[:, :count].contiguous()
+            self._left_hints = self._left_hints[:, count:]
+        else:
+            self._hints = None
+        self._experts.begin_pass(rows, phase)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        forced = self._ids[layer]
+        return self._experts.submit(layer, x, forced, weights[:, : forced.shape[1]].contiguous())
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        assert self._hints is not None
+        forced = self._hints[layer]
+        self._experts.hint(layer, forced, torch.ones(forced.shape))  # surer ones are not known
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        self._experts.end_pass(accepted_rows)

@@ -1,0 +1,246 @@
+"""What models write when they call a tool, by the format that their chat template teaches them.
+
+Does not know APIs, tokens or streams. What is no whole call of a tool that was offered is no call:
+a client never hears of a function that it has not named.
+
+    <tool_call>{"name": …, "arguments": {…}}</tool_call>                     Hermes, Qwen2.5, Qwen3
+    <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>   Qwen3-Coder, 3.5
+    <tool_call>NAME<arg_key>P</arg_key><arg_value>V</arg_value></tool_call>                 GLM-4.5
+    <|tool_call|>[{…}]   and   [TOOL_CALLS][{…}]                             Granite 3.1, Mistral
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁calls▁end｜>         DeepSeek
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from moeinf.runtime.thinking import is_harmony
+
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+
+class Unfinished(ValueError):
+    """More of a call has to come: its end was met inside of a string of it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool's name, and its arguments as JSON values; they can be written as JSON again."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def text(self) -> str:
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How calls are marked. close "": they go on to the answer's end.
+
+    read: what stands between the marks → calls; none when it is something else. Raises Unfinished.
+    write: a tool's name → what comes before and after its arguments in JSON, marks included;
+    not in templates that have one of the words of `unless`.
+    """
+
+    open: str
+    close: str
+    read: Callable[[str, Sequence[Tool]], list[Call]]
+    write: Callable[[str], tuple[str, str]] | None = None
+    unless: tuple[str, ...] = ()
+    id_length: int = 0  # of the ids that the template insists on; 0: any
+
+
+def knows_tools(template: str | None) -> bool:
+    """Whether a chat template looks at `tools` and teaches a format that is known here."""
+    if template is None or not re.search(r"\{[{%][^{}%]*\btools\b", template):
+        return False
+    return is_harmony(template) or format_of(template) is not None
+
+
+def format_of(template: str | None) -> Format | None:
+    """The format of calls in answers' text; None for none, and for harmony, which has a channel."""
+    if template is None or is_harmony(template):
+        return None
+    return next((form for form in FORMATS if form.open in template), None)
+
+
+def names_of(tools: Sequence[Tool]) -> list[str]:
+    """The names of functions; tools of other kinds have none."""
+    return [str(function["name"]) for tool in tools if (function := _function(tool)).get("name")]
+
+
+def call_of(name: str, arguments: str, tools: Sequence[Tool]) -> Call | None:
+    """A call whose arguments are JSON; None when that is none, or the tool was not offered."""
+    return _checked({"name": name, "arguments": arguments}, tools)
+
+
+def load_json(text: str) -> Any:
+    """JSON that can be written again: no NaN, no lone surrogate, not too deep. Raises ValueError.
+
+    Unfinished, when it ends inside of a string.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            raise Unfinished(error.msg) from error
+        raise
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """What three kinds of models put between <tool_call> and </tool_call>."""
+    body = body.strip()
+    if body.startswith(("{", "[")):
+        return _json(body, tools)
+    if body.startswith("<function="):
+        return _parameters(body, tools)
+    return _keys(body, tools)
+
+
+def _json(body: str, tools: Sequence[Tool]) -> list[Call]:
+    try:
+        found = load_json(body)
+    except Unfinished:
+        raise
+    except ValueError:
+        return []
+    return _all([_checked(one, tools) for one in (found if isinstance(found, list) else [found])])
+
+
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
+)
+_KEY = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+)
+
+
+def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
+    found = _FUNCTION.fullmatch(body)
+    if found is None:
+        raise Unfinished("</function> is missing")
+    return _typed(found[1], found[2], _PARAMETER, tools)
+
+
+def _keys(body: str, tools: Sequence[Tool]) -> list[Call]:
+    if body.count("<arg_value>") > body.count("</arg_value>"):
+        raise Unfinished("</arg_value> is missing")
+    name, mark, rest = body.partition("<arg_key>")
+    return _typed(name, mark + rest, _KEY, tools)
+
+
+def _typed(name: str, text: str, pair: re.Pattern[str], tools: Sequence[Tool]) -> list[Call]:
+    """Arguments that say no types: the tool's schema does."""
+    tool = _offered(name.strip(), tools)
+    if tool is None or pair.sub("", text).strip():
+        return []
+    parameters = tool.get("parameters")
+    schemas = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    arguments = {}
+    for key, value in pair.findall(text):
+        schema = schemas.get(key.strip()) if isinstance(schemas, Mapping) else None
+        arguments[key.strip()] = _value(value, _types(schema))
+    return [Call(name.strip(), arguments)]
+
+
+def _value(text: str, types: set[str]) -> Any:
+    if "string" in types:
+        return text
+    try:
+        return load_json(text)
+    except ValueError:
+        return text
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    found = schema.get("type")
+    types = {found} if isinstance(found, str) else set(found or ())
+    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        types |= _types(choice)
+    return types
+
+
+_SEP, _CALL_BEGIN, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+
+def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """V3 and R1 write a type, a name and a block of JSON; V3.1 a name and JSON."""
+    found = []
+    for part in body.split(_CALL_BEGIN)[1:]:
+        before, _, after = part.partition(_CALL_END)[0].partition(_SEP)
+        if before.strip() == "function" and "\n" in after:
+            before, _, after = after.partition("\n")
+            after = after.strip().removeprefix("```json").removesuffix("```")
+        found.append(call_of(before.strip(), after, tools))
+    return _all(found)
+
+
+def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
+    if not isinstance(said, dict):
+        return None
+    name, arguments = said.get("name"), said.get("arguments", said.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = load_json(arguments.strip() or "{}")
+        except ValueError:
+            return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return Call(name, arguments) if _offered(name, tools) is not None else None
+
+
+def _all(found: Sequence[Call | None]) -> list[Call]:
+    """All, or none: half of what a model wanted to do is not what it wanted."""
+    calls = [call for call in found if call is not None]
+    return calls if len(calls) == len(found) else []
+
+
+def _offered(name: str, tools: Sequence[Tool]) -> Mapping[str, Any] | None:
+    return next((f for tool in tools if (f := _function(tool)).get("name") == name), None)
+
+
+def _function(tool: Tool) -> Mapping[str, Any]:
+    found = tool.get("function", tool)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _object(name: str) -> tuple[str, str]:
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}"
+
+
+def _between(open: str, close: str) -> Callable[[str], tuple[str, str]]:
+    def write(name: str) -> tuple[str, str]:
+        before, after = _object(name)
+        return open + before, after + close
+
+    return write
+
+
+FORMATS = (
+    Format(
+        "<tool_call>",
+        "</tool_call>",
+        _tagged,
+        _between("<tool_call>\n", "\n</tool_call>"),
+        unless=("<function=", "<arg_key>"),
+    ),
+    Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
+    Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),
+    Format("[TOOL_CALLS]", "", _json, _between("[TOOL_CALLS][", "]"), id_length=9),
+)

@@ -1,0 +1,154 @@
+"""How OpenAI words what others say: messages, log-probabilities, usage, calls of tools.
+
+Does not know endpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeinf.runtime.engine import Engine
+from moeinf.server.answers import BadRequest
+from moeinf.server.jobs import Ended, TokenInfo
+from moeinf.server.prompts import MessageExtras
+from moeinf.server.turns import Called, Part, Reply
+
+
+class Message(MessageExtras):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message for a template: text parts joined, the newer role under its older name."""
+    about = message.dump()
+    content = message.content
+    if isinstance(content, list):
+        kinds = {str(part.get("type")) for part in content} - {"text"}
+        if kinds:
+            raise BadRequest(f"models here read text only, not {', '.join(sorted(kinds))}")
+        content = "".join(str(part.get("text", "")) for part in content)
+    role = "system" if message.role == "developer" else message.role
+    return {**about, "role": role, "content": content or ""}
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Function(_Named):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolAsked(BaseModel):
+    """A tool that may be called."""
+
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class ToolChoice(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: _Named
+
+
+def chosen_tools(
+    tools: list[ToolAsked], choice: str | ToolChoice | None
+) -> tuple[list[dict[str, Any]], bool]:
+    """The tools that are offered, and whether one of them must be called. Raises BadRequest."""
+    if choice == "none":
+        return [], False
+    offered = [{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in tools]
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        offered = [tool for tool in offered if tool["function"]["name"] == name]
+        if not offered:
+            raise BadRequest(f"tool_choice: there is no tool {name!r} among tools")
+    must = choice == "required" or isinstance(choice, ToolChoice)
+    if must and not offered:
+        raise BadRequest("tool_choice: there are no tools")
+    return offered, must
+
+
+def effort_of(said: str | None) -> bool | str | None:
+    """reasoning_effort as templates have it. Raises BadRequest."""
+    known: dict[str | None, bool | str | None] = {
+        None: None, "none": False, "minimal": "low", "low": "low", "medium": "medium",
+        "high": "high", "xhigh": "high",
+    }  # fmt: skip
+    if said not in known:
+        raise BadRequest(f"reasoning_effort: {said!r} is not one of none, low, medium, high")
+    return known[said]
+
+
+def message_of(reply: Reply) -> dict[str, Any]:
+    """A whole answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.answer, "refusal": None}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
+    if reply.calls:
+        message["content"] = reply.answer or None
+        message["tool_calls"] = [_called(called) for called in reply.calls]
+    return message
+
+
+def deltas_of(part: Part) -> list[dict[str, Any]]:
+    """A part of a streamed answer: a call comes as its name, then as its arguments."""
+    if not isinstance(part, Called):
+        kind, text = part
+        return [{"content" if kind == "answer" else "reasoning_content": text}]
+    whole = _called(part)
+    named = {**whole, "function": {**whole["function"], "arguments": ""}}
+    arguments = {"function": {"arguments": part.call.text()}}
+    return [{"tool_calls": [{"index": part.index, **one}]} for one in (named, arguments)]
+
+
+def reason_of(ended: Ended, called: bool) -> str:
+    """Why an answer has ended; called: whether it has called tools."""
+    if ended.reason != "stop":
+        return "length"
+    return "tool_calls" if called else "stop"
+
+
+def _called(called: Called) -> dict[str, Any]:
+    function = {"name": called.call.name, "arguments": called.call.text()}
+    return {"id": called.id, "type": "function", "function": function}
+
+
+def chat_logprob(engine: Engine, info: TokenInfo) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = engine.tokenizer.decode([token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+    best = [one(token, logprob) for token, logprob in info.best]
+    return {**one(info.token, info.logprob), "top_logprobs": best}
+
+
+def legacy_logprobs(found: list[tuple[Engine, TokenInfo]]) -> dict[str, Any]:
+    texts = [engine.tokenizer.decode([info.token]) for engine, info in found]
+    offsets = [sum(len(text) for text in texts[:i]) for i in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(info.logprob, -9999.0) for _, info in found],
+        "top_logprobs": [
+            {engine.tokenizer.decode([t]): max(p, -9999.0) for t, p in info.best}
+            for engine, info in found
+        ],
+        "text_offset": offsets,
+    }
+
+
+def usage_of(ended: Ended) -> dict[str, Any]:
+    return {
+        "prompt_tokens": ended.prompt_tokens,
+        "completion_tokens": ended.tokens,
+        "total_tokens": ended.prompt_tokens + ended.tokens,
+        "prompt_tokens_details": {"cached_tokens": ended.cached_tokens},
+    }

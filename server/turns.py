@@ -1,0 +1,160 @@
+"""One turn of a chat: what is asked, and how the answer is told apart as it arrives.
+
+Does not know endpoints. `prepare` runs on the engine's thread, before anything is heard.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.speech import Said, Speech
+from moeinf.runtime.thinking import thinks
+from moeinf.runtime.tools import Call, Tool, format_of, knows_tools
+from moeinf.server.answers import BadRequest
+from moeinf.server.jobs import Ended, Event, Failed, Piece, TokenInfo
+from moeinf.server.prompts import Message, chat_prompt, text_prompt
+
+_ID = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call of a tool, as APIs have it: with a name of its own, and its place among the others."""
+
+    id: str
+    index: int
+    call: Call
+
+
+Part = tuple[Literal["thinking", "answer"], str] | Called
+
+
+@dataclass
+class Reply:
+    """What has been heard of an answer."""
+
+    thinking: str = ""
+    answer: str = ""
+    calls: list[Called] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, part: Part) -> Reply:
+        reply = cls()
+        reply.add(part)
+        return reply
+
+    def add(self, part: Part) -> None:
+        if isinstance(part, Called):
+            self.calls.append(part)
+        elif part[0] == "thinking":
+            self.thinking += part[1]
+        else:
+            self.answer += part[1]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A piece of an answer in parts; none while nothing is certain."""
+
+    parts: list[Part]
+    info: TokenInfo | None = None
+
+
+class Text:
+    """A prompt that is continued as it is: nothing in the answer means anything."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def prepare(self, engine: Engine) -> list[int]:
+        return text_prompt(engine, self._text)
+
+    def hear(self, text: str) -> Iterator[Part]:
+        if text:
+            yield "answer", text
+
+    def end(self) -> Iterator[Part]:
+        yield from ()
+
+
+class Chat(Text):
+    """Messages that a model's template renders.
+
+    think: False, True, or how much (what templates call reasoning_effort); None: their default.
+    strict: whether thinking of a model that cannot think is refused.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        think: bool | str | None = None,
+        strict: bool = False,
+        parallel_calls: bool = True,
+    ) -> None:
+        self._messages = messages
+        self._tools = tools
+        self._think = think
+        self._strict = strict
+        self._most_calls = None if parallel_calls else 1
+        self._speech: Speech | None = None
+        self._id_length = 0
+        self._calls = 0
+
+    def prepare(self, engine: Engine) -> list[int]:
+        """Raises BadRequest where the template lacks what is asked, TemplateError."""
+        template = engine.tokenizer.chat_template
+        if self._tools and not knows_tools(template):
+            raise BadRequest(f"{engine.manifest.model} does not support tools")
+        if self._strict and self._think and not thinks(template):
+            raise BadRequest(f"{engine.manifest.model} does not support thinking")
+        ids = chat_prompt(engine, self._messages, self._tools, self._think)
+        if template is not None:
+            self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)
+            form = format_of(template)
+            self._id_length = form.id_length if form is not None else 0
+        return ids
+
+    def hear(self, text: str) -> Iterator[Part]:
+        if self._speech is None:
+            yield from super().hear(text)
+        else:
+            yield from self._numbered(self._speech.add(text))
+
+    def end(self) -> Iterator[Part]:
+        if self._speech is not None:
+            yield from self._numbered(self._speech.rest())
+
+    def _numbered(self, said: Iterator[Said]) -> Iterator[Part]:
+        for part in said:
+            if not isinstance(part, Call):
+                yield part
+            elif self._most_calls is None or self._calls < self._most_calls:
+                name = "".join(secrets.choice(_ID) for _ in range(self._id_length or 24))
+                yield Called(name if self._id_length else f"call_{name}", self._calls, part)
+                self._calls += 1
+
+
+async def heard(
+    first: Event, answer: AsyncGenerator[Event], turn: Text
+) -> AsyncIterator[Heard | Ended | Failed]:
+    """An answer's events with its text in parts; the last is Ended or Failed."""
+    event = first
+    while isinstance(event, Piece):
+        yield Heard(list(turn.hear(event.text)), event.info)
+        event = await anext(answer)
+    rest = list(turn.end())
+    if rest:
+        yield Heard(rest)
+    yield event
+
+
+def called_ollama(called: Called) -> dict[str, Any]:
+    """A call in Ollama's words: arguments are values."""
+    call = called.call
+    function = {"index": called.index, "name": call.name, "arguments": call.arguments}
+    return {"id": called.id, "function": function}

@@ -1,0 +1,52 @@
+"""`moeinf run --format`: answers that follow a schema, without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from moeinf.cli.partner import parse_form
+from tests.cli.conftest import Command
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "kind": {"enum": ["a", "b"]}},
+    "required": ["n", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_in_a_file(moeinf: Command, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    for words in (("17+25=", "--temperature", "0"), ("hi", "--temperature", "1.5", "--seed", "2")):
+        done = moeinf("run", "demo", *words, "--format", str(file), "--json", "--max-tokens", "80")
+        document = json.loads(done.out)
+        if document["finish_reason"] == "stop":
+            Draft202012Validator(SCHEMA).validate(json.loads(document["text"]))
+        assert document["text"].startswith("{")
+    raw = moeinf("run", "demo", "x", "--raw", "--format", json.dumps(SCHEMA), "--max-tokens", "6")
+    assert raw.out.startswith("{")
+
+
+def test_what_is_no_schema(moeinf: Command, tmp_path: Path) -> None:
+    bad = moeinf("run", "demo", "x", "--format", "{")
+    assert (bad.code, bad.out) == (2, "")
+    assert "no JSON schema" in bad.err
+    missing = moeinf("run", "demo", "x", "--format", str(tmp_path / "none.json"))
+    assert missing.code == 1
+    assert "none.json" in missing.err
+    wrong = moeinf("run", "demo", "x", "--format", '{"type": "nonsense"}')
+    assert wrong.code == 2
+    assert "format" in wrong.err
+
+
+def test_forms(tmp_path: Path) -> None:
+    assert parse_form("json") == "json"
+    assert parse_form(' {"type": "object"}') == {"type": "object"}
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="an object"):
+        parse_form(str(tmp_path / "list.json"))

@@ -1,0 +1,46 @@
+"""Configs in the spelling of transformers 5, and in the older one of most published files.
+
+Does not know what the values mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moeinf.models import family_of
+from tests.tiny import TINY, tiny_config
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling beside each other, torch_dtype, `type` for rope_type."""
+    old = {key: value for key, value in values.items() if key not in ("rope_parameters", "dtype")}
+    rope = dict(values.get("rope_parameters") or {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            old[key] = rope.pop(key)
+    kind = rope.pop("rope_type", "default")
+    old["rope_scaling"] = None if kind == "default" else {**rope, "type": kind}
+    return {**old, "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_both_spellings_say_the_same(name: str) -> None:
+    new = tiny_config(name).to_dict()
+    old = old_spelling(new)
+    family = family_of(new)
+    assert family.parse(old) == family.parse(new)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_experts_are_counted_under_any_name(name: str) -> None:
+    values = tiny_config(name).to_dict()
+    counts = {values.pop(key) for key in _EXPERTS if key in values}
+    assert len(counts) == 1
+    family, count = family_of(values), counts.pop()
+    first, *others = [family.parse({**values, key: count}) for key in _EXPERTS]
+    assert first == family.parse(tiny_config(name).to_dict())
+    assert all(other == first for other in others)

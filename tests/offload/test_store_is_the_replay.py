@@ -1,0 +1,196 @@
+"""The engine's store and the simulator's replay, event for event: what is simulated is what runs.
+
+The store moves names only here: its transfer has every byte at once, its arithmetic is nothing.
+Without reads ahead neither clock can matter, so that hits, reads and insertions must be equal.
+Hinted reads depend on what the link has time for, and only the simulator has a link: there the
+store, whose reads are all begun at once, is compared with a replay whose link takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeinf.native import SlotPool
+from moeinf.offload.eamc import Eamc
+from moeinf.offload.hints import HintSource, ModelledHints
+from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.policy import POLICIES, Policy, Setup
+from moeinf.offload.residency import Residency
+from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.simulate import Conditions, Replay
+from moeinf.offload.store import ExpertStore
+from moeinf.offload.timing import TimeModel
+from moeinf.offload.trace import PassBuilder, Recording, RoutingShape, Tracer
+
+TRACE = Path(__file__).parents[1] / "data" / "traces" / "qwen3-30b-a3b.route.csv.gz"
+LAYOUT = ExpertLayout(1, 1, "F32")
+
+
+class AtOnce:
+    """A `Transfer` whose reads have ended when they are asked for."""
+
+    direct_io = False
+    telling_seconds = 0.0
+
+    def __init__(self) -> None:
+        self._tickets, self._ended = 0, list[tuple[int, Exception | None]]()
+
+    def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
+        self._tickets += len(cells)
+        return list(range(self._tickets - len(cells) + 1, self._tickets + 1))
+
+    def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
+        tickets = self.demand(cells, slots)
+        self._ended += [(ticket, None) for ticket in tickets]
+        return tickets
+
+    def ended(self) -> list[tuple[int, Exception | None]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, ticket: int, cell: int) -> None: ...
+
+    def hasten(self, ticket: int) -> None: ...
+
+    def abandon(self, ticket: int) -> None: ...
+
+    def cancel(self, ticket: int) -> bool:
+        return False
+
+    def may_write(self, slot: int) -> bool:
+        return False
+
+    def bytes_of(self, cell: int) -> int:
+        return 1
+
+    def close(self) -> None: ...
+
+
+class NoMath:
+    """Groups as models do, computes nothing."""
+
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
+        flat = ids.flatten().tolist()
+        return [(e, [i for i, x in enumerate(flat) if x == e]) for e in sorted({*flat} - {-1})]
+
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        return x
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return rows[:, 0]
+
+
+@dataclass
+class Counts:
+    """Of decode passes; per token where the replay has it so."""
+
+    hits: int
+    reads: int
+    insertions: int
+
+
+def in_the_store(
+    recording: Recording, name: str, slots: int, hints: HintSource | None, wishes: int
+) -> Counts:
+    shape = recording.shape
+    eamc, tracer = Eamc(64, shape.layers, shape.experts), Tracer(shape)
+    policy: Policy = POLICIES[name](Setup(shape, slots, eamc))
+    pool = SlotPool(slots, LAYOUT.slot_bytes)
+    residency = Residency(slots, shape.layers * shape.experts)
+    store = ExpertStore(
+        LAYOUT, shape.experts, pool, residency, AtOnce(), policy, NoMath(),  # type: ignore[arg-type]
+        wishes=wishes, hints=hints is not None,
+    )  # fmt: skip
+    insertions, last = 0, recording.last_pass()
+    for index, running in enumerate(recording.passes):
+        hinted = hints.of_pass(running) if hints is not None else None
+        before = policy.insertions
+        store.begin_pass(torch.from_numpy(running.rows), running.phase)
+        x, weights = torch.zeros(len(running.rows), 1), torch.ones(running.ids.shape[1:])
+        for layer, ids in enumerate(running.ids):
+            if (ids < 0).all():
+                continue
+            pending = store.submit(layer, x, torch.from_numpy(ids), weights)
+            if hinted is not None and layer + 1 < len(hinted):
+                store.hint(layer + 1, torch.from_numpy(hinted[layer + 1]), weights)
+            pending.result()
+        store.end_pass(torch.from_numpy(running.accepted))
+        insertions += (policy.insertions - before) * (running.phase == "decode")
+        tracer.add(running)
+        for request in running.requests:
+            if last[request] == index:
+                store.end_request(request)
+                eam = tracer.finish(request)
+                if eam is not None:
+                    eamc.add(eam.prefill, eam.decode)
+    store.close()
+    return Counts(store.stats.decode_hits, store.stats.decode_loads, insertions)
+
+
+def in_the_replay(
+    recording: Recording, name: str, slots: int, hints: HintSource | None, wishes: int
+) -> Counts:
+    shape = recording.shape
+    conditions = Conditions(slots, TimeModel(ram_over_link=1e-9), hints)
+    eamc = Eamc(64, shape.layers, shape.experts)
+    replay = Replay(recording, POLICIES[name], conditions, eamc)
+    replay._most_wishes = wishes
+    tokens = replay.run().tokens
+    return Counts(
+        sum(t.hits for t in tokens), sum(t.reads for t in tokens), sum(t.insertions for t in tokens)
+    )
+
+
+def requests() -> Recording:
+    """Twelve requests of their own habits, prompts of several tokens before their answers."""
+    shape = RoutingShape(layers=4, experts=16, top_k=2, expert_bytes=1, dense_bytes=4)
+    recording, random = Recording("requests", shape), np.random.default_rng(5)
+    for request in range(12):
+        habit = random.dirichlet(np.full(16, 0.3), size=(3, 4))[request % 3] + 1e-3
+        for rows in (7, *[1] * 9):
+            builder = PassBuilder(
+                shape, np.full(rows, request), "decode" if rows == 1 else "prefill"
+            )
+            for layer, chances in enumerate(habit):
+                ids = [
+                    random.choice(16, 2, replace=False, p=chances / chances.sum())
+                    for _ in range(rows)
+                ]
+                builder.routed(layer, np.array(ids))
+            recording.add(builder.end())
+    return recording
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("slots", [9, 20, 40])
+def test_demand(name: str, slots: int) -> None:
+    recording = requests()
+    found = in_the_store(recording, name, slots, None, 0)
+    assert found == in_the_replay(recording, name, slots, None, 0)
+    assert found.hits + found.reads == 12 * 9 * 4 * 2
+
+
+@pytest.mark.parametrize("name", ["lru", "adaptive"])
+def test_demand_of_a_real_trace(name: str) -> None:
+    recording = read_route_csv(TRACE)
+    slots = 18 * recording.shape.layers * recording.shape.experts // 100
+    found = in_the_store(recording, name, slots, None, 0)
+    assert found == in_the_replay(recording, name, slots, None, 0)
+
+
+@pytest.mark.parametrize("slots", [20, 40])
+@pytest.mark.parametrize("quality", [1.0, 0.7])
+def test_hints(slots: int, quality: float) -> None:
+    recording = requests()
+    found = [
+        way(recording, "adaptive", slots, ModelledHints(quality, quality, 16), 4)
+        for way in (in_the_store, in_the_replay)
+    ]
+    assert found[0] == found[1]

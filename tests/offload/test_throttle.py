@@ -1,0 +1,36 @@
+"""Reading ahead stops where nobody waits, and comes back where somebody does."""
+
+from __future__ import annotations
+
+from moeinf.offload.throttle import Throttle
+
+
+def test_open_until_a_token_has_shown_that_nothing_waits() -> None:
+    throttle = Throttle(0.05)
+    assert throttle.open
+    throttle.passed(0.0, 0.01)
+    assert not throttle.open
+
+
+def test_the_share_is_of_the_last_tokens() -> None:
+    """After much waiting it takes some 45 tokens without to close; a few with much to open."""
+    throttle = Throttle(0.05)
+    for _ in range(1000):
+        throttle.passed(0.01, 0.02)  # a half
+    closed_after = 0
+    while throttle.open:
+        throttle.passed(0.0, 0.02)
+        closed_after += 1
+    assert 42 < closed_after < 48  # 0.95 ** n < 0.1
+    throttle.passed(0.0, 0.02)
+    opened_after = 0
+    while not throttle.open:
+        throttle.passed(0.01, 0.02)
+        opened_after += 1
+    assert opened_after == 1
+
+
+def test_none_is_always_open() -> None:
+    throttle = Throttle(0.0)
+    throttle.passed(0.0, 1.0)
+    assert throttle.open

@@ -1,0 +1,197 @@
+"""Logits of every family in q8, q4 and MXFP4, against the plain model on the widened weights.
+
+Does not know kernels. The reference multiplies in float32, with activations rounded as
+native/tiles.h says; its arithmetic otherwise is what tests/models/test_families.py holds to
+transformers. Both choose the experts that the reference chooses, with its weights.
+
+What is left is bfloat16: in these narrow models the reference, asked for 40 tokens at once instead
+of one by one, differs from itself by as much (0.5 % to 3 % of the logits).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.models import family_of
+from moeinf.models.base import Activation, Embedding, Experts, Linear, Model, Pending, Phase
+from moeinf.models.moe import Done, combine
+from moeinf.offload.layout import ExpertKey
+from moeinf.offload.quantise import dequantise, quantise
+from moeinf.runtime.checkpoint import SourceTensor, open_checkpoint
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.encode import encoded
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.library import Library
+from moeinf.runtime.sizes import parse_memory
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import pull
+from tests.fakes import DictParts
+from tests.tiny import save_tiny
+from tests.tiny_mxfp4 import save_mxfp4
+
+TOLERANCE = 2e-2  # of the 90 % of tokens that err least: at the others a rounding has tipped
+PROMPT, STEPS = 19, 21  # more rows than the kernels of one token take, then tokens one by one
+CONFIGS = ["arctic", "deepseek-lite", "deepseek-groups", "deepseek-v3", "glm4-head-norms"]
+CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "phimoe-biased"]
+CONFIGS += ["qwen2", "qwen3-sparse-step", "qwen3.5"]
+CASES = [(name, tag) for name in CONFIGS for tag in ("q8", "q4")]
+CASES += [("gpt-oss-blocks", "mxfp4")]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [..., C] -> float32 of the same shape, every group of 32 rounded to 127 steps."""
+    wide = functional.pad(x.float(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    most = wide.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return ((wide * (127 / most)).round() * (most / 127)).flatten(-2)[..., : x.shape[-1]]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [..., R] of a quantised weight [R, C]."""
+    return rounded(x) @ weight.T
+
+
+def act(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    if activation == "swiglu":
+        return gate * gate.sigmoid() * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+class WidenedParts(DictParts):
+    """Linears of widened weights, float32; all else bfloat16."""
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        weight = self._tensors[f"{prefix}.weight"]
+        assert weight.shape == (out_features, in_features)
+        offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
+
+        def apply(x: Tensor) -> Tensor:
+            out = product(x, weight).to(x.dtype)
+            return out if offset is None else out + offset
+
+        return apply
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        return Embedding.of(self.tensor(f"{prefix}.weight", count, width).bfloat16())
+
+
+class WidenedExperts:
+    """`Experts` that widens every expert, and notes what it was asked."""
+
+    wants_hints = False
+
+    def __init__(
+        self, experts: Mapping[ExpertKey, Mapping[str, Tensor]], activation: Activation
+    ) -> None:
+        self._experts, self._activation = experts, activation
+        self.routes: list[tuple[Tensor, Tensor]] = []
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        """Nothing to prepare."""
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
+        self.routes.append((ids, weights))
+        rows = torch.stack([
+            torch.stack([self._run(layer, e, row) for e in chosen])
+            for row, chosen in zip(x, ids.tolist(), strict=True)
+        ])  # fmt: skip
+        return Done(combine(rows.to(x.dtype), weights))
+
+    def _run(self, layer: int, expert: int, x: Tensor) -> Tensor:
+        """[D] -> [D], float32 throughout."""
+        parts = self._experts[ExpertKey(layer, expert)]
+        gate, up = (
+            product(x, parts[role]) + parts.get(f"{role}_bias", torch.zeros(()))
+            for role in ("gate", "up")
+        )
+        middle = act(self._activation, gate, up)
+        return product(middle, parts["down"]) + parts.get("down_bias", torch.zeros(()))
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        """Nothing to prefetch."""
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        """Nothing to record."""
+
+
+class Routed:
+    """`Experts` that are asked for what another model chose."""
+
+    wants_hints = False
+
+    def __init__(self, experts: Experts, routes: list[tuple[Tensor, Tensor]]) -> None:
+        self._experts, self._routes = experts, iter(routes)
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        self._experts.begin_pass(rows, phase)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        ids, weights = next(self._routes)
+        return self._experts.submit(layer, x, ids, weights)
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        raise AssertionError("nobody wants hints")
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        self._experts.end_pass(accepted_rows)
+
+
+def widened(tensor: SourceTensor, form: str) -> Tensor:
+    """What the tensor means once it is stored as `form`."""
+    as_torch = torch.float32 if form in ("Q4", "Q8", "MXFP4", "F32") else torch.bfloat16
+    source = b"".join(encoded(tensor, "BF16" if as_torch == torch.bfloat16 else "F32"))
+    values = torch.frombuffer(bytearray(source), dtype=as_torch).view(tensor.shape)
+    if form not in ("Q4", "Q8"):
+        return values
+    return dequantise(quantise(values, form), form, *tensor.shape)
+
+
+def reference(folder: Path, dtype: str) -> tuple[Model, WidenedExperts]:
+    """The model whose weights are what a checkpoint's become in the format `dtype`."""
+    checkpoint = open_checkpoint(folder)
+    family = family_of(checkpoint.config)
+    inventory = take_inventory(family, checkpoint)
+    dense = {n: widened(t, inventory.form_of(n, dtype)) for n, t in inventory.dense.items()}
+    experts = {
+        key: {role: widened(t, dtype if len(t.shape) == 2 else "BF16") for role, t in parts.items()}
+        for key, parts in inventory.experts.items()
+    }
+    model = family.build(family.parse(checkpoint.config), WidenedParts(dense))
+    return model, WidenedExperts(experts, inventory.moe.activation)
+
+
+def logits(model: Model, experts: Experts, ids: list[int], state: Any) -> Tensor:
+    parts = [model.extend([(ids[:PROMPT], state)], experts, "all")]
+    parts += [model.extend([([token], state)], experts) for token in ids[PROMPT:]]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("name", "tag"), CASES)
+def test_near_the_reference(name: str, tag: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_mxfp4(folder) if tag == "mxfp4" else save_tiny(name, folder, 3, torch.bfloat16)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = Settings(tmp_path / "home")
+    manifest = pull(folder, settings, f"tiny:{tag}")
+    plain, widened_experts = reference(folder, manifest.dtype)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    ids = [(11 * i + 5) % vocab for i in range(PROMPT + STEPS)]
+    wanted = logits(plain, widened_experts, ids, plain.new_state(len(ids)))
+    config = EngineConfig(memory=parse_memory(str(manifest.slots.min_bytes)), threads=1)
+    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+        forced = Routed(engine.store, widened_experts.routes)
+        found = logits(engine.model, forced, ids, engine.new_state())
+    error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # [tokens]
+    typical = error.square().sort().values[: len(error) * 9 // 10].mean().sqrt()
+    assert float(typical) < TOLERANCE

@@ -1,0 +1,216 @@
+"""Calls of tools are read in every format, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeinf.runtime.speech import Speech
+from moeinf.runtime.tools import Call, knows_tools, load_json
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": ["number", "null"]},
+                    "note": {"type": "string"},
+                    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    "list": {"type": "array"},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+TAGS = "{% if tools %}<tool_call>{% endif %}"
+MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
+GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
+DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
+HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
+
+
+def hear(template: str, text: str, size: int = 1000, tools: Any = TOOLS) -> list[Any]:
+    """Texts joined while their kind stays the same; calls."""
+    speech = Speech(template, "", tools)
+    said: list[Any] = []
+    parts = [p for at in range(0, len(text), size) for p in speech.add(text[at : at + size])]
+    for part in [*parts, *speech.rest()]:
+        before = said[-1] if said else None
+        if isinstance(part, tuple) and isinstance(before, tuple) and before[0] == part[0]:
+            said[-1] = part[0], before[1] + part[1]
+        else:
+            said.append(part)
+    return said
+
+
+def answer(text: str) -> tuple[str, str]:
+    return "answer", text
+
+
+def hermes(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ADD = Call("add", {"a": 1})
+CASES: list[tuple[str, str, list[Any]]] = [
+    (TAGS, hermes("add", a=1), [ADD]),
+    (TAGS, "Let me see. \n\n" + hermes("add", a=1), [answer("Let me see."), ADD]),
+    (
+        TAGS,
+        "<think>\nhm <tool_call>\n</think>\n\n" + hermes("add", a=1) + "\n" + hermes("now"),
+        [("thinking", "hm <tool_call>\n"), ADD, Call("now", {})],
+    ),
+    (TAGS, hermes("add", note="</tool_call>"), [Call("add", {"note": "</tool_call>"})]),
+    (TAGS, hermes("add", note="<tool_call>"), [Call("add", {"note": "<tool_call>"})]),
+    (TAGS, hermes("add", a=1) + " and more ", [ADD, answer("and more ")]),
+    (TAGS, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}', [ADD]),  # no end
+    # what is none, stays what it is
+    (TAGS, hermes("delete", a=1), [answer(hermes("delete", a=1))]),
+    (TAGS, "<tool_call>{]}</tool_call> x", [answer("<tool_call>{]}</tool_call> x")]),
+    (
+        TAGS,
+        "<tool_call>no</tool_call>" + hermes("add", a=1),
+        [answer("<tool_call>no</tool_call>"), ADD],
+    ),
+    (TAGS, '<tool_call>{"name": "add", "argu', [answer('<tool_call>{"name": "add", "argu')]),
+    (TAGS, '<tool_call>{"name": ["add"]}</tool_call>', None),
+    (TAGS, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None),
+    (TAGS, '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None),
+    (TAGS, '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', None),
+    (TAGS, '<tool_call>{"name": "add", "arguments": {"note": "\\ud800"}}</tool_call>', None),
+    (TAGS, f'<tool_call>{{"name": "add", "arguments": {"[" * 100_000}</tool_call>', None),
+    (TAGS, f"<tool_call>{'9' * 5000}</tool_call>", None),
+    (TAGS, "<tool_call>", [answer("<tool_call>")]),
+    (TAGS, "a <tool_ca", [answer("a <tool_ca")]),
+    # Qwen3-Coder
+    (
+        TAGS,
+        "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=note>\n"
+        "12\n</parameter>\n<parameter=list>\n[1, 2]\n</parameter>\n</function>\n</tool_call>",
+        [Call("add", {"a": 12, "note": "12", "list": [1, 2]})],
+    ),
+    (
+        TAGS,
+        "<tool_call><function=add><parameter=note>\n a\n</parameter>\n</tool_call> b\n"
+        "</parameter></function></tool_call>",
+        [Call("add", {"note": " a\n</parameter>\n</tool_call> b"})],
+    ),
+    (TAGS, "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
+    (TAGS, "<tool_call><function=rm></function></tool_call>", None),
+    (TAGS, "<tool_call><function=add>", [answer("<tool_call><function=add>")]),
+    # GLM
+    (
+        TAGS,
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>null</arg_value><arg_key>maybe</arg_key><arg_value>7</arg_value></tool_call>",
+        [Call("add", {"a": 7, "b": None, "maybe": "7"})],
+    ),
+    (TAGS, "<tool_call>now</tool_call>", [Call("now", {})]),
+    (
+        TAGS,
+        "<tool_call>add<arg_key>note</arg_key><arg_value></tool_call></arg_value></tool_call>",
+        [Call("add", {"note": "</tool_call>"})],
+    ),
+    (TAGS, "<tool_call>add<arg_key>a</arg_key> and so on</tool_call>", None),
+    # one mark, then JSON to the end
+    (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "1"}]', [ADD]),
+    (MISTRAL, "[TOOL_CALLS] are marks", [answer("[TOOL_CALLS] are marks")]),
+    (
+        GRANITE,
+        '<|tool_call|>[{"name":"add","arguments":{"a":1}},{"name":"now","arguments":{}}]',
+        [ADD, Call("now", {})],
+    ),
+    (GRANITE, '<|tool_call|>[{"name":"add","arguments":{"a":1}},{"name":"rm"}]', None),
+    # DeepSeek: V3 and R1, then V3.1
+    (
+        DEEPSEEK,
+        "Yes<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n'
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [answer("Yes"), ADD, Call("now", {})],
+    ),
+    (
+        DEEPSEEK,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        [ADD],
+    ),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜>?<｜tool▁calls▁end｜>", None),
+    # harmony
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a": 1}',
+        [("thinking", "Add."), ADD],
+    ),
+    (
+        HARMONY,
+        " to=functions.now<|channel|>commentary<|message|>{}<|call|><|start|>assistant"
+        "<|channel|>final<|message|>Done to=functions.now",
+        [Call("now", {}), answer("Done to=functions.now")],
+    ),
+    (HARMONY, "<|channel|>commentary to=functions.rm<|message|>{}", [answer("{}")]),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "expected"), CASES)
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_however_the_text_is_cut(
+    template: str, text: str, expected: list[Any] | None, size: int
+) -> None:
+    if len(text) > 10_000 and size < 1000:
+        pytest.skip("the same again, slowly")
+    assert hear(template, text, size) == ([answer(text)] if expected is None else expected)
+
+
+def test_without_tools_marks_are_text() -> None:
+    text = hermes("add", a=1)
+    assert hear(TAGS, text, tools=[]) == [answer(text)]
+    assert hear(HARMONY, "<|channel|>commentary to=functions.add<|message|>{}", tools=[]) == [
+        ("thinking", "{}")
+    ]
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", '{"name": "add", ', '"arguments": {}}', "<think>", "\n",
+             "</think>", "<function=add>", "</function>", "<arg_key>", "</arg_value>", "x", '"',
+             "<arg_value>", "add", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|call|>", " to=",
+             "functions.add", "commentary", "final"]
+        ),
+        max_size=30,
+    ),
+    st.sampled_from([TAGS, MISTRAL, HARMONY]),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:
+    text = "".join(words)
+    assert hear(template, text, size) == hear(template, text)
+
+
+@pytest.mark.parametrize("template", [TAGS, MISTRAL, GRANITE, DEEPSEEK, HARMONY])
+def test_templates_that_know_tools(template: str) -> None:
+    assert knows_tools(template)
+
+
+def test_templates_that_do_not() -> None:
+    for template in (None, "", "tools <tool_call>", "{{ messages }} tools <tool_call>"):
+        assert not knows_tools(template)
+    assert not knows_tools("{% if tools %}{{ tools }}{% endif %}")  # a format nobody has published
+
+
+def test_json_that_cannot_be_written_again() -> None:
+    assert load_json('{"a": [1, "\\ud83d\\ude42"]}') == {"a": [1, "\U0001f642"]}
+    for text in ("NaN", "-Infinity", "1e400", '"\\udc00"', "[" * 100_000, "1" * 5000, "", "{"):
+        with pytest.raises(ValueError, match=r".*"):
+            load_json(text)
