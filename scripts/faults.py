@@ -125,7 +125,7 @@ def run_row(row: Row, quick: bool, log: Path) -> tuple[str, str, bool]:
         log.write_text("")
         mode = {} if quick else {"MOEINF_FAULTS": "full"}
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", path, *chosen, "-q", "--timeout", "1800"],
+            [sys.executable, "-m", "pytest", path, *chosen, "-o", "addopts=--import-mode=importlib", "--timeout", "1800"],
             cwd=ROOT, env={**os.environ, **mode, "MOEINF_FAULTS_LOG": str(log)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
