@@ -151,7 +151,7 @@ def test_commands(terminal: Terminal, home: Path) -> None:
 
 def test_words_that_do_not_fit(terminal: Terminal) -> None:
     """Each says what would, and the conversation goes on."""
-    usage = "usage: /set parameter|system|verbose|quiet|think|nothink|history|nohistory"
+    usage = "usage: /set parameter|system|verbose|quiet|format|noformat|think|nothink|history"
     for line in ("/set", "/set bogus", "/set parameters top_k 1"):
         assert usage in terminal.ask(line)
     assert "usage: /set parameter NAME VALUE" in terminal.ask("/set parameter top_k")
