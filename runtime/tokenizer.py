@@ -62,7 +62,7 @@ class Tokenizer:
         """
         self._tokenizer.encode_special_tokens = plain
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+            ids: list[int] = self._tokenizer.encode(_whole(text), add_special_tokens=True).ids
         finally:
             self._tokenizer.encode_special_tokens = False
         bos = self.token_id(self.bos) if self.bos else None
@@ -95,7 +95,7 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """A rendered template: its own special tokens count, fenced pieces are ordinary text."""
         ids: list[int] = []
-        for place, piece in enumerate(text.split(_GUARD)):
+        for place, piece in enumerate(_whole(text).split(_GUARD)):
             if place % 2 == 0:
                 if piece:
                     ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
@@ -162,6 +162,11 @@ class TextStream:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._special)
         return text
+
+
+def _whole(text: str) -> str:
+    """The text with "?" for halves of characters, which JSON can spell and no encoder takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _content(token: object) -> str | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_SAYING_HOW_MANY = ("-o", "addopts=--import-mode=importlib")  # the project's own are quiet
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def run_row(row: Row, quick: bool, log: Path) -> tuple[str, str, bool]:
         log.write_text("")
         mode = {} if quick else {"MOEINF_FAULTS": "full"}
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", path, *chosen, "-q", "--timeout", "1800"],
+            [sys.executable, "-m", "pytest", path, *chosen, *_SAYING_HOW_MANY, "--timeout=1800"],
             cwd=ROOT, env={**os.environ, **mode, "MOEINF_FAULTS_LOG": str(log)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip

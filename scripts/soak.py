@@ -182,7 +182,8 @@ class Clients:
             found = client.post("/api/generate", content=body)
         except httpx.TransportError:
             return "cut off"
-        return f"{found.status_code}" if found.status_code < 500 else f"!{found.status_code}"
+        fine = found.status_code in (400, 413, 503)
+        return f"{found.status_code}" if fine else f"!{found.status_code} {found.text[:200]}"
 
     def unload(self, rng: random.Random, client: httpx.Client) -> str:
         found = client.post("/api/generate", json={"model": "demo", "keep_alive": 0})

@@ -16,7 +16,7 @@ INSIDE = Path(__file__).with_name("inside.py")
 
 
 @pytest.mark.parametrize("what", ["eio", "eio thrice", "short", "slow", "flip", "memory"])
-def test_a_generation_whose_reads_or_memory_fail(
+def test_a_generation_in_which_something_fails(
     what: str, shim: Path, demo_home: Path, tally: Tally
 ) -> None:
     """One EIO, short and slow reads change nothing; a drive that means it fails by name."""
