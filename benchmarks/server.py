@@ -138,7 +138,9 @@ def _throughput(home: Path, model: str, share: str, o: argparse.Namespace) -> Re
     texts = prompts(max(o.clients))
     tasks = [_request(model, text, number, o.tokens) for number, text in enumerate(texts)]
     found: Result = {}
-    options = ["--memory", share, "--ctx", "1024", "--threads", str(o.threads)]
+    options = ["--memory", share, "--threads", str(o.threads)]
+    if o.shape != "demo":  # whose own context is shorter
+        options += ["--ctx", "1024"]
     with serving(home, options, max(o.clients)) as server:
         for task in tasks:  # loads the model, and fills the cache with what these texts use
             server.ask("/api/generate", task)
