@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,12 @@ def test_a_client_that_leaves_before_its_answer_begins(demo_home: Path, tally: T
 @pytest.mark.usefixtures("slow")
 def test_an_answer_that_unloading_cuts_off_is_an_error(demo_home: Path, tally: Tally) -> None:
     for stream in (False, True):
-        with serving(demo_home, parallel=1) as address:
-            found: list[httpx.Response] = []
-
-            def ask(address: str, body: dict[str, Any], found: list[httpx.Response]) -> None:
-                found.append(httpx.post(f"{address}/api/generate", json=body, timeout=60))
-
-            body = {**LONG, "stream": stream}
-            thread = threading.Thread(target=ask, args=(address, body, found))
-            thread.start()
+        with ThreadPoolExecutor(1) as pool, serving(demo_home, parallel=1) as address:
+            ask = partial(httpx.post, f"{address}/api/generate", timeout=60)
+            found = pool.submit(ask, json={**LONG, "stream": stream})
             until(address, 'num_requests_running{model_name="demo:bf16"} 1')
-            httpx.post(f"{address}/api/generate", json={"model": "demo", "keep_alive": 0})
-            thread.join()
-            last = json.loads(found[0].text.splitlines()[-1])
+            assert ask(json={"model": "demo", "keep_alive": 0}).status_code == 200
+            last = json.loads(found.result().text.splitlines()[-1])
             assert last["error"] == "the model was unloaded"
             tally("an error in words")
 

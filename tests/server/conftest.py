@@ -38,9 +38,11 @@ def serving(home: Path, memory: str = "100%", **settings: object) -> Iterator[st
                 break
             except httpx.TransportError:
                 threading.Event().wait(0.05)
-        yield address
-        server.should_exit = True
-        thread.join(30)
+        try:
+            yield address
+        finally:  # a test that has failed must not disturb the next one
+            server.should_exit = True
+            thread.join(30)
         assert not thread.is_alive()
 
 

@@ -28,7 +28,7 @@ def test_health_version_and_root(address: str) -> None:
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
     assert httpx.get(f"{address}/").text == "moeinf is running"
     assert "version" in httpx.get(f"{address}/api/version").json()
-    assert "moeinf:num_requests_running" in httpx.get(f"{address}/metrics").text
+    assert "moeinf:num_requests_running" in httpx.get(f"{address}/metrics", timeout=60).text
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def until(address: str, line: str) -> None:
     """Returns when /metrics has the line."""
     for _ in range(500):
-        if f"moeinf:{line}" in httpx.get(f"{address}/metrics").text:
+        if f"moeinf:{line}" in httpx.get(f"{address}/metrics", timeout=60).text:
             return
         time.sleep(0.02)
     raise AssertionError(f"never {line}")
@@ -161,7 +161,7 @@ def test_unstreamed_and_queued_requests_end_with_their_clients(demo_home: Path) 
             until(address, f"{line} 1")
         second.close()
         until(address, f"{waiting} 0")
-        assert f"moeinf:{running} 1" in httpx.get(f"{address}/metrics").text
+        assert f"moeinf:{running} 1" in httpx.get(f"{address}/metrics", timeout=60).text
         first.close()
         until(address, f"{running} 0")
         tokens = httpx.get(f"{address}/metrics").text.split("generation_tokens_total{")[1]
