@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import serve
-from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
 from moeinf.cli.options import InstalledModel, Json, Quiet, Usage
@@ -133,6 +132,8 @@ def _report(
 
 def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, object]:
     """The document of `show --json`, without the heat map."""
+    import numpy as np
+
     from moeinf.offload.eamc import ALIKE, MOST_ENTRIES
     from moeinf.offload.eamc_groups import nearest
 

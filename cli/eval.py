@@ -12,7 +12,7 @@ import typer
 from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, engine_config
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
-from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy_names import POLICY_NAMES
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import DEMO, TAGS
@@ -38,8 +38,8 @@ def _device(text: str) -> Wanted:
 
 def policy_name(text: str) -> str:
     """The name of a policy that there is. Raises BadParameter."""
-    if text not in POLICIES:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(POLICIES)}")
+    if text not in POLICY_NAMES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(POLICY_NAMES)}")
     return text
 
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from moeinf.runtime.asking import Form, Limits, Message
+from moeinf.runtime.asking import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.sampler import SamplingOptions
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]
 Fields = list[tuple[str, str]]

@@ -21,7 +21,7 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.offload.budget import DoesNotFit
-from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Registry

@@ -17,11 +17,10 @@ from moeinf.cli.errors import describe
 from moeinf.cli.interrupt import Leave, interruptible
 from moeinf.cli.output import Output
 from moeinf.cli.partner import Partner, parse_form
-from moeinf.runtime.asking import Limits
+from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
 from moeinf.runtime.library import Library
-from moeinf.runtime.sampler import SamplingOptions
 
 _HELP = (
     ("/set parameter NAME VALUE", "temperature, top_k, top_p, min_p, seed, num_predict, stop, …"),

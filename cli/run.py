@@ -31,10 +31,9 @@ from moeinf.cli.partner import Partner, parse_form
 from moeinf.cli.plan import print_plan
 from moeinf.cli.pull import ensure
 from moeinf.cli.remote import remote_partner, why_not
-from moeinf.offload.policy import DEFAULT_POLICY
-from moeinf.runtime.asking import Form, Limits
+from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.runtime.asking import Form, Limits, SamplingOptions
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
-from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.speeds import remember_speed
 
 _INTERRUPTED = 130

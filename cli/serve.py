@@ -18,7 +18,7 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
-from moeinf.offload.policy import DEFAULT_POLICY
+from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.processor import choose_processor
 
@@ -51,7 +51,7 @@ def serve(
         settings, memory, ctx, policy, threads, device=device, device_memory=device_memory
     )
 
-    from moeinf.server.serve import run_server  # FastAPI, uvicorn and torch come in only here
+    from moeinf.server.serve import run_server  # FastAPI and uvicorn come in only here
 
     def listening(address: str) -> None:
         out.note(f"listening on http://{address} (Ctrl-C ends it)")

@@ -10,9 +10,7 @@ import typer
 from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
 from moeinf.cli.traces import Hints, hint_source, read_trace
-from moeinf.offload.policy import POLICIES
-from moeinf.offload.study import Case, interleaved, run_case, shifted
-from moeinf.offload.timing import TimeModel
+from moeinf.offload.policy_names import POLICY_NAMES
 
 _COLUMNS = "POLICY CAPACITY HIT READS/TOKEN MB/TOKEN INSERTIONS STALL-MS PRECISION RECALL".split()
 
@@ -66,9 +64,12 @@ def simulate(
     out = Output(json=json, quiet=quiet)
     names = [name.strip() for name in policies.split(",")]
     for name in names:
-        if name not in (*POLICIES, "belady"):
-            raise Usage(f"{name!r} is not one of {', '.join((*POLICIES, 'belady'))}")
+        if name not in (*POLICY_NAMES, "belady"):
+            raise Usage(f"{name!r} is not one of {', '.join((*POLICY_NAMES, 'belady'))}")
     shares = [_share(text) for text in capacity.split(",")]
+    from moeinf.offload.study import Case, interleaved, run_case, shifted
+    from moeinf.offload.timing import TimeModel
+
     clock = TimeModel(ram_over_link)
     documents = []
     for path in traces:

@@ -6,15 +6,15 @@ Does not know what is done with them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeinf.cli.options import Usage
-from moeinf.offload.hints import HintSource, ModelledHints, RecordedHints
-from moeinf.offload.recording_file import recording_from_bytes
-from moeinf.offload.route_csv import read_route_csv
-from moeinf.offload.trace import Recording
+
+if TYPE_CHECKING:
+    from moeinf.offload.hints import HintSource
+    from moeinf.offload.trace import Recording
 
 Hints = Annotated[
     str,
@@ -27,6 +27,9 @@ Hints = Annotated[
 
 def read_trace(path: Path) -> Recording:
     """An .eam recording or a .csv[.gz] route trace. Raises Usage, BadContainer, BadRouteTrace."""
+    from moeinf.offload.recording_file import recording_from_bytes
+    from moeinf.offload.route_csv import read_route_csv
+
     if not path.is_file():
         raise Usage(f"{path} is not a file")
     if path.name.removesuffix(".gz").endswith(".csv"):
@@ -36,6 +39,8 @@ def read_trace(path: Path) -> Recording:
 
 def hint_source(text: str, recording: Recording, seed: int = 0) -> HintSource | None:
     """What `--hints` asks for. Raises Usage."""
+    from moeinf.offload.hints import ModelledHints, RecordedHints
+
     if text == "none":
         return None
     if text == "recorded":

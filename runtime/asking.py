@@ -1,15 +1,19 @@
-"""What is asked of a model: messages, and when an answer ends.
+"""What is asked of a model: messages, how to choose tokens, and when an answer ends.
 
-Does not know engines: whoever asks a server has none.
+Does not know engines: whoever asks a server has none. Imports nothing heavy, numpy neither.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 Form = str | dict[str, Any] | None  # of an answer: "json", or a JSON schema
+
+
+class PromptTooLong(ValueError):
+    """What is asked does not fit the context."""
 
 
 @dataclass(frozen=True)
@@ -24,3 +28,59 @@ class Limits:
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose. None: not said, so the model's generation_config or Ollama's default decides.
+
+    temperature      0 is greedy: the largest logit, the first of equals
+    top_k            keep the k most likely tokens; 0 keeps all
+    top_p, min_p     keep the smallest set of this mass; keep what has this share of the best
+    repeat_penalty   divides positive and multiplies negative logits of recent tokens (CTRL paper)
+    repeat_last_n    how many tokens are recent; -1: the whole context
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low, high = _RANGE[field.name]
+            if value is not None and not low <= value <= high:  # no bound is infinite
+                raise ValueError(f"{field.name} is {value}; it must be from {low} to {high}")
+
+    def having(self, name: str, value: float | str) -> SamplingOptions:
+        """These options with one of them set, from a number or its text. Raises ValueError."""
+        try:
+            whole = name in ("top_k", "seed", "repeat_last_n")
+            changes: dict[str, Any] = {name: int(value) if whole else float(value)}
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{name} is {value}; that is no number it can have") from error
+        return replace(self, **changes)
+
+    def over(self, defaults: SamplingOptions) -> SamplingOptions:
+        """What is said here, and where nothing is said, what `defaults` says."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(defaults, **{name: v for name, v in said.items() if v is not None})
+
+
+_RANGE: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 100),
+    "repeat_last_n": (-1, 2**31),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "seed": (-(2**63), 2**64),
+}

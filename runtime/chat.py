@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from moeinf.models.base import State
 from moeinf.runtime.asking import Form
 from moeinf.runtime.asking import Message as Message
+from moeinf.runtime.asking import PromptTooLong as PromptTooLong
 from moeinf.runtime.constrain import json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
@@ -17,10 +18,6 @@ from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.thinking import Kind, Parser, parser_for
 
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
-
-
-class PromptTooLong(ValueError):
-    """A single message does not fit the context."""
 
 
 class Conversation:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moeinf.runtime.engine import Engine
 from moeinf.runtime.thinking import CLOSE, OPEN, parser_for, thinks
 from moeinf.runtime.tools import Tool, format_of, names_of
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moeinf.runtime.engine import Engine
+
 _ANY_JSON = {"type": "object"}
-Logits = NDArray[np.float32]
+Logits: TypeAlias = "NDArray[np.float32]"
 
 
 class BadFormat(ValueError):
@@ -37,7 +39,7 @@ class Constraint(Protocol):
         ...
 
 
-Constrain = Callable[[Engine, Sequence[int]], Constraint]  # after a prompt's tokens
+Constrain: TypeAlias = "Callable[[Engine, Sequence[int]], Constraint]"  # after a prompt's tokens
 
 
 def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Constrain | None:
@@ -112,6 +114,7 @@ class _Grammar:
         self._think = tokenizer.token_id(OPEN) if may_think else None
 
     def mask(self, logits: Logits) -> Logits:
+        import numpy as np
         from llguidance.numpy import fill_next_token_bitmask
 
         if self._called:

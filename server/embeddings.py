@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.generate import Limits
-from moeinf.runtime.sampler import SamplingOptions
 from moeinf.server.answers import BadRequest, events
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, Vector

@@ -1,6 +1,7 @@
 """Which engines live: loaded when a request names them, unloaded when nobody has for a while.
 
-Does not know HTTP. Used from the event loop; engines have threads of their own.
+Does not know HTTP. Used from the event loop; engines have threads of their own. torch comes in with
+the first of them, so that a server starts at once and is small while nobody asks.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import asyncio
 import math
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.names import ModelName
-from moeinf.server.worker import Worker
+
+if TYPE_CHECKING:
+    from moeinf.runtime.engine import Engine
+    from moeinf.server.worker import Worker
 
 _LOOK_EVERY_S = 1.0
 
@@ -105,11 +109,19 @@ class Host:
 
     async def _started(self, key: ModelName) -> Worker:
         def make() -> Engine:
+            from moeinf.runtime.engine import Engine
+
             manifest, folder = self.library.read(str(key))
             return Engine(manifest, folder, self._config, self._settings)
 
-        worker = Worker(make, self._server.parallel, self._server.max_queue)
-        await asyncio.to_thread(worker.loaded.wait)
+        def start() -> Worker:  # not on the loop: torch, which comes in here, takes seconds
+            from moeinf.server.worker import Worker
+
+            worker = Worker(make, self._server.parallel, self._server.max_queue)
+            worker.loaded.wait()
+            return worker
+
+        worker = await asyncio.to_thread(start)
         if worker.failure is not None:
             raise worker.failure
         return worker

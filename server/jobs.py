@@ -8,15 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.constrain import Constrain
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
-from moeinf.runtime.sampler import SamplingOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moeinf.runtime.engine import Engine
 
 
 class Busy(RuntimeError):

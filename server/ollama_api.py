@@ -16,13 +16,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
+from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.constrain import json_of
-from moeinf.runtime.generate import Limits
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.thinking import thinks
-from moeinf.runtime.tokenizer import chat_template
 from moeinf.runtime.tools import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.answers import BadRequest, events, status_of, words_of
@@ -244,6 +242,8 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
     host: Host = request.app.state.host
     m, folder = host.library.read(asked.wanted)
+    from moeinf.runtime.tokenizer import chat_template
+
     template = chat_template(folder) or ""
     capabilities = {
         "completion": not m.encoder_layers,

@@ -10,17 +10,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.constrain import call_of_one, json_of
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.sampler import SamplingOptions
 from moeinf.server.answers import BadRequest, events, status_of, words_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
@@ -40,6 +38,9 @@ from moeinf.server.openai_words import (
 )
 from moeinf.server.prompts import text_prompt
 from moeinf.server.turns import Called, Chat, Heard, Reply, Text, heard
+
+if TYPE_CHECKING:
+    from moeinf.runtime.engine import Engine
 
 router = APIRouter(prefix="/v1")
 _OPENING = {"role": "assistant", "content": ""}

@@ -5,15 +5,17 @@ Does not know endpoints.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moeinf.runtime.engine import Engine
 from moeinf.server.answers import BadRequest
 from moeinf.server.jobs import Ended, TokenInfo
 from moeinf.server.prompts import MessageExtras
 from moeinf.server.turns import Called, Part, Reply
+
+if TYPE_CHECKING:
+    from moeinf.runtime.engine import Engine
 
 
 class Message(MessageExtras):

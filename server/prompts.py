@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moeinf.runtime.chat import PromptTooLong
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.template import TemplateError
-from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.tools import load_json
 from moeinf.server.answers import BadRequest
+
+if TYPE_CHECKING:
+    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.tokenizer import Tokenizer
 
 _MOST_CHARACTERS = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
 Message = Mapping[str, Any]  # role, content, and what else the template may look at

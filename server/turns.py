@@ -8,15 +8,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from moeinf.runtime.engine import Engine
 from moeinf.runtime.speech import Said, Speech
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tools import Call, Tool, format_of, knows_tools
 from moeinf.server.answers import BadRequest
 from moeinf.server.jobs import Ended, Event, Failed, Piece, TokenInfo
 from moeinf.server.prompts import Message, chat_prompt, text_prompt
+
+if TYPE_CHECKING:
+    from moeinf.runtime.engine import Engine
 
 _ID = "0123456789abcdefghijklmnopqrstuvwxyz"
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from moeinf.models.base import State
 from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
-from moeinf.runtime.chat import PromptTooLong
+from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine

@@ -19,11 +19,9 @@ POLICIES: dict[str, Callable[[Setup], Policy]] = {
     "lfu": Lfu,
     "lru": Lru,
 }
-DEFAULT_POLICY = "adaptive"
 USE_PAST = frozenset({"adaptive", "eamc"})  # these read the EAMC, and may wish
 USE_HINTS = frozenset({"adaptive"})
 
 __all__ = [
-    "DEFAULT_POLICY", "POLICIES", "USE_HINTS", "USE_PAST", "Lru", "Passive", "Policy", "Setup",
-    "Wish",
+    "POLICIES", "USE_HINTS", "USE_PAST", "Lru", "Passive", "Policy", "Setup", "Wish",
 ]  # fmt: skip

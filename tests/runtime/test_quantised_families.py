@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from moeinf.models import family_of
 from moeinf.models.base import Activation, Embedding, Experts, Linear, Model, Pending, Phase
+from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.models.moe import Done, combine
 from moeinf.offload.layout import ExpertKey
 from moeinf.offload.quantise import dequantise, quantise
@@ -34,15 +35,24 @@ from moeinf.runtime.library import Library
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
+from tests.encoder_decoders import PAIRS, save_pair
 from tests.fakes import DictParts
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
 
 TOLERANCE = 2e-2  # of the 90 % of tokens that err least: at the others a rounding has tipped
 PROMPT, STEPS = 19, 21  # more rows than the kernels of one token take, then tokens one by one
+SOURCE = 23  # tokens that an encoder-decoder reads before
 CONFIGS = ["arctic", "deepseek-lite", "deepseek-groups", "deepseek-v3", "glm4-head-norms"]
 CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "phimoe-biased"]
 CONFIGS += ["qwen2", "qwen3-sparse-step", "qwen3.5"]
+CONFIGS += list(PAIRS)
+SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
+    "num_layers": 2,
+    "num_sparse_encoder_layers": 1,
+    "num_decoder_layers": 2,
+    "num_sparse_decoder_layers": 1,
+}
 CASES = [(name, tag) for name in CONFIGS for tag in ("q8", "q4")]
 CASES += [("gpt-oss-blocks", "mxfp4")]
 
@@ -59,7 +69,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return rounded(x) @ weight.T
 
 
-def act(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
+    up = inner["up"]
+    if activation == "relu":
+        return up.relu()
+    gate = inner["gate"]
     if activation == "swiglu":
         return gate * gate.sigmoid() * up
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
@@ -103,7 +117,7 @@ class WidenedExperts:
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         self.routes.append((ids, weights))
         rows = torch.stack([
-            torch.stack([self._run(layer, e, row) for e in chosen])
+            torch.stack([self._run(layer, e, row) if e >= 0 else 0 * row for e in chosen])
             for row, chosen in zip(x, ids.tolist(), strict=True)
         ])  # fmt: skip
         return Done(combine(rows.to(x.dtype), weights))
@@ -111,11 +125,12 @@ class WidenedExperts:
     def _run(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """[D] -> [D], float32 throughout."""
         parts = self._experts[ExpertKey(layer, expert)]
-        gate, up = (
-            product(x, parts[role]) + parts.get(f"{role}_bias", torch.zeros(()))
+        inner = {
+            role: product(x, parts[role]) + parts.get(f"{role}_bias", torch.zeros(()))
             for role in ("gate", "up")
-        )
-        middle = act(self._activation, gate, up)
+            if role in parts
+        }
+        middle = act(self._activation, inner)
         return product(middle, parts["down"]) + parts.get("down_bias", torch.zeros(()))
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
@@ -172,6 +187,9 @@ def reference(folder: Path, dtype: str) -> tuple[Model, WidenedExperts]:
 
 
 def logits(model: Model, experts: Experts, ids: list[int], state: Any) -> Tensor:
+    """[T, vocab] of ids [T], the answer to their first SOURCE backwards where there are sources."""
+    if isinstance(model, EncoderDecoder):
+        model.encode(ids[SOURCE - 1 :: -1], state, experts)
     parts = [model.extend([(ids[:PROMPT], state)], experts, "all")]
     parts += [model.extend([([token], state)], experts) for token in ids[PROMPT:]]
     return torch.cat(parts)
@@ -180,7 +198,13 @@ def logits(model: Model, experts: Experts, ids: list[int], state: Any) -> Tensor
 @pytest.mark.parametrize(("name", "tag"), CASES)
 def test_near_the_reference(name: str, tag: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    save_mxfp4(folder) if tag == "mxfp4" else save_tiny(name, folder, 3, torch.bfloat16)
+    if tag == "mxfp4":
+        save_mxfp4(folder)
+    elif name in PAIRS:
+        shallow = SHALLOW if name in ("switch", "switch-full") else {}
+        save_pair(name, folder, 3, **shallow)
+    else:
+        save_tiny(name, folder, 3, torch.bfloat16)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     settings = Settings(tmp_path / "home")
     manifest = pull(folder, settings, f"tiny:{tag}")

@@ -1,0 +1,227 @@
+"""python -m benchmarks.server start | memory | throughput: `moeinf serve` as its clients see it.
+
+Does not know how it works inside: it starts real processes and speaks HTTP. Sides take turns, and
+a ratio is that of one round, as the machine may be busy.
+
+    start       from the start of the process to an answered /health, against one that only
+                imports fastapi and uvicorn
+    memory      resident bytes before a model was asked for, with it, and after it was unloaded
+    throughput  tokens per second of n clients at once against the same requests one after the
+                other; every answer must be the same in both
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from benchmarks.calibrated import named
+from benchmarks.demo import prompts
+from benchmarks.models import RaceModel
+from benchmarks.shapes import SHAPES, shape
+from moeinf.cli.output import Output
+from moeinf.cli.pull import ensure
+from moeinf.runtime.bench import machine
+from moeinf.runtime.config import Settings, read_environment
+
+_COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()", "serve"]
+_IMPORTS = [sys.executable, "-c", "import fastapi, uvicorn"]
+_SECONDS = 60.0
+Result = dict[str, Any]
+
+
+@dataclass
+class Server:
+    """One that runs. started_s: until /health was answered."""
+
+    process: subprocess.Popen[str]
+    address: str
+    started_s: float
+
+    def ask(self, path: str, body: Result | None = None) -> Result:
+        """POST where there is a body."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = Request(self.address + path, data, headers)  # our own http://
+        with urlopen(request, timeout=600) as response:
+            found: Result = json.loads(response.read())
+        return found
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def serving(home: Path, arguments: Sequence[str] = (), parallel: int = 1) -> Iterator[Server]:
+    """A server on a free port that answers. RuntimeError when it ends instead."""
+    variables = {"MOEINF_HOME": os.fspath(home), "MOEINF_NUM_PARALLEL": str(parallel)}
+    command = [*_COMMAND, "--port", "0", *arguments]
+    begin = time.perf_counter()
+    with subprocess.Popen(
+        command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            found = re.search(r"http://\S+", said)
+            if found is None:
+                raise RuntimeError(said + process.stderr.read())
+            server = Server(process, found[0], 0.0)
+            while True:
+                try:
+                    server.ask("/health")
+                    break
+                except URLError:  # not listening yet
+                    if time.perf_counter() - begin > _SECONDS:
+                        raise
+                    time.sleep(0.002)
+            server.started_s = time.perf_counter() - begin
+            yield server
+        finally:
+            process.terminate()
+
+
+def start(rounds: int) -> Result:
+    """The first round reads the files and does not count."""
+    ours, imports = list[float](), list[float]()
+    with tempfile.TemporaryDirectory() as home:
+        for _ in range(rounds + 1):
+            begin = time.perf_counter()
+            subprocess.run(_IMPORTS, check=True)
+            imports.append(time.perf_counter() - begin)
+            with serving(Path(home)) as server:
+                ours.append(server.started_s)
+    ratios = [a / b for a, b in zip(ours[1:], imports[1:], strict=True)]
+    return {
+        "server_s": round(statistics.median(ours[1:]), 3),
+        "imports_s": round(statistics.median(imports[1:]), 3),
+        **_spread(ratios),
+    }
+
+
+def memory(home: Path, model: str) -> Result:
+    """Twice: a first load leaves libraries, and what the second adds would be lost."""
+    with serving(home, ["--memory", "100%"]) as server:
+        found = {"before": server.resident_bytes()}
+        for which in ("first", "second"):
+            server.ask("/api/generate", _request(model, "1 + 1 =", 1, 8))
+            found[f"{which}_loaded"] = server.resident_bytes()
+            server.ask("/api/generate", {"model": model, "keep_alive": 0})
+            while server.ask("/api/ps")["models"]:
+                time.sleep(0.1)
+            found[f"{which}_unloaded"] = server.resident_bytes()
+    return {f"{name}_MB": round(value / 1e6, 1) for name, value in found.items()}
+
+
+def throughput(home: Path, model: str, o: argparse.Namespace) -> Result:
+    """By share of memory, then by number of clients."""
+    return {share: _throughput(home, model, share, o) for share in o.shares}
+
+
+def _throughput(home: Path, model: str, share: str, o: argparse.Namespace) -> Result:
+    texts = prompts(max(o.clients))
+    tasks = [_request(model, text, number, o.tokens) for number, text in enumerate(texts)]
+    found: Result = {}
+    options = ["--memory", share, "--threads", str(o.threads)]
+    if o.shape != "demo":  # whose own context is shorter
+        options += ["--ctx", "1024"]
+    with serving(home, options, max(o.clients)) as server:
+        for task in tasks:  # loads the model, and fills the cache with what these texts use
+            server.ask("/api/generate", task)
+        speeds = {count: (list[float](), list[float]()) for count in o.clients}
+        for number in range(o.rounds):
+            for count, (serial, joint) in speeds.items():
+                sides = [(serial, 1), (joint, count)]
+                answers = []
+                for speed, threads in sides if number % 2 else reversed(sides):
+                    rate, texts = _rate(server, tasks[:count], threads)
+                    speed.append(rate)
+                    answers.append(texts)
+                assert answers[0] == answers[1], "a batched answer differs"
+        for count, (serial, joint) in speeds.items():
+            found[str(count)] = {
+                "one_after_the_other": round(statistics.median(serial), 2),
+                "at_once": round(statistics.median(joint), 2),
+                **_spread([b / a for a, b in zip(serial, joint, strict=True)]),
+            }
+    return found
+
+
+def _rate(server: Server, tasks: Sequence[Result], threads: int) -> tuple[float, list[str]]:
+    """Tokens per second of all together, prefill included; the answers."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        answers = list(pool.map(lambda task: server.ask("/api/generate", task), tasks))
+    seconds = time.perf_counter() - begin
+    return sum(a["eval_count"] for a in answers) / seconds, [a["response"] for a in answers]
+
+
+def _request(model: str, text: str, seed: int, tokens: int) -> Result:
+    options = {"num_predict": tokens, "seed": seed}
+    return {"model": model, "prompt": text, "stream": False, "options": options}
+
+
+def _spread(ratios: Sequence[float]) -> Result:
+    """Ratios of rounds."""
+    return {
+        "ratio": round(statistics.median(ratios), 2),
+        "range": [round(min(ratios), 2), round(max(ratios), 2)],
+    }
+
+
+def main() -> None:
+    o = _options()
+    if o.what == "start":
+        found = start(o.rounds)
+    else:
+        with tempfile.TemporaryDirectory() as text:
+            if o.shape == "demo":
+                home, model = Path(text), "demo:bf16"
+                ensure(model, Settings(home), Output(quiet=True))
+            else:
+                made = RaceModel(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers))
+                made.ours(o.tag)
+                home, model = made.settings.home, f"{made.name}:{o.tag}"
+            found = (memory(home, model) if o.what == "memory" else throughput(home, model, o)) | {
+                "model": model
+            }
+    found |= {"command": " ".join(sys.argv), "machine": machine()}
+    print(json.dumps(found, indent=1))
+
+
+def _options() -> argparse.Namespace:
+    cache = read_environment({**os.environ}).home / "benchmarks"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["start", "memory", "throughput"])
+    parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
+    parser.add_argument("--layers", type=int, help="fewer than the real shape has")
+    parser.add_argument("--tag", default="q4", help="of a shape; the demo's is bf16")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
+    parser.add_argument("--shares", type=lambda t: t.split(","), default=["100%", "35%"])
+    parser.add_argument(
+        "--clients", type=lambda t: [int(n) for n in t.split(",")], default=[1, 2, 4]
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, default=cache, help="may be deleted")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""`moeinf show` of a pulled model of every family: what a request remembers.
+
+Does not know attention: the numbers are counted by hand, from the sizes of the tiny models. The
+command runs in this process: there are many families.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeinf.cli.show import show
+from moeinf.models import FAMILIES
+from moeinf.runtime.config import Settings
+from moeinf.runtime.sizes import format_bytes
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import pull
+from tests.encoder_decoders import PAIRS, save_pair
+from tests.tiny import save_tiny
+
+# values per token: layers x keys and values x heads x their width; MLA's are one compressed row
+REMEMBERED = {
+    "arctic": ("arctic", 2 * 2 * 2 * 8),
+    "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
+    "deepseek-v3": ("deepseek_v3", 3 * (20 + 8)),
+    "glm4": ("glm4_moe", 3 * 2 * 2 * 12),
+    "glm4-lite": ("glm4_moe_lite", 3 * (20 + 8)),
+    "gpt-oss": ("gpt_oss", 3 * 2 * 2 * 10),
+    "granite": ("granitemoe", 2 * 2 * 2 * 8),
+    "mixtral": ("mixtral", 2 * 2 * 2 * 12),
+    "nllb": ("nllb-moe", 2 * 4 * 2 * 4 * 8),  # twice: of the answer, and of the source
+    "olmoe": ("olmoe", 2 * 2 * 4 * 8),
+    "phimoe": ("phimoe", 2 * 2 * 2 * 12),
+    "qwen2": ("qwen2_moe", 2 * 2 * 3 * 12),
+    "qwen3": ("qwen3_moe", 2 * 2 * 2 * 12),
+    "qwen3.5": ("qwen3_5_moe", 1 * 2 * 1 * 16),  # one layer of four
+    "switch": ("switch_transformers", 2 * 4 * 2 * 3 * 10),
+}
+# slots x recurrent layers x (state of every head, and what the convolution looks back at)
+FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
+
+
+def test_all_families_are_here() -> None:
+    known = {family.model_type for family in FAMILIES.values()}
+    assert {family for family, _ in REMEMBERED.values()} == known
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_kv_cache(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, home = tmp_path / "checkpoint", tmp_path / "home"
+    if name in PAIRS:
+        save_pair(name, folder)
+    else:
+        save_tiny(name, folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    monkeypatch.setenv("MOEINF_HOME", str(home))
+    pull(folder, Settings(home), "tiny:f32")
+    family, values = REMEMBERED[name]
+    per_token, fixed = 4 * values, 4 * FIXED.get(name, 0)
+    capsys.readouterr()
+    show("tiny:f32", json=True)
+    about = json.loads(capsys.readouterr().out)
+    assert about["family"] == family
+    assert (about["kv_bytes_per_token"], about["state_bytes"]) == (per_token, fixed)
+    show("tiny:f32")
+    whole = format_bytes(fixed + per_token * about["max_context"])
+    line = f"{format_bytes(fixed)} and " if fixed else ""
+    line += f"{format_bytes(per_token)} per token; {whole} for the whole context"
+    (shown,) = (text for text in capsys.readouterr().out.splitlines() if "KV cache" in text)
+    assert shown.split(":", 1)[1].strip() == line
