@@ -1,4 +1,4 @@
-"""Ctrl-C while a model answers: the first ends the answer, the second the program.
+"""Ctrl-C and SIGTERM while a model answers: the first ends the answer, the second the program.
 
 Does not know what is being interrupted.
 """
@@ -38,18 +38,26 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Gives a question, "has Ctrl-C been pressed?", to be asked where stopping is safe."""
-    pressed = False
+def interruptible(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Gives a question, "is this to end?", to be asked where stopping is safe.
 
-    def press(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise Insisted
-        pressed = True
+    Yes after the first of the signals `numbers`, Ctrl-C and SIGTERM if none are given; SIGTERM also
+    raises Stopped at the end of the block. A second one raises at once, wherever the program is.
+    """
+    first: int | None = None
 
-    before = signal.signal(signal.SIGINT, press)
+    def ask(number: int, _frame: FrameType | None) -> None:
+        nonlocal first
+        if first is not None:
+            raise Insisted if number == signal.SIGINT else Stopped
+        first = number
+
+    numbers = numbers or (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
-        yield lambda: pressed
+        yield lambda: first is not None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if first == signal.SIGTERM:
+        raise Stopped

@@ -6,6 +6,7 @@ Does not know how answers are made. Looks and behaves like Ollama's.
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -111,7 +112,7 @@ class Repl:
         The editor handles the key once it runs; before that, an exception could be raised, and
         lost, inside any callback of the libraries that start it.
         """
-        with interruptible() as pressed:
+        with interruptible(signal.SIGINT) as pressed:
 
             def give_up() -> None:
                 if pressed():

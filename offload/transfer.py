@@ -89,7 +89,7 @@ class Transfer:
     def abandon(self, ticket: int) -> None:
         """On return the ticket has ended and nothing will write to its slot any more."""
         self._queue.cancel(ticket)
-        with suppress(OSError, Cancelled):
+        with suppress(OSError, Cancelled, ValueError):  # a second Ctrl-C may have cut off its wait
             self._queue.wait(ticket)
 
     @property

@@ -90,7 +90,7 @@ def test_a_failure_ends_the_lines(empty: tuple[str, Library], hub: Hub) -> None:
     hub.fault = later
     answer = httpx.post(f"{address}/api/pull", json=body, timeout=60)
     last = json.loads(answer.text.splitlines()[-1])
-    assert list(last) == ["error"]
+    assert list(last) == ["error", "code"]
     assert not library.has(parse_name("org/demo-moe:bf16"))
 
 
