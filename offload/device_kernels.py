@@ -10,8 +10,8 @@ operation, and each pair has its own row of the output; so results are the same 
 
 What keeps memory busy: a decoded token of 8 experts with F = 768 and D = 2048 is 192 programs of 4
 warps for gate and up and 512 for down, each with the loads of up to 4 turns of its loop in flight,
-4 and 2 KiB of q4 a turn. The reduction is not split over programs: that would take atomics or a third
-round, and its end is a chain anyway.
+4 and 2 KiB of q4 a turn. The reduction is not split over programs: that would take atomics or a
+third round, and its end is a chain anyway.
 """
 
 # ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
