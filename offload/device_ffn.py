@@ -1,8 +1,8 @@
 """Experts computed on the device where they lie, found there through a slot table.
 
 Does not know which experts are resident, nor how bytes came into the slots; that is the tier's
-business. It reads the bytes that the CPU's kernels read and gives their bits, for any number of rows
-in tiles and for up to 16 of an expert in bf16.
+business. It reads the bytes that the CPU's kernels read and gives their bits: in tiles for any
+number of rows, in bf16 for up to 16 of an expert.
 
 Work is launched on torch's current stream and nothing is read back, so the host never waits:
 `run_routed` takes ids and slot table as they lie on the device. The caller keeps the slots' bytes
