@@ -48,7 +48,7 @@ class SlotMath:
             )
             assert self._kernel.expert_bytes == layout.data_bytes
         if not is_tiled(layout.dtype):
-            self._weights = _views(layout, self._arena.view(pool.slots, pool.slot_bytes))
+            self._weights = slot_views(layout, self._arena.view(pool.slots, pool.slot_bytes))
 
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
@@ -93,7 +93,7 @@ class SlotMath:
         )  # fmt: skip
 
 
-def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
+def slot_views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
     """Views of every slot as its tensors; no bytes are copied or touched."""
     return [
         tuple(
