@@ -31,6 +31,36 @@ class TorchFfn(Protocol):
         ...
 
 
+class ExpertMath(TorchFfn, Protocol):
+    """The same, and how rows are grouped."""
+
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
+        """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
+        ...
+
+
+class ExpertRunner(Protocol):
+    """The arithmetic over the slots of one tier."""
+
+    def run(
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        ...
+
+
+class HostRunner(ExpertRunner, Protocol):
+    """The same for the host's tier, whose slots a tier above may be reading."""
+
+    def end_copies(self) -> bool:
+        """Waits until no copy reads a slot. False: none did."""
+        ...
+
+
 class SlotMath:
     """The arithmetic over the slots of one pool."""
 
@@ -77,6 +107,10 @@ class SlotMath:
             rows.dtype == torch.float32,
         )  # fmt: skip
         return out
+
+    def end_copies(self) -> bool:
+        """Nobody copies out of these slots."""
+        return False
 
     def _is_native(self, count: int) -> bool:
         return self._kernel is not None and count <= _MOST_BF16_ROWS
