@@ -103,7 +103,7 @@ def rigs(fake: Fake, shards: Shards) -> Iterator[Rigs]:
         rig.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(1, 1 << 30),
     device_slots=st.integers(1, L * E),
