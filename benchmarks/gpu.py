@@ -117,7 +117,7 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
     settings = EngineConfig(
         memory=parse_memory(o.memory),
         context=o.prompt + o.tokens,
-        device="gpu",
+        device="cuda",
         device_memory=parse_memory(o.device_memory or row.device_memory),
         miss=o.miss,
         trace=False,

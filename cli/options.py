@@ -118,7 +118,7 @@ OnMiss = Annotated[
         "--miss",
         parser=_miss,
         metavar="|".join(MISSES),
-        help="With --device gpu, what is not in its memory: computed by the CPU, or fetched.",
+        help="With --device cuda, what is not in its memory: computed by the CPU, or fetched.",
     ),
 ]
 Threads = Annotated[

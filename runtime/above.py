@@ -58,10 +58,10 @@ def open_gpu(
     """Measures bus and CPU when that is asked for and not known. Raises DeviceUnavailable."""
     found = gpus.find_gpu(config.libcuda)
     if isinstance(found, gpus.NoGpu):
-        raise DeviceUnavailable(f"--device gpu: {found.why}")
+        raise DeviceUnavailable(f"--device cuda: {found.why}")
     missing = gpus.missing_for_kernels()
     if missing is not None:
-        raise DeviceUnavailable(f"--device gpu: {found.name} is there, but {missing}")
+        raise DeviceUnavailable(f"--device cuda: {found.name} is there, but {missing}")
     context = gpus.open_context(found)
     share, notes = (1.0 if config.miss == "fetch" else 0.0), tuple[str, ...]()
     if config.miss == "auto":

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from moeinf.runtime.gpu import Gpu, NoGpu, find_gpu, is_there
 from moeinf.runtime.sizes import MemorySize
 
-Wanted = Literal["auto", "cpu", "gpu"]
+Wanted = Literal["auto", "cpu", "cuda"]
 WANTED: tuple[Wanted, ...] = get_args(Wanted)
 
 
@@ -23,7 +23,7 @@ class DeviceUnavailable(ValueError):
 class Processor:
     """Where routed experts are computed, and one line on why. gpu: where that is one."""
 
-    name: Literal["cpu", "gpu"]
+    name: Literal["cpu", "cuda"]
     why: str
     gpu: Gpu | None = None
 
@@ -38,11 +38,11 @@ def choose_processor(
 
     library: where libcuda is, if not where the system finds it.
     """
-    if wanted == "gpu":
+    if wanted == "cuda":
         found = find_gpu(library)
         if isinstance(found, NoGpu):
-            raise DeviceUnavailable(f"--device gpu: {found.why}")
-        return Processor("gpu", f"asked for: {found}", found)
+            raise DeviceUnavailable(f"--device cuda: {found.why}")
+        return Processor("cuda", f"asked for: {found}", found)
     if device_memory is not None:
         raise DeviceUnavailable("there is no device whose memory --device-memory could limit")
     if wanted == "cpu":
@@ -50,4 +50,4 @@ def choose_processor(
     name = is_there(library)
     if isinstance(name, NoGpu):
         return Processor("cpu", f"there is no GPU: {name.why}")
-    return Processor("cpu", f"--device gpu would use {name}, which is not chosen by itself yet")
+    return Processor("cpu", f"--device cuda would use {name}, which is not chosen by itself yet")

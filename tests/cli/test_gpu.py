@@ -1,4 +1,4 @@
-"""`--device gpu` on the command line, on the fake libcuda: plans, answers, figures, refusals."""
+"""`--device cuda` on the command line, on the fake libcuda: plans, answers, figures, refusals."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def home(fake: Fake, demo_home: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["run", "demo", "17+25=", "--device", "gpu", "--device-memory", BUDGET]
+    line = ["run", "demo", "17+25=", "--device", "cuda", "--device-memory", BUDGET]
     assert answer([*line, "--miss", "fetch", "--verbose"]) == 0
     said = capsys.readouterr()
     assert said.out == "42\n"
-    assert "device: gpu (asked for: Fake GPU, 1.9 GiB of 1.9 GiB free)" in said.err
+    assert "device: cuda (asked for: Fake GPU, 1.9 GiB of 1.9 GiB free)" in said.err
     for label in ("experts on device", "decode events", "over the bus", "device memory"):
         assert f"{label}: " in said.err
     assert "192 experts, workspace, and 512 MiB assumed for CUDA itself" in said.err
@@ -45,7 +45,7 @@ def test_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_says_where_its_figures_come_from(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["plan", "demo", "--device", "gpu", "--device-memory", BUDGET, "--miss", "compute"]
+    line = ["plan", "demo", "--device", "cuda", "--device-memory", BUDGET, "--miss", "compute"]
     assert answer([*line, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     check_document("plan", plan)
@@ -64,7 +64,7 @@ def test_a_plan_says_where_its_figures_come_from(
 
 
 def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["run", "demo", "4091 in words", "--device", "gpu", "--device-memory", "45%", "--json"]
+    line = ["run", "demo", "4091 in words", "--device", "cuda", "--device-memory", "45%", "--json"]
     assert answer([*line, "--miss", "compute", "--memory", "50%"]) == 0
     document = json.loads(capsys.readouterr().out)
     check_document("run", document)
@@ -86,7 +86,7 @@ def test_devices_measure_the_bus(
     (gpu,) = found["gpus"]
     assert (gpu["name"], gpu["total_bytes"]) == ("Fake GPU", 2000000000)
     assert gpu["bus_bytes_per_s"] > 0
-    assert answer(["plan", "demo", "--device", "gpu", "--json"]) == 0
+    assert answer(["plan", "demo", "--device", "cuda", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["device_memory"]["bus_bytes_per_s"] == gpu["bus_bytes_per_s"]
     assert plan["device_memory"]["provenance"]["bus_bytes_per_s"].startswith("`moeinf devices`, ")
@@ -95,7 +95,7 @@ def test_devices_measure_the_bus(
 def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["run", "demo", "17+25=", "--verbose"]) == 0
     said = capsys.readouterr()
-    assert "device: cpu (--device gpu would use Fake GPU" in said.err
+    assert "device: cpu (--device cuda would use Fake GPU" in said.err
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFix
 def test_refusals(
     home: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert answer(["run", "demo", "x", "--device", "gpu", *arguments]) in (1, 2)
+    assert answer(["run", "demo", "x", "--device", "cuda", *arguments]) in (1, 2)
     assert words in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_a_device_that_fails_is_an_error_with_a_name(
     home: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.configure("fail=cuMemcpyHtoDAsync:9:700:1")
-    line = ["run", "demo", "17+25=", "--device", "gpu", "--miss", "fetch", "--json"]
+    line = ["run", "demo", "17+25=", "--device", "cuda", "--miss", "fetch", "--json"]
     assert answer(line) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "device_failed"

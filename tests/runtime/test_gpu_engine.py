@@ -55,7 +55,7 @@ def open_gpu_engine(
             fixed = CONTEXT_BYTES + workspace_bytes(manifest)
             budget = parse_memory(str(fixed + slots * manifest.slots.slot_bytes + extra))
         config = EngineConfig(
-            memory=parse_memory(memory), policy=policy, device="gpu", device_memory=budget,
+            memory=parse_memory(memory), policy=policy, device="cuda", device_memory=budget,
             miss=miss, libcuda=fake.path,
         )  # fmt: skip
         engines.append(Engine(manifest, folder, config, settings))
@@ -170,7 +170,7 @@ def test_no_gpu_no_torch_for_it_and_no_such_budget(
     with pytest.raises(DeviceUnavailable, match="cuInit: CUDA_ERROR_NO_DEVICE"):
         open_gpu_engine(8)
     manifest, folder = Library(Settings(demo_home)).read("demo")
-    nowhere = EngineConfig(device="gpu", libcuda="/nowhere/libcuda.so.1")
+    nowhere = EngineConfig(device="cuda", libcuda="/nowhere/libcuda.so.1")
     with pytest.raises(DeviceUnavailable, match=r"/nowhere/libcuda\.so\.1"):
         Engine(manifest, folder, nowhere, Settings(demo_home))
     share = EngineConfig(device="cpu", device_memory=MemorySize(share=0.5))

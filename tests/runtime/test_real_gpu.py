@@ -34,7 +34,7 @@ def test_the_cpus_tokens(
     manifest, folder = Library(settings).read("demo")
     budget = CONTEXT_BYTES + workspace_bytes(manifest) + slots * manifest.slots.slot_bytes
     config = EngineConfig(
-        memory=parse_memory("30%"), device="gpu", miss=miss,
+        memory=parse_memory("30%"), device="cuda", miss=miss,
         device_memory=parse_memory(str(budget)),
     )  # fmt: skip
     with Engine(manifest, folder, config, settings) as engine:
