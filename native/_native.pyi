@@ -226,13 +226,15 @@ class CopyQueue:
         max_open_files: int = 256,
         block_bytes: int = ...,
         hang_seconds: float = 30.0,
+        busy: int = ...,
     ) -> None:
         """`readers` threads, 1 to MAX_READERS; of two or more a quarter serves demand alone.
 
         `direct` asks for O_DIRECT; a file whose file system refuses is read through the page cache.
         One system call reads `block_bytes` at most, a multiple of PAGE_BYTES up to the default,
         1 GiB. At most max_open_files + readers descriptors are open. A read without an end for
-        hang_seconds fails its ticket with TimeoutError naming the file. Raises ValueError.
+        hang_seconds fails its ticket with TimeoutError naming the file. No speculation begins while
+        `busy` reads run (default: MAX_READERS). Raises ValueError.
         """
 
     def add_source(

@@ -164,9 +164,10 @@ void bind_counters(py::module_& m) {
 void bind_copy_queue(py::module_& m) {
     const FileOptions defaults;
     const auto make = [](std::shared_ptr<SlotPool> pool, int readers, bool direct,
-                         std::size_t max_open_files, std::size_t block_bytes, double hang_seconds) {
+                         std::size_t max_open_files, std::size_t block_bytes, double hang_seconds,
+                         int busy) {
         const FileOptions files{direct, max_open_files, block_bytes, {}};
-        return std::make_unique<CopyQueue>(std::move(pool), readers, hang_seconds, files);
+        return std::make_unique<CopyQueue>(std::move(pool), readers, hang_seconds, files, busy);
     };
     const auto add_source = [](CopyQueue& queue, const std::filesystem::path& path,
                                std::uint64_t offset, std::size_t bytes,
@@ -189,7 +190,8 @@ void bind_copy_queue(py::module_& m) {
         .def(py::init(make), py::arg("pool"), py::kw_only(), py::arg("readers") = 2,
              py::arg("direct") = defaults.direct,
              py::arg("max_open_files") = defaults.max_open_files,
-             py::arg("block_bytes") = defaults.block_bytes, py::arg("hang_seconds") = kHangSeconds)
+             py::arg("block_bytes") = defaults.block_bytes, py::arg("hang_seconds") = kHangSeconds,
+             py::arg("busy") = kMaxReaders)
         .def("add_source", add_source, py::arg("path"), py::arg("offset"), py::arg("bytes"),
              py::arg("crc32c") = py::none())
         .def("submit", submit, py::arg("source"), py::arg("slot"), py::arg("priority"))

@@ -44,11 +44,12 @@ void FileSlots::forget(const Source& source) {
 }
 
 CopyQueue::Parts::Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds,
-                        FileOptions files)
+                        FileOptions files, int busy)
     : pool(std::move(arena)),
       copier{pool->base(), pool->slot_bytes()},
       reader(files),
-      core({pool->slots(), pool->slot_bytes(), readers, hang_seconds}, reader, copier, clock) {}
+      core({pool->slots(), pool->slot_bytes(), readers, hang_seconds, busy}, reader, copier,
+           clock) {}
 
 // Never destroyed: a reader may come back while the process exits.
 CopyQueue::Abandoned& CopyQueue::abandoned() {
@@ -63,10 +64,10 @@ void CopyQueue::bury_the_returned() {
 }
 
 CopyQueue::CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds,
-                     FileOptions files)
+                     FileOptions files, int busy)
     : process_(getpid()) {
     bury_the_returned();
-    parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files);
+    parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files, busy);
 }
 
 CopyQueue::~CopyQueue() {

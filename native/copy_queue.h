@@ -30,8 +30,10 @@
 //
 // Order. queue_ sorts by priority, larger first, then by ticket, older first: FIFO among equals,
 // and demand (kDemand, the largest double) is taken before any speculation however early that came.
-// A read that runs is never interrupted, so at most speculative_limit(readers) reads may be
-// speculative at a time: a quarter of the readers, at least one, is kept for demand.
+// A read that runs is never interrupted, and what runs shares the drive. So speculation begins only
+// while fewer reads run, demand among them, than speculative_limit(readers), which keeps a quarter
+// of the readers, at least one, for demand; and fewer than QueueShape::busy, which keep the drive
+// busy: more would finish no sooner, but could no longer be overtaken or cancelled.
 //
 //   readers           1   2   4   8   16   32
 //   for demand alone  0   1   1   2    4    8     with one reader demand waits for one read to end
@@ -101,7 +103,7 @@ static_assert(std::numeric_limits<double>::is_iec559, "kDemand must order above 
 inline constexpr double kPollSeconds = 0.1;  // how often a blocked caller looks at its KeepWaiting
 inline constexpr int kMaxReaders = 64;
 
-// How many of the readers may read speculatively at a time; see Order.
+// How many reads may run when speculation has begun; see Order.
 constexpr int speculative_limit(int readers) {
     return readers == 1 ? 1 : readers - std::max(1, readers / 4);
 }
@@ -120,6 +122,7 @@ struct QueueShape {
     std::size_t slot_bytes;
     int readers;                // 1 to kMaxReaders
     double hang_seconds = 1e9;  // above 0; a read that takes longer is given up
+    int busy = kMaxReaders;     // above 0; so many reads at once keep the drive busy
 };
 
 struct Counters {
@@ -261,7 +264,6 @@ class CopyQueueCore {
         Ticket ticket = 0;
         SourceId source = 0;
         double since = 0;  // of the clock
-        bool speculative = false;
         bool hung = false;
     };
     struct Slot {
@@ -275,6 +277,7 @@ class CopyQueueCore {
 
     // copy_queue_life.h: birth, the reader threads' loop, the watch over them, shutdown.
     void serve(Running& running);
+    std::size_t takeable(double priority) const;
     bool can_take() const;
     void watch() noexcept;
     FailurePtr hang_failure(const Running& running, double now, const char* what) noexcept;
@@ -313,7 +316,6 @@ class CopyQueueCore {
     Ticket next_ticket_ = 1;
     std::uint64_t ended_count_ = 0;
     Counters counters_;
-    int speculating_ = 0;        // running reads that were not taken as demand
     std::uint64_t serving_ = 0;  // reader threads that have not left; the hung are among them
     bool paused_ = false;
     bool closing_ = false;

@@ -81,7 +81,8 @@ class CopyQueue {
   public:
     using Core = CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
-    CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds, FileOptions files);
+    CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds, FileOptions files,
+              int busy = kMaxReaders);
     ~CopyQueue();
     CopyQueue(const CopyQueue&) = delete;
     CopyQueue& operator=(const CopyQueue&) = delete;
@@ -98,7 +99,8 @@ class CopyQueue {
         SteadyClock clock;
         Core core;
 
-        Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds, FileOptions files);
+        Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds, FileOptions files,
+              int busy);
     };
     struct Abandoned {
         std::mutex mutex;

@@ -30,6 +30,7 @@ MOEINF_QUEUE MOEINF_CORE::CopyQueueCore(QueueShape shape, Reader& reader, Copier
     if (shape.readers < 1 || shape.readers > kMaxReaders)
         throw std::invalid_argument("readers must be from 1 to " + std::to_string(kMaxReaders));
     if (!(shape.hang_seconds > 0)) throw std::invalid_argument("hang_seconds must be above 0");
+    if (shape.busy < 1) throw std::invalid_argument("busy must be above 0");
     const auto readers = static_cast<std::size_t>(shape.readers);
     running_.resize(readers);
     readers_.reserve(readers);
@@ -60,11 +61,17 @@ MOEINF_QUEUE MOEINF_CORE::~CopyQueueCore() {
     close();  // joins what hung before
 }
 
-MOEINF_QUEUE bool MOEINF_CORE::can_take() const {
-    if (paused_ || queue_.empty()) return false;
-    if (queue_.begin()->priority == kDemand) return true;
+// How many more reads of that priority may begin now.
+MOEINF_QUEUE std::size_t MOEINF_CORE::takeable(double priority) const {
+    if (paused_) return 0;
     const int live = shape_.readers - static_cast<int>(counters_.hung);
-    return speculating_ < speculative_limit(std::max(1, live));
+    const int ahead = std::min(shape_.busy, speculative_limit(std::max(1, live)));
+    const int most = priority == kDemand ? live : ahead;
+    return static_cast<std::size_t>(std::max(0, most - static_cast<int>(counters_.running)));
+}
+
+MOEINF_QUEUE bool MOEINF_CORE::can_take() const {
+    return !queue_.empty() && takeable(queue_.begin()->priority) > 0;
 }
 
 // The body of a reader thread; `running` is its own, written under mutex_.
@@ -77,10 +84,8 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
         Record& record = records_.find(taken.ticket)->second;
         queue_.erase(queue_.begin());
         record.state = State::kRunning;
-        const bool speculative = taken.priority != kDemand;
-        running = {taken.ticket, record.source, clock_.seconds(), speculative, false};
+        running = {taken.ticket, record.source, clock_.seconds(), false};
         ++counters_.running;
-        speculating_ += speculative;
         const std::size_t slot = record.slot;
         const Source& source = sources_[running.source];
         slots_[slot].holds = kNothing;
@@ -99,7 +104,6 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
             changed_.notify_all();
         } else {
             --counters_.running;
-            speculating_ -= speculative;
             const State state = transferred.failure ? State::kFailed : State::kDone;
             end(record, state, std::move(transferred.failure));
         }
@@ -122,7 +126,6 @@ MOEINF_QUEUE void MOEINF_CORE::watch() noexcept {
         slots_[record.slot].owner = running.ticket;  // until its thread comes back
         running.hung = true;
         --counters_.running;
-        speculating_ -= running.speculative;
         ++counters_.hung;
         work_.notify_all();  // speculation has fewer readers now, but no longer this one's place
     }

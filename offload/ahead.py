@@ -84,6 +84,11 @@ class ReadAhead:
         self._stats.ahead_bytes_read += self._transfer.bytes_of(cell)
         return flight.ticket
 
+    @property
+    def waits_for_use(self) -> bool:
+        """Whether anything has arrived that no layer has asked for yet."""
+        return bool(self._unused)
+
     def used(self, cell: int) -> Cause | None:
         """A layer has hit the cell: why it was there, if it was read ahead for this first use."""
         cause = self._unused.pop(cell, None)

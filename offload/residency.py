@@ -36,6 +36,7 @@ class Residency:
         self._empty = list(range(slots - 1, -1, -1))
         self._lost: list[int] = []  # slots
         self.slots = slots
+        self.all_fit = slots >= cells  # nobody has to leave, unless hung reads hold slots
 
     @property
     def free(self) -> int:
@@ -52,7 +53,9 @@ class Residency:
 
     def are_resident(self, cells: Iterable[int]) -> bool:
         """Whether the bytes of all of them are there."""
-        return all(map(self.is_resident, cells))
+        if self._loading:
+            return all(map(self.is_resident, cells))
+        return min(map(self._slot_of.__getitem__, cells), default=0) >= 0
 
     def has_slot(self, cell: int) -> bool:
         """Resident or loading."""

@@ -159,12 +159,14 @@ class ExpertStore:
             layer * self._experts + expert: places
             for expert, places in self._math.group(ids, self._experts)
         }
-        begin, chosen = self._clock(), ids.numpy()
+        begin = self._clock()
         if not self._wishes and self._residency.are_resident(groups):
-            self._policy.routed(layer, chosen)
+            if not self._residency.all_fit:  # else nobody will have to leave, whatever is used
+                self._policy.routed(layer, ids.numpy())
             self._count(groups, groups)
             self._decided(begin)
             return _AllThere(self, x, weights, groups)
+        chosen = ids.numpy()
         self._ahead.settle()
         hits, misses = list[int](), deque[int]()
         for cell in chosen_cells(layer, chosen, self._experts):
@@ -191,14 +193,16 @@ class ExpertStore:
             self._open.abandon()
 
     def _count(self, groups: dict[int, list[int]], hits: Iterable[int]) -> None:
-        events = sum(len(places) for places in groups.values())
-        hit_events = sum(len(groups[cell]) for cell in hits)
+        events = sum(map(len, groups.values()))
+        hit_events = events if hits is groups else sum(len(groups[cell]) for cell in hits)
         if self._decoding:
             self.stats.decode_events += events
             self.stats.decode_hits += hit_events
         else:
             self.stats.prefill_events += events
             self.stats.prefill_hits += hit_events
+        if not self._ahead.waits_for_use:
+            return
         for cell in hits:
             cause = self._ahead.used(cell)
             if cause is not None and self._decoding:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moeinf.native import DEMAND, Cancelled, CopyQueue, SlotPool
+from moeinf.native import DEMAND, MAX_READERS, Cancelled, CopyQueue, SlotPool
 from moeinf.offload.shards import FileRecord
 
 
@@ -41,8 +41,12 @@ class Transfer:
         readers: int,
         direct_io: bool,
         block_bytes: int = 1 << 30,
+        busy: int = MAX_READERS,
     ) -> None:
-        self._queue = CopyQueue(pool, readers=readers, direct=direct_io, block_bytes=block_bytes)
+        """busy: reads at once that keep the drive busy; reads ahead wait while so many run."""
+        self._queue = CopyQueue(
+            pool, readers=readers, direct=direct_io, block_bytes=block_bytes, busy=busy
+        )
         self.telling_seconds = 0.0  # spent in `demand` and `ahead`
         self._shards = shards
         self._sources = [

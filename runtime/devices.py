@@ -2,7 +2,7 @@
 
     { "version": 1,
       "ram":    { "loops": { name: bytes per second }, "measured_at" },
-      "drives": { key: { "reading": { readers, block_bytes, direct, bytes_per_s },
+      "drives": { key: { "reading": { readers, block_bytes, direct, bytes_per_s, in_flight },
                          "thorough": by `moeinf devices`, or in passing by a first load,
                          "piece_bytes", "measured_at", "notes" } },
       "gpus":   { name: { "contended": { format: { bus_bytes_per_s, cpu_bytes_per_s } },
@@ -29,7 +29,7 @@ from moeinf.runtime.drive import WHOLE_BLOCKS, Reading
 from moeinf.runtime.durable import write_text_durably
 
 _VERSION = 1
-DEFAULT_READING = Reading(readers=4, block_bytes=WHOLE_BLOCKS, direct=False, bytes_per_s=0.0)
+DEFAULT_READING = Reading(4, WHOLE_BLOCKS, direct=False, bytes_per_s=0.0, in_flight=4)
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,14 @@ def remembered_drive(settings: Settings, folder: Path) -> Drive | None:
         entry = _read(settings)["drives"][drive_key(folder)]
         r = entry["reading"]
         reading = Reading(
-            int(r["readers"]), int(r["block_bytes"]), bool(r["direct"]), float(r["bytes_per_s"])
-        )
+            int(r["readers"]), int(r["block_bytes"]), bool(r["direct"]), float(r["bytes_per_s"]),
+            int(r["in_flight"]),
+        )  # fmt: skip
         blocks_fit = 0 < reading.block_bytes <= WHOLE_BLOCKS
         aligned = reading.block_bytes % PAGE_BYTES == 0
         if (
             1 <= reading.readers <= MAX_READERS
+            and reading.in_flight >= 1
             and reading.bytes_per_s > 0
             and blocks_fit
             and aligned

@@ -46,12 +46,14 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Reading:
-    """The chosen way of reading a drive: threads of a queue, bytes of a system call, O_DIRECT."""
+    """The chosen way of reading a drive: threads of a queue, bytes of a system call, O_DIRECT, and
+    how many reads at once keep the drive busy."""
 
     readers: int
     block_bytes: int
     direct: bool
     bytes_per_s: float
+    in_flight: int
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ def sweep(
         notes.append("the page cache could not be kept out: buffered figures are too high")
     # A reader is away from the drive while it computes a checksum, and a quarter of the readers is
     # kept for demand: so there are more of them than the drive needs reads in flight.
-    readers = min(MAX_READERS, max(_LEAST_READERS, chosen.readers * 5 // 4))
-    chosen = Reading(readers, block, chosen.direct, speed)
+    readers = min(MAX_READERS, max(_LEAST_READERS, chosen.in_flight * 5 // 4))
+    chosen = Reading(readers, block, chosen.direct, speed, chosen.in_flight)
     return Sweep(found[True], found[False], by_block, chosen, tuple(notes))
 
 
@@ -129,7 +131,7 @@ def _choose(direct: dict[int, float], buffered: dict[int, float]) -> Reading:
     cells += [(n, True, speed) for n, speed in direct.items()]
     cells.sort(key=lambda cell: (cell[0], not cell[1]))
     (readers, is_direct), speed = _first_good([((n, d), speed) for n, d, speed in cells])
-    return Reading(readers, WHOLE_BLOCKS, is_direct, speed)
+    return Reading(readers, WHOLE_BLOCKS, is_direct, speed, readers)
 
 
 def _first_good(cells: Sequence[tuple[T, float]]) -> tuple[T, float]:

@@ -187,6 +187,7 @@ def open_store(
         readers=config.readers or reading.readers,
         direct_io=_past_the_cache(config, reading, sample),
         block_bytes=reading.block_bytes,
+        busy=reading.in_flight,
     )
     cells = manifest.layers * manifest.experts
     all_fit = placement.slots >= cells  # nobody ever leaves: then a policy only costs time

@@ -25,6 +25,7 @@ class Recorder:
         self._shape = shape
         self._tracer = Tracer(shape)
         self._pass: PassBuilder | None = None
+        self._routed: list[tuple[int, Tensor, Tensor | None]] = []  # of the running pass
         self._uncounted: list[Pass] = []
         self.recording: Recording | None = None
 
@@ -41,14 +42,14 @@ class Recorder:
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
         requests = rows.numpy(force=True)
         self._pass = PassBuilder(self._shape, requests, phase, self.recording is not None)
+        self._routed.clear()
         self._experts.begin_pass(rows, phase)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        """Written down after the experts have been asked for: the reads go on meanwhile."""
+        """Written down when the pass ends, until which nobody may write to ids and weights."""
         pending = self._experts.submit(layer, x, ids, weights)
         if self._pass is not None:
-            mix = weights.numpy(force=True) if self.recording is not None else None
-            self._pass.routed(layer, ids.numpy(force=True), mix)
+            self._routed.append((layer, ids, weights if self.recording is not None else None))
         return pending
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
@@ -65,6 +66,10 @@ class Recorder:
         accepted = None if accepted_rows is None else accepted_rows.numpy(force=True)
         if accepted is not None and not np.any(accepted):
             return  # it broke off
+        for layer, ids, weights in self._routed:
+            mix = None if weights is None else weights.numpy(force=True)
+            builder.routed(layer, ids.numpy(force=True), mix)
+        self._routed.clear()
         done = builder.end(accepted)
         self._uncounted.append(done)
         if len(self._uncounted) == _PASSES:

@@ -57,6 +57,36 @@ void demand_does_not_wait_for_running_speculation() {
     CHECK(bench.queue->counters().done == 66);
 }
 
+// Two reads keep this drive busy. Speculation begins below that; demand always; and while two
+// demands run, what is speculative waits.
+void speculation_waits_for_a_busy_drive() {
+    Bench bench(4, 1e9, 2);
+    const auto settled = [&](int running) {
+        bench.reader.await_at_gate(running);
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        return bench.queue->counters().running == static_cast<std::uint64_t>(running);
+    };
+    bench.reader.set_gate(true);
+    for (std::uint64_t i = 0; i < 8; ++i) bench.submit(bench.source(i), i, 0.25);
+    CHECK(settled(2));
+    const Ticket demand[] = {bench.submit(bench.source(200), 80, kDemand),
+                             bench.submit(bench.source(201), 81, kDemand)};
+    CHECK(settled(4));
+    bench.reader.set_gate(false);
+    CHECK(bench.queue->wait(demand, forever));
+    bench.queue->drain(forever);
+    CHECK(bench.queue->counters().done == 10);
+    bench.reader.set_gate(true);
+    bench.submit(bench.source(202), 82, kDemand);
+    bench.submit(bench.source(203), 83, kDemand);
+    bench.reader.await_at_gate(2);
+    bench.submit(bench.source(8), 8, 0.25);
+    CHECK(settled(2));
+    bench.reader.set_gate(false);
+    bench.queue->drain(forever);
+    CHECK(bench.reader.order.back() == 8);
+}
+
 void failures_reach_their_waiters() {
     Bench bench(3);
     bench.reader.set_gate(true);
@@ -289,6 +319,7 @@ void random_stress(unsigned seed) {
 int main() {
     demand_overtakes();
     demand_does_not_wait_for_running_speculation();
+    speculation_waits_for_a_busy_drive();
     failures_reach_their_waiters();
     wrong_bytes_are_read_again();
     wait_many_delivers_one_failure();

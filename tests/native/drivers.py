@@ -62,7 +62,8 @@ DEVICE_FILES = ("cuda_driver.cpp", "device_slots.cpp", "host_lock.cpp", "slot_po
 LOST_WAKE_UP = Fault(
     "copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
 )
-NO_RESERVE = Fault("copy_queue_life.h", "if (queue_.begin()->priority == kDemand)", "")
+NO_RESERVE = Fault("copy_queue_life.h", "? live : ahead;", "? live : std::max(live, ahead);")
+NEVER_BUSY = Fault("copy_queue_life.h", "most - static_cast<int>(counters_.running)", "most")
 SILENT_RAISE = Fault("copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
 SLOT_OF_THE_HUNG = Fault("copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", "")
 EARLY_KERNEL = Fault("device_slots.cpp", "wait_for(compute_, arriving);", "")

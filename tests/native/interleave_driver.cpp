@@ -60,6 +60,7 @@ struct Copier {
 struct Reader {
     Copier* copier = nullptr;
     int reading[kSlots] = {};
+    int at_once = 0, most_at_once = 0;
     std::vector<std::uint64_t> order;
     bool open = false;
     world::Mutex mutex;
@@ -70,6 +71,7 @@ struct Reader {
         const std::uint64_t id = source.offset / kPageBytes;
         CHECK(reading[index]++ == 0);
         order.push_back(id);
+        most_at_once = std::max(most_at_once, ++at_once);
         if (source.path == "held") {
             world::Lock lock(mutex);
             while (!open) gate.wait(lock);
@@ -78,6 +80,7 @@ struct Reader {
         the_world.step();
         slot[1] = static_cast<std::byte>(id);
         --reading[index];
+        --at_once;
         if (source.path == "bad") throw Failed(Failure::Kind::kIo, EIO, "bad", "no luck");
     }
     std::uint32_t checksum(const Source&, const std::byte* slot) {
@@ -106,7 +109,8 @@ struct Scene {
     Queue queue;
     std::vector<world::Sync::Thread> others;  // clients besides the main one
 
-    explicit Scene(int readers) : queue({kSlots, kSlotBytes, readers}, reader, copier, clock) {
+    explicit Scene(int readers, int busy = kMaxReaders)
+        : queue({kSlots, kSlotBytes, readers, 1e9, busy}, reader, copier, clock) {
         reader.copier = &copier;
         if (readers == 1) return;  // else its start is one more source of interleavings
         exploring = false;
@@ -207,6 +211,18 @@ void demand_overtakes_running_reads() {
     s.check_end();
 }
 
+// One read keeps the drive busy: speculation that comes while demand runs is not forgotten when
+// that ends, though nobody was woken for it; and the two never share the drive.
+void speculation_waits_for_demand() {
+    Scene s(2, 1);
+    const Ticket demand = s.queue.submit(s.source(2), 0, kDemand);
+    s.also([&s, source = s.source(4)] { CHECK(s.wait(s.queue.submit(source, 1, 0.5)) == 'd'); });
+    CHECK(s.wait(demand) == 'd');
+    s.await_others();
+    CHECK(s.reader.most_at_once == 1);
+    s.check_end();
+}
+
 // A slot that is asked for again while, and after, it is filled.
 void resident_or_not() {
     Scene s(1);
@@ -238,6 +254,7 @@ constexpr Named kScenes[] = {
     {"close_against_wait", close_against_wait},
     {"raise_overtakes_a_running_read", raise_overtakes_a_running_read},
     {"demand_overtakes_running_reads", demand_overtakes_running_reads},
+    {"speculation_waits_for_demand", speculation_waits_for_demand},
     {"resident_or_not", resident_or_not},
 };
 

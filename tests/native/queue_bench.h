@@ -118,9 +118,10 @@ struct Bench {
     Clock clock;
     std::optional<Queue> queue;
 
-    explicit Bench(int readers, double hang_seconds = 1e9) {
+    explicit Bench(int readers, double hang_seconds = 1e9, int busy = kMaxReaders) {
         reader.base = bytes.data();
-        queue.emplace(QueueShape{kSlots, kSlotBytes, readers, hang_seconds}, reader, copier, clock);
+        const QueueShape shape{kSlots, kSlotBytes, readers, hang_seconds, busy};
+        queue.emplace(shape, reader, copier, clock);
     }
     SourceId source(std::uint64_t tag, const char* path = "ok") {
         return queue->add_source({path, tag * kPageBytes, kSlotBytes,

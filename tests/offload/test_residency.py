@@ -130,3 +130,18 @@ def test_what_is_in_use_does_not_leave() -> None:
     table.unpin(0)
     table.evict(0)
     assert table.assign(1) == 0
+
+
+def test_are_resident_only_once_all_have_arrived() -> None:
+    table = Residency(slots=3, cells=3)
+    assert table.all_fit
+    assert table.are_resident([])
+    for cell in (2, 0):
+        table.assign(cell, pinned=False)
+    table.loaded(2)
+    assert table.are_resident([2])
+    assert not table.are_resident([0, 2])
+    table.loaded(0)
+    assert table.are_resident([0, 2])
+    assert not table.are_resident([0, 1])
+    assert not Residency(slots=2, cells=3).all_fit

@@ -28,7 +28,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
 from moeinf.runtime.measure import drive_of, measure
 
-READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9)
+READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9, in_flight=4)
 DRIVE = Drive(READING, True, 4 << 20, "2026-01-02T03:04:05+00:00", ("a note",))
 RAM = Ram({"1 thread": 1e10, "2 threads": 2e10}, "2026-01-02T03:04:05+00:00")
 
@@ -66,7 +66,7 @@ def test_the_fewest_reads_that_are_nearly_best_are_chosen(monkeypatch, tmp_path:
     monkeypatch.setattr(drives, "read_once", given)
     monkeypatch.setattr(drives, "drop_from_cache", lambda _: False)
     swept = sweep([FileRange(tmp_path / "x", 0, 4096)], nobody, (1, 8, 32))
-    assert swept.chosen == Reading(10, 256 << 10, True, 200.0)  # 8 in flight, and for demand 2
+    assert swept.chosen == Reading(10, 256 << 10, True, 200.0, 8)  # for demand 2 more
     assert swept.notes == ("the page cache could not be kept out: buffered figures are too high",)
     blocks[256 << 10] = 98.0
     assert sweep([FileRange(tmp_path / "x", 0, 4096)], nobody, (1, 8, 32)).chosen.block_bytes == (
@@ -120,6 +120,7 @@ def test_what_was_measured_is_remembered_per_drive(tmp_path: Path) -> None:
     [
         {"readers": 0},
         {"readers": 65},
+        {"in_flight": 0},
         {"block_bytes": 5000},
         {"block_bytes": 0},
         {"bytes_per_s": 0},
