@@ -18,8 +18,8 @@ tokens were fed; a program that chooses for itself only takes their number. `fir
 `disk_bytes` (see below) when the first step began, where that is known.
 
 Every answer also says when it was given (`at`), what the process has read from disk so far
-(`disk_bytes`, page faults included; 0 where the system does not count it) and the most memory that
-it has held (`peak_bytes`, likewise).
+(`disk_bytes`, page faults included; 0 where the system does not count it), the most memory that it
+has held (`peak_bytes`, likewise), and the processor time that it has used (`cpu_s`).
 
 Times of day are those of time.monotonic(), which all processes of a machine share. A worker that is
 not asked anything sleeps, so that two can live side by side.
@@ -116,7 +116,11 @@ def serve(runner: Talker, greeting: dict[str, Any], out: TextIO = sys.stdout) ->
             case "turn":
                 given = (request[name] for name in ("prompts", "answers", "limit_s"))
                 answer = runner.turn(*given)
-        counts = {"disk_bytes": _counted("io", "read_bytes"), "peak_bytes": _peak_bytes()}
+        counts: dict[str, float] = {
+            "disk_bytes": _counted("io", "read_bytes"),
+            "peak_bytes": _peak_bytes(),
+        }
+        counts["cpu_s"] = time.process_time()
         _say(out, answer | {"at": time.monotonic()} | counts)
 
 

@@ -136,10 +136,18 @@ def main() -> None:
     parser.add_argument(
         "--others", type=lambda text: [Path(t) for t in text.split(",")], default=[]
     )
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS))
     options = parser.parse_args()
     recording = recording_from_bytes(options.recording.read_bytes())
+    traces = [read_route_csv(path) for path in sorted(options.traces.glob("*.csv.gz"))]
+    for name in options.only:
+        SECTIONS[name](recording, traces, options)
+
+
+def past(recording: Recording, _: list[Recording], options: argparse.Namespace) -> None:
+    """What past requests tell: sparsity, prediction, warm and cold, capacity, conditions."""
     requests = recording.requests
-    past, now = requests[: len(requests) // 2], requests[len(requests) // 2 :]
+    earlier, now = requests[: len(requests) // 2], requests[len(requests) // 2 :]
     second = recording.select(now)
     print(f"{len(requests)} requests, {recording.decode_tokens} decode tokens")
     used, reused, entropy = sparsity(recording)
@@ -148,7 +156,7 @@ def main() -> None:
     )
     print(f"          over all requests the entropy of use is {entropy:.1%} of uniform")
 
-    eamc = collection(recording, past, len(past))
+    eamc = collection(recording, earlier, len(earlier))
     print(f"\nrecall of {WIDTH}K predicted experts by layer distance (precision: ÷ {WIDTH})")
     guesses = predictions(recording, now, eamc)
     for name, recalls in guesses.items():
@@ -156,7 +164,7 @@ def main() -> None:
 
     print(f"\nwarm against cold, adaptive at {options.share:.0%}, stall of the first 16 tokens, ms")
     curves = {}
-    for name, memory in (("cold", None), ("warm", collection(recording, past, len(past)))):
+    for name, memory in (("cold", None), ("warm", collection(recording, earlier, len(earlier)))):
         outcome = run_case(second, Case("adaptive", options.share), CLOCK, eamc=memory)
         curves[name] = by_age(outcome, "stall_seconds") * 1000
         early = by_age(outcome, "stall_seconds", early=now[:30]).mean() * 1000
@@ -164,14 +172,14 @@ def main() -> None:
 
     print(f"\ncapacity of the EAMC at {options.share:.0%}: stall ms, hit rate, mean best cosine")
     for capacity in (1, 3, 10, 30, 100, 200, 300, None):
-        memory = collection(recording, past, capacity)
+        memory = collection(recording, earlier, capacity)
         near, held = nearest(recording, now, memory).mean(), len(memory)
         warm, paper = (
             run_case(
                 second,
                 Case(policy, options.share),
                 CLOCK,
-                eamc=collection(recording, past, capacity),
+                eamc=collection(recording, earlier, capacity),
             )
             for policy in ("adaptive", "eamc")
         )
@@ -233,8 +241,9 @@ def main() -> None:
     if options.pictures:
         draw(options.pictures, smooth, before, curves, guesses)
 
-    traces = [read_route_csv(path) for path in sorted(options.traces.glob("*.csv.gz"))]
-    others = [recording_from_bytes(path.read_bytes()) for path in options.others]
+
+def policies(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """Hit rates of all policies over shares."""
     for one in (recording, *traces):
         print(f"\nhit rate by share of experts, {one.name}")
         hits = parts.compared(one)
@@ -243,19 +252,34 @@ def main() -> None:
             print(f"  {name:26}", *(f"{rate:6.1%}" for rate in rates.values()))
         if one is recording and options.pictures:
             draw_policies(options.pictures, hits, recording)
+
+
+def without(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """`adaptive` without each of its parts."""
     for one in (recording, *traces):
-        print(f"\nwithout a part, {one.name} at {options.share:.0%}: hit rate, stall ms, reads")
+        print(
+            f"\nwithout a part, {one.name} at {options.share:.0%}: hit rate, stall ms, reads, kept"
+        )
         for name, outcome in parts.ablated(one, options.share).items():
             print(f"  {name:38} {_figures(outcome)}")
+
+
+def knobs(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """Every knob, one at a time."""
     for one in (recording, *traces):
         print(f"\nknobs, {one.name} at {options.share:.0%}, hints given: stall ms, hit rate")
         for policy, knob, found in parts.sensitivity(one, options.share):
             row = "  ".join(f"{v}: {o.stall_ms_per_token:.4f} {o.hit_rate:.1%}" for v, o in found)
             print(f"  {policy} {knob}: {row}")
+
+
+def workloads(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """Many requests together, changes of workload, long conversations and answers."""
     print("\nshare of experts used by so many requests together: at all, twice or more")
     for count, shares in parts.sparsity_of_many(recording, (1, 3, 10, 30, 100, 299)).items():
         print(f"  {count:4}:", *(f"{share:6.1%}" for share in shares))
     print("\nrequests until the stall is back within 5 % of its later mean: least, mean, most")
+    others = [recording_from_bytes(path.read_bytes()) for path in options.others]
     found = parts.shifts(recording, options.share)
     if len(others) > 1:
         found["from data set to data set"] = parts.between(others, options.share)
@@ -263,7 +287,7 @@ def main() -> None:
         if counts:
             mean = np.mean(counts)
             print(f"  {name} ({len(counts)}): {min(counts)} - {mean:.1f} - {max(counts)}")
-    print(f"\nlong conversations, at {options.share:.0%}: hit rate, stall ms, reads")
+    print(f"\nlong conversations, at {options.share:.0%}: hit rate, stall ms, reads, kept")
     for turns in (1, 5, 20, 100):
         longer = parts.as_conversations(recording, turns)
         for name in ("lru", "eamc", "adaptive"):
@@ -274,6 +298,15 @@ def main() -> None:
         for name in ("lru", "adaptive"):
             rates = parts.by_place(one, options.share, Way(name, POLICIES[name]), 32)
             print(f"  {name:9}", *(f"{rate:6.1%}" for rate in rates))
+
+
+SECTIONS = {
+    "past": past,
+    "policies": policies,
+    "without": without,
+    "knobs": knobs,
+    "workloads": workloads,
+}
 
 
 def _figures(outcome: Outcome) -> str:

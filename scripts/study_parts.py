@@ -6,7 +6,7 @@ Does not know files or pictures; study.py runs it on recordings and prints what 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moeinf.offload.hints import HintSource, ModelledHints, RecordedHints
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy import POLICIES, Policy, Setup
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.simulate import Outcome
 from moeinf.offload.trace import Recording
@@ -74,17 +74,24 @@ def sensitivity(
     recording: Recording, share: float
 ) -> Iterator[tuple[str, str, list[tuple[Any, Outcome]]]]:
     """(policy, knob, [(value, outcome)]); `adaptive` is given hints."""
-    setting = case(recording, share)
     for knob, values in ADAPTIVE_VALUES.items():
         ways = [Way("", knobs(**{knob: value}), hints=True) for value in values]
-        yield "adaptive", knob, [(v, setting.run(w)) for v, w in zip(values, ways, strict=True)]
+        yield "adaptive", knob, _tried(recording, share, values, ways)
     for knob, values in EAMC_VALUES.items():
-        outcomes = []
-        for value in values:
-            changed = replace(EamcKnobs(), **{knob: value})
-            way = Way("", lambda setup, changed=changed: EamcPolicy(setup, changed))
-            outcomes.append((value, setting.run(way)))
-        yield "eamc", knob, outcomes
+        ways = [Way("", _eamc(replace(EamcKnobs(), **{knob: value}))) for value in values]
+        yield "eamc", knob, _tried(recording, share, values, ways)
+
+
+def _tried(
+    recording: Recording, share: float, values: Sequence[Any], ways: Sequence[Way]
+) -> list[tuple[Any, Outcome]]:
+    """Each is given the same hints: a modelled gate draws them anew."""
+    outcomes = [case(recording, share).run(way) for way in ways]
+    return list(zip(values, outcomes, strict=True))
+
+
+def _eamc(changed: EamcKnobs) -> Callable[[Setup], Policy]:
+    return lambda setup: EamcPolicy(setup, changed)
 
 
 def sparsity_of_many(recording: Recording, counts: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -154,7 +161,8 @@ def between(recordings: Sequence[Recording], share: float) -> list[int]:
 
 def as_conversations(recording: Recording, turns: int) -> Recording:
     """The same requests, so many at a time as turns of one conversation."""
-    places = {r: recording.requests[i - i % turns] for i, r in enumerate(recording.requests)}
+    requests = recording.requests
+    places = {request: requests[i - i % turns] for i, request in enumerate(requests)}
     longer = Recording(f"{recording.name}, {turns} turns", recording.shape)
     for done in recording.passes:
         longer.add(replace(done, rows=np.array([places[int(row)] for row in done.rows])))

@@ -65,7 +65,12 @@ def main(arguments: list[str]) -> None:
     waiting = [
         job
         for job, why in problems.items()
-        if why is None and (o.again or not results.has(job[0], _name(job[1])))
+        if why is None
+        and (
+            o.again
+            or not results.has(job[0], _name(job[1]))
+            or results.is_noisy(job[0], _name(job[1]), o.again_above)
+        )
     ]
     for job, why in problems.items():
         if why is not None:
@@ -153,6 +158,13 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--row-limit", type=float, metavar="SECONDS", help="of one row")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="a later run goes on")
     parser.add_argument("--again", action="store_true", help="also rows that are there")
+    parser.add_argument(
+        "--again-above",
+        type=float,
+        metavar="CORES",
+        default=float("inf"),
+        help="also rows that failed, or during which others used more processors",
+    )
     parser.add_argument("--dry-run", action="store_true", help="says how long it would take")
     pair = {"action": "append", "type": _pair, "default": []}
     parser.add_argument("--python", **pair, metavar="llama_cpp=PATH", help="a peer's Python")

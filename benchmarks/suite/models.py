@@ -18,6 +18,7 @@ from moeinf.runtime.checkpoint import SINGLE
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import physical_bytes
 
+_CONTEXT = 8192
 THIN: Config = {
     "hidden_size": 256,
     "intermediate_size": 128,
@@ -25,7 +26,7 @@ THIN: Config = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_hidden_layers": 4,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": _CONTEXT,
 }
 _BITS_OF_TAG = {"q4": 4.75, "q8": 8.75, "bf16": 16.0}  # per weight, about
 _SPARE_BYTES = 4 << 30  # of the disk, never filled
@@ -68,8 +69,17 @@ def make(
         config = {**shape("olmoe", layers, experts=16), **THIN}
         return SuiteModel(RaceModel(cache, "thin", config), tag, python)
     layers = layers or layers_that_fit(cache, name, tag, formats)
-    race = calibrated(cache, named(name, layers), shape(name, layers), Calibration())
+    race = calibrated(cache, _named(name, layers), _shape(name, layers), Calibration())
     return SuiteModel(race, tag, python)
+
+
+def _shape(name: str, layers: int) -> Config:
+    """With room for the longest conversation, which OLMoE's 4,096 tokens have not."""
+    return shape(name, layers) | {"max_position_embeddings": _CONTEXT}
+
+
+def _named(name: str, layers: int) -> str:
+    return f"{named(name, layers)}-{_CONTEXT // 1024}k"
 
 
 def layers_that_fit(cache: Path, name: str, tag: str, formats: set[Weights]) -> int:
@@ -79,8 +89,9 @@ def layers_that_fit(cache: Path, name: str, tag: str, formats: set[Weights]) -> 
     """
     layers: int = shape(name)["num_hidden_layers"]
     while layers >= 2:
-        config = shape(name, layers)
-        race = RaceModel(cache, f"{named(name, layers)}-{Calibration().name}", config)
+        race = RaceModel(
+            cache, f"{_named(name, layers)}-{Calibration().name}", _shape(name, layers)
+        )
         if _missing_bytes(race, tag, formats) < _free(cache) and (
             "checkpoint" not in formats or 2 * race.weights() < _RAM_SHARE * physical_bytes()
         ):

@@ -18,7 +18,7 @@ from moeinf.runtime.sizes import format_bytes
 
 Result = dict[str, Any]
 _HEAD = (
-    "program|tokens/s|TPOT ms (p95)|TTFT ms|hits|MB read/token|peak memory|floor ms|÷ floor"
+    "program|tokens/s|TPOT ms (p95)|TTFT ms|hits|MB read/token|peak memory|floor ms|÷ floor|others"
 ).split("|")
 
 
@@ -44,6 +44,12 @@ class Results:
     def has(self, scenario: Scenario, program: str) -> bool:
         """Whether that was measured, not only found to be impossible."""
         return bool(self._rows.get(_key(scenario, program), {}).get("ran"))
+
+    def is_noisy(self, scenario: Scenario, program: str, cores: float) -> bool:
+        """Whether others used more processors than that while it was measured; or it failed."""
+        row = self._rows.get(_key(scenario, program), {})
+        failed = row.get("status", "ok") != "ok" and cores < float("inf")
+        return failed or (row.get("others_cores") or 0.0) > cores
 
     def get(self, scenario: Scenario, program: str) -> Row | None:
         return self._rows.get(_key(scenario, program))
@@ -101,6 +107,7 @@ def _cells(row: Row) -> list[str]:
         _or_dash(row["peak_bytes"], format_bytes),
         _or_dash(floor, lambda ms: f"{ms:.1f}"),
         _or_dash(over, lambda times: f"{times:.2f}"),
+        _or_dash(row.get("others_cores"), lambda cores: f"{cores:.1f}"),
     ]
 
 

@@ -2,8 +2,9 @@
 
 Does not know options or reports. The keys of a row that was measured:
 
-    ttft_ms          until the last conversation has its first token (cold: from the imports on)
-    tpot_ms_median   of the steps, each of which gives every conversation a token; _p95
+    ttft_ms          until the last conversation has its first token (cold: from the imports on);
+                     the median of its rounds
+    tpot_ms_median   of all steps, each of which gives every conversation a token; _p95
     tokens_per_s     of all conversations together, first tokens not counted
     hit_rate         share of expert events that found their expert (ours)
     bytes_per_token  read from disk meanwhile, as the kernel counts it
@@ -12,6 +13,8 @@ Does not know options or reports. The keys of a row that was measured:
                      RAM, or those that ours read from disk, ÷ the speed measured beside this row
                      (in a batch: all KV caches, but no more experts than one conversation needs)
     forced           whether it was fed the scenario's tokens, or chose its own
+    others_cores     processors that everything else on the machine used meanwhile, time that a
+                     host took away included: a row where it is large says little
 
 A limit is our dense weights + KV cache + 300 MB + the share of our experts; a program whose weights
 have more bits gets a limit that is larger by as much.
@@ -23,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,7 @@ from moeinf.runtime.measure import measure
 OURS = "moeinf"
 Row = dict[str, Any]
 _WARM_TOKENS, _WARM_STEPS = 512, 4
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -160,76 +165,107 @@ def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
 
 
 def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -> Row:
+    """Up to _ROUNDS turns, each of other texts in empty conversations; a cold start has one."""
     limit = limit_bytes(bench, peer, scenario)
-    texts = _texts(bench.model.race.config["vocab_size"], scenario)
-    prompts = [text[: scenario.prompt] for text in texts]
-    answers = [text[scenario.prompt :][: scenario.decode] for text in texts]
+    vocab, begin = bench.model.race.config["vocab_size"], time.monotonic()
+    rounds: list[_Round] = []
     with Side(program(bench, peer, scenario), limit, late, bench.limit_s) as side:
         worker = side.worker
+        started_s = worker.greeting["ready_at"] - worker.greeting["imported_at"]
 
         def turn(asked: list[list[int]], forced: list[list[int]]) -> dict[str, Any]:
             return worker.ask("turn", prompts=asked, answers=forced, limit_s=bench.limit_s / 2)
 
         if scenario.moment != "cold":
-            warm = _warm(bench.model.race.config["vocab_size"], scenario)
-            turn(*warm)
+            turn(*_warm(vocab, scenario))
+        while len(rounds) < _ROUNDS and time.monotonic() - begin < bench.limit_s / 3:
+            if scenario.moment == "cold" and rounds:
+                break
             worker.ask("reset")
-        if scenario.moment == "second":
-            turn(prompts, answers)
-            prompts = [text[-SECOND_PROMPT - scenario.decode :][:SECOND_PROMPT] for text in texts]
-            answers = [text[-scenario.decode :] for text in texts]
-        before = worker.ask("about")
-        taken = turn(prompts, answers)
-        after = worker.ask("about")
-        started = worker.greeting["ready_at"] - worker.greeting["imported_at"]
-    return _row(peer, scenario, bench, taken, before, after, started)
+            texts = _texts(vocab, scenario, len(rounds))
+            prompts = [text[: scenario.prompt] for text in texts]
+            answers = [text[scenario.prompt :][: scenario.decode] for text in texts]
+            if scenario.moment == "second":
+                turn(prompts, answers)
+                prompts = [t[-SECOND_PROMPT - scenario.decode : -scenario.decode] for t in texts]
+                answers = [text[-scenario.decode :] for text in texts]
+            before, busy, start = worker.ask("about"), _busy_s(), time.monotonic()
+            taken = turn(prompts, answers)
+            others = _busy_s() - busy - (taken["cpu_s"] - before["cpu_s"])
+            others /= time.monotonic() - start
+            rounds.append(_Round(before, taken, worker.ask("about"), others))
+    return _row(peer, scenario, bench, rounds, started_s)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A measured turn, and what the worker said about itself before and after."""
+
+    before: Row
+    taken: Row
+    after: Row
+    others_cores: float
+
+    def grown(self, name: str) -> int:
+        return int(self.after[name] - self.before[name])
+
+    @property
+    def read_bytes(self) -> int:
+        """From disk, by the steps alone where that is known."""
+        begin = self.taken.get("first_disk_bytes", self.before["disk_bytes"])
+        return int(self.taken["disk_bytes"] - begin)
 
 
 def _row(
-    peer: Peer | None,
-    scenario: Scenario,
-    bench: Bench,
-    taken: Row,
-    before: Row,
-    after: Row,
-    started_s: float,
+    peer: Peer | None, scenario: Scenario, bench: Bench, rounds: list[_Round], started_s: float
 ) -> Row:
-    first, steps = taken["first"], taken["steps"]
+    steps = [step for one in rounds for step in one.taken["steps"]]
     if not steps:
         raise WorkerFailed(f"no second token within {bench.limit_s / 2:.0f} s")
-    rows = len(steps) * scenario.batch
-    cold = scenario.moment == "cold"
-    read_before = taken.get("first_disk_bytes", before["disk_bytes"])
+    rows, last = len(steps) * scenario.batch, rounds[-1]
+    first = statistics.median(one.taken["first"] for one in rounds)
     found: Row = {
-        "ttft_ms": round(1e3 * (first + (started_s if cold else 0)), 1),
+        "ttft_ms": round(1e3 * (first + (started_s if scenario.moment == "cold" else 0)), 1),
         "tpot_ms_median": round(1e3 * statistics.median(steps), 2),
         "tpot_ms_p95": round(1e3 * sorted(steps)[int(0.95 * (len(steps) - 1))], 2),
         "tokens_per_s": round(rows / sum(steps), 2),
+        "rounds": len(rounds),
         "steps": len(steps),
         "hit_rate": None,
-        "bytes_per_token": round((taken["disk_bytes"] - read_before) / rows),
-        "peak_bytes": taken["peak_bytes"],
-        "forced": taken["forced"],
+        "bytes_per_token": round(sum(one.read_bytes for one in rounds) / rows),
+        "peak_bytes": last.taken["peak_bytes"],
+        "forced": last.taken["forced"],
+        "others_cores": round(max(0.0, statistics.fmean(r.others_cores for r in rounds)), 2),
         "bits": None,
-        "version": after.get("version", "this clone"),
+        "version": last.after.get("version", "this clone"),
     }
-    if after.get("elsewhere"):  # a server's memory and disk are not this process's
-        found |= {"bytes_per_token": None, "peak_bytes": None}
+    if last.after.get("elsewhere"):  # a server's memory and disk are not this process's
+        found |= {"bytes_per_token": None, "peak_bytes": None, "others_cores": None}
     else:
         found["bits"] = bench.model.bits(peer.weights if peer is not None else None)
     if peer is None:
-        events = after["decode_events"] - before["decode_events"]
-        hits = after["decode_hits"] - before["decode_hits"]
+        events = sum(one.grown("decode_events") for one in rounds)
+        hits = sum(one.grown("decode_hits") for one in rounds)
         found["hit_rate"] = round(hits / events, 4) if events else None
-        kv = after["state_bytes"] * (scenario.batch - 1)  # the others' caches; ours is in it
-        found["token_bytes"] = after["token_bytes"] + kv
+        kv = last.after["state_bytes"] * (scenario.batch - 1)  # the first one's is in it
+        found["token_bytes"] = last.after["token_bytes"] + kv
     return found
 
 
-def _texts(vocab: int, scenario: Scenario) -> list[list[int]]:
-    """A calibrated text for every conversation."""
+def _busy_s() -> float:
+    """Processor seconds that the machine has used so far, stolen ones too; 0 where unknown."""
+    with suppress(OSError):
+        user, nice, system, _, _, *rest = Path("/proc/stat").read_text().split(None, 9)[1:9]
+        ticks = sum(map(int, (user, nice, system, *rest)))
+        return ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _texts(vocab: int, scenario: Scenario, number: int) -> list[list[int]]:
+    """A calibrated text for every conversation of a round."""
     length = scenario.prompt + 2 * scenario.decode + SECOND_PROMPT
-    return [tokens(Calibration(), vocab, length, seed) for seed in range(scenario.batch)]
+    seeds = range(number * scenario.batch, (number + 1) * scenario.batch)
+    return [tokens(Calibration(), vocab, length, seed) for seed in seeds]
 
 
 def _warm(vocab: int, scenario: Scenario) -> tuple[list[list[int]], list[list[int]]]:

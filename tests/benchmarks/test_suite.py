@@ -31,6 +31,7 @@ _ROW = {
     "peak_bytes": 1 << 30,
     "floor_ms": 16.0,
     "forced": True,
+    "others_cores": 0.3,
 }
 
 
@@ -85,6 +86,8 @@ def test_results_are_kept_and_shown(tmp_path: Path) -> None:
     again = Results(path, _ABOUT)
     assert again.has(ram, "moeinf")
     assert again.has(ram, "transformers")
+    assert again.is_noisy(ram, "moeinf", 0.2)
+    assert not again.is_noisy(ram, "moeinf", 0.5)
     assert not again.has(ram, "vLLM")  # it may be installed by then
     assert not again.has(Scenario(batch=2), "moeinf")
     lines = markdown(again, [ram]).splitlines()
@@ -92,7 +95,7 @@ def test_results_are_kept_and_shown(tmp_path: Path) -> None:
     assert len({line.count("|") for line in table}) == 1
     assert table[2] == (
         "| RAM, 512+32, batch 1, warm | moeinf | 48.00 | 20.0 (30.0) | 100 | 91.2% | 2.5 "
-        "| 1.0 GiB | 16.0 | 1.25 |"
+        "| 1.0 GiB | 16.0 | 1.25 | 0.3 |"
     )
     assert "killed at the limit" in table[4]
     assert lines[-1] == "- vLLM (RAM): not installed: pip install vllm"
@@ -140,7 +143,8 @@ def test_the_whole_command(cache: Path) -> None:
     assert limited["status"] == "ok" or "cannot be limited" in limited["status"]
     for key, row in ours.items():
         assert row["status"] == "ok", (key, row)
-        assert row["steps"] == 8
+        assert row["steps"] == 8 * row["rounds"]
+        assert row["rounds"] == (1 if row["moment"] == "cold" else 3)
         assert row["forced"]
         assert row["tpot_ms_p95"] >= row["tpot_ms_median"] > 0
         assert row["tokens_per_s"] > 0
