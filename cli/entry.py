@@ -23,10 +23,17 @@ def main() -> None:
         signal.signal(signal.SIGINT, _leave)
     from moeinf.cli.main import answer
 
+    pressed = False
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
     try:
         if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = answer(sys.argv[1:])
+            signal.signal(signal.SIGINT, interrupt)
+        code = answer(sys.argv[1:], lambda: pressed)
     except KeyboardInterrupt:  # around `answer`, whose own boundary sees all others
         code = _INTERRUPTED
     if ours:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -83,8 +83,12 @@ def _root(
 ) -> None: ...
 
 
-def answer(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code: 0, 1, 2 or 130."""
+def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: False) -> int:
+    """Runs one command line and returns its exit code: 0, 1, 2 or 130.
+
+    interrupted: whether a KeyboardInterrupt was raised. Libraries that are being imported may
+    swallow it and go on with half of themselves: what they fail with then is not told.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows '?'
             stream.reconfigure(errors="replace")
@@ -105,6 +109,8 @@ def answer(arguments: Sequence[str]) -> int:
     except Exception as error:
         if _debugging():
             traceback.print_exc()
+        if interrupted():
+            return _INTERRUPTED
         words = describe(error)
         out.error(words.code, words.message, _where(words, error))
         return words.exit_code

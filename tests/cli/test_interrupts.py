@@ -37,6 +37,32 @@ def test_while_it_is_imported(module: str, tmp_path: Path) -> None:
     assert done.stdout == done.stderr == b""
 
 
+# torch was seen to do so while it imports numpy: what fails is the half that was imported.
+SWALLOWED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "moeinf.cli.local":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise AttributeError("module 'numpy' has no attribute 'matrix'") from None
+
+sys.meta_path.insert(0, Finder)
+from moeinf.cli.entry import main
+main()
+"""
+
+
+def test_an_import_that_swallows_it(demo_home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWED, "run", "demo", "17+25="],
+        env=environment(demo_home), stdin=subprocess.DEVNULL, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 BEGINS = "import os; from moeinf.cli.entry import main; os.write(2, b'.'); main()"
 
 
