@@ -148,7 +148,8 @@ def test_the_whole_command(cache: Path) -> None:
         assert row["forced"]
         assert row["tpot_ms_p95"] >= row["tpot_ms_median"] > 0
         assert row["tokens_per_s"] > 0
-        assert 0 < row["floor_ms"] < row["tpot_ms_median"]
+        assert row["floor_ms"] > 0  # a thin model may beat it: it lies in the processor's caches
+        assert row["token_bytes"] > 1_000_000
         assert row["bits"] == 4.75
     assert ours["RAM, 32+8, batch 1, warm | moeinf"]["hit_rate"] > 0.99
     assert not rows["GPU 35 %, 32+8, batch 1, warm | vLLM"].get("ran")
