@@ -177,7 +177,7 @@ def command(peer: str, model: str, *more: str) -> list[str]:
 
 def talk(started: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Two turns, and what the worker says about itself."""
-    with Worker(started, limit_s=60) as worker:
+    with Worker(started, limit_s=250) as worker:
         first = worker.ask("turn", prompts=_PROMPTS, answers=_ANSWERS, limit_s=30)
         second = worker.ask("turn", prompts=_PROMPTS, answers=_ANSWERS, limit_s=30)
         worker.ask("reset")
