@@ -14,6 +14,11 @@ from moeinf.runtime.inventory import WantedParts
 
 Config = dict[str, Any]
 
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_NAMES = {  # where a layer's experts are, and their matrices
+    "": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
+}
 _COMMON: Config = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
 SHAPES: Mapping[str, Config] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924
@@ -87,6 +92,23 @@ SHAPES: Mapping[str, Config] = {
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6,
     },
+    "mixtral-8x7b": {  # mistralai/Mixtral-8x7B-v0.1
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
 }
 
 
@@ -96,8 +118,7 @@ def shape(name: str, layers: int | None = None, experts: int | None = None) -> C
     if layers is not None:
         config["num_hidden_layers"] = layers
     if experts is not None:
-        key = "n_routed_experts" if "n_routed_experts" in config else "num_experts"
-        config[key] = experts
+        config[next(key for key in _EXPERTS if key in config)] = experts
     return config
 
 
@@ -108,13 +129,14 @@ def tensors_of(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     moe = family.build(parsed, wanted).moe
     yield from wanted.shapes.items()
     sides = (moe.intermediate, moe.hidden)
+    place, gate, up, down = _NAMES.get(config["model_type"], _NAMES[""])
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}.mlp.experts"
+        prefix = f"model.layers.{layer}.{place}"
         try:
-            family.expert(f"{prefix}.0.up_proj.weight", parsed)
+            family.expert(f"{prefix}.0.{up}.weight", parsed)
         except ModelDataError:
             continue  # a dense layer
         for expert in range(moe.experts):
-            yield f"{prefix}.{expert}.gate_proj.weight", sides
-            yield f"{prefix}.{expert}.up_proj.weight", sides
-            yield f"{prefix}.{expert}.down_proj.weight", sides[::-1]
+            yield f"{prefix}.{expert}.{gate}.weight", sides
+            yield f"{prefix}.{expert}.{up}.weight", sides
+            yield f"{prefix}.{expert}.{down}.weight", sides[::-1]

@@ -14,6 +14,7 @@ from moeinf.cli.options import (
     Json,
     Memory,
     Model,
+    OnMiss,
     Quiet,
     Threads,
     Usage,
@@ -38,6 +39,7 @@ def bench(
     memory: Memory = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
+    miss: OnMiss = "auto",
     policies: Annotated[
         str, typer.Option(metavar="A,B", help="Policies to compare, one after the other.")
     ] = DEFAULT_POLICY,
@@ -82,7 +84,7 @@ def bench(
         prompt_tokens = recording.tokens - new_tokens
     traced = recording is None  # forced routing is not the model's
     config = engine_config(
-        settings, memory, context, names[0], threads, traced, device, device_memory
+        settings, memory, context, names[0], threads, traced, device, device_memory, miss
     )
     runs = []
     for name in names:

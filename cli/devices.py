@@ -9,9 +9,11 @@ import typer
 
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
-from moeinf.runtime.config import read_environment
-from moeinf.runtime.devices import Drive, Ram, drive_key, remember
+from moeinf.native import DeviceError
+from moeinf.runtime.config import Settings, read_environment
+from moeinf.runtime.devices import Drive, Ram, drive_key, remember, remember_gpu
 from moeinf.runtime.drive import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sweep, written_files
+from moeinf.runtime.gpu import NoGpu, all_gpus, find_gpu, open_context
 from moeinf.runtime.measure import measure_ram, thorough_drive
 from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.sizes import format_bytes, parse_memory
@@ -58,10 +60,48 @@ def devices(
             drive = thorough_drive(swept, expert_size)
             key = drive_key(place)
     remember(settings, ram=ram, drive=(place, drive))
+    gpus, bus = all_gpus(settings.libcuda), None
+    if not isinstance(gpus, NoGpu):
+        bus = _bus(settings)
     if json:
-        out.document(_document(place, key, ram, drive, swept))
+        document = _document(place, key, ram, drive, swept)
+        out.document(document | {"gpus": _gpus(gpus, bus)})
     else:
         _print(out, place, ram, drive, swept)
+        _print_gpus(out, gpus, bus)
+
+
+def _bus(settings: Settings) -> float | None:
+    """Bytes per second to the first GPU, noted; None when it refuses."""
+    from moeinf.runtime.bus import measure_bus  # imports torch
+
+    gpu = find_gpu(settings.libcuda)
+    if isinstance(gpu, NoGpu):
+        return None
+    try:
+        speed = measure_bus(open_context(gpu))
+    except DeviceError:
+        return None
+    remember_gpu(settings, gpu.name, bus_bytes_per_s=speed)
+    return speed
+
+
+def _gpus(gpus: list[tuple[str, int]] | NoGpu, bus: float | None) -> list[dict[str, Any]]:
+    found = [] if isinstance(gpus, NoGpu) else gpus
+    speeds = [None if bus is None else round(bus)] + [None] * len(found)
+    return [
+        {"name": name, "total_bytes": total, "bus_bytes_per_s": speed}
+        for (name, total), speed in zip(found, speeds, strict=False)
+    ]
+
+
+def _print_gpus(out: Output, gpus: list[tuple[str, int]] | NoGpu, bus: float | None) -> None:
+    if isinstance(gpus, NoGpu):
+        out.line(f"GPU: none ({gpus.why}).")
+        return
+    for number, (name, total) in enumerate(gpus):
+        speed = f", bus {bus / 1e9:.1f} GB/s from page-locked memory" if bus and not number else ""
+        out.line(f"GPU {number}: {name}, {format_bytes(total)}{speed}.")
 
 
 def _document(place: Path, key: str, ram: Ram, drive: Drive, swept: Sweep) -> dict[str, Any]:

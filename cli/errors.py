@@ -82,6 +82,11 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "DeviceUnavailable": _plain(
         "device_unavailable", "Leave --device and --device-memory away, or give --device cpu."
     ),
+    "DeviceDoesNotFit": _plain(
+        "does_not_fit", "Give more with --device-memory, free some of the device, or --device cpu."
+    ),
+    "OutOfMemory": _plain("out_of_memory", "Give more --device-memory, or --device cpu."),
+    "DeviceError": _plain("device_failed", "`--device cpu` does without it."),
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "BadLanguage": _plain("bad_language", "Codes look like eng_Latn and fra_Latn."),
     "PromptTooLong": _plain("prompt_too_long", "Shorten it, or give a larger --ctx."),

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moeinf.offload.policy_names import POLICY_NAMES
+from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import DEMO, TAGS
@@ -34,6 +35,13 @@ def _device(text: str) -> Wanted:
         if text == name:
             return name
     raise typer.BadParameter(f"{text!r} is not one of {', '.join(WANTED)}")
+
+
+def _miss(text: str) -> Miss:
+    for name in MISSES:
+        if text == name:
+            return name
+    raise typer.BadParameter(f"{text!r} is not one of {', '.join(MISSES)}")
 
 
 def policy_name(text: str) -> str:
@@ -104,6 +112,15 @@ DeviceMemory = Annotated[
         show_default=False,
     ),
 ]
+OnMiss = Annotated[
+    Miss,
+    typer.Option(
+        "--miss",
+        parser=_miss,
+        metavar="|".join(MISSES),
+        help="With --device gpu, what is not in its memory: computed by the CPU, or fetched.",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)
 ]
@@ -122,6 +139,7 @@ def engine_config(
     trace: bool = True,
     device: Wanted = "auto",
     device_memory: MemorySize | None = None,
+    miss: Miss = "auto",
 ) -> EngineConfig:
     """An option counts more than the environment, the environment more than the default."""
     return EngineConfig(
@@ -132,4 +150,6 @@ def engine_config(
         trace=trace,
         device=device,
         device_memory=device_memory,
+        miss=miss,
+        libcuda=settings.libcuda,
     )

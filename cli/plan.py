@@ -14,15 +14,19 @@ from moeinf.cli.options import (
     Json,
     Memory,
     Model,
+    OnMiss,
     PolicyName,
     Quiet,
     Threads,
     engine_config,
 )
 from moeinf.cli.output import Output
+from moeinf.cli.plan_device import device_document, device_fields
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.devices import remembered_bus
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Registry
 from moeinf.runtime.manifest import Manifest
@@ -41,6 +45,7 @@ def plan(
     memory: Memory = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
+    miss: OnMiss = "auto",
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
@@ -55,7 +60,14 @@ def plan(
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     config = engine_config(
-        settings, memory, ctx, policy, threads, device=device, device_memory=device_memory
+        settings,
+        memory,
+        ctx,
+        policy,
+        threads,
+        device=device,
+        device_memory=device_memory,
+        miss=miss,
     )
     print_plan(model, config, settings, out)
 
@@ -98,6 +110,8 @@ class _Expected:
     tokens_per_s: float
     how: str
     bound: float
+    miss: Miss
+    bus: tuple[float, str] | None = None  # bytes per second, and when that was measured
 
 
 def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
@@ -119,13 +133,17 @@ def _expect(
     manifest: Manifest, config: EngineConfig, settings: Settings, machine: _Machine
 ) -> _Expected:
     placement = place(manifest, config, machine.free_bytes, machine.cores)
-    bound = 1 / seconds_per_token(placement, manifest, machine.speeds)
-    seen = remembered_speed(settings, manifest.model, placement.slots)
+    gpu = placement.on_device
+    bus = None if gpu is None else remembered_bus(settings, gpu.gpu)
+    speed = None if bus is None else bus[0]
+    bound = 1 / seconds_per_token(placement, manifest, machine.speeds, config.miss, speed)
+    # What was measured is of the CPU alone.
+    seen = remembered_speed(settings, manifest.model, placement.slots) if gpu is None else None
     disk = manifest.slots.max_bytes + manifest.dense_bytes
     if seen is None:
-        return _Expected(placement, disk, bound, _BOUND, bound)
+        return _Expected(placement, disk, bound, _BOUND, bound, config.miss, bus)
     how = f"measured here with this --memory on {seen[1]}"
-    return _Expected(placement, disk, seen[0], how, bound)
+    return _Expected(placement, disk, seen[0], how, bound, config.miss)
 
 
 def _try(
@@ -146,6 +164,9 @@ def _document(
     placement, speeds, experts = found.placement, machine.speeds, manifest.slots.experts
     ram = {"name": "ram", "bytes": placement.experts_bytes, "experts": placement.slots}
     disk = {"name": "disk", "bytes": manifest.slots.max_bytes, "experts": experts}
+    gpu, tiers = placement.on_device, [ram, disk]
+    if gpu is not None:
+        tiers.insert(0, {"name": "device", "bytes": gpu.arena_bytes, "experts": gpu.slots})
     return {
         "model": manifest.name,
         "tag": manifest.tag,
@@ -157,7 +178,8 @@ def _document(
         "dense_bytes": placement.dense_bytes,
         "kv_bytes": placement.kv_bytes,
         "scratch_bytes": placement.scratch_bytes,
-        "tiers": [ram, disk],
+        "tiers": tiers,
+        "device_memory": None if gpu is None else device_document(gpu, found.miss, found.bus),
         "expected_tokens_per_s": round(found.tokens_per_s, 2),
         "bound_tokens_per_s": round(found.bound, 2),
         "tags": [_row(tag, row) for tag, row in rows.items()],
@@ -203,6 +225,7 @@ def _print(
             ),
             ("experts on disk", f"{slots.experts}, {size(slots.max_bytes)}"),
             ("least --memory", f"{least} ({size(least)})"),
+            *([] if placement.on_device is None else device_fields(placement.on_device, found.bus)),
             ("dense weights", size(placement.dense_bytes)),
             ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens"),
             ("scratch", f"at most {size(placement.scratch_bytes)}"),

@@ -30,14 +30,14 @@ def ps(json: Json = False, quiet: Quiet = False) -> None:
 
 
 def _row(engine: LiveEngine) -> list[str]:
-    digest, context, experts, hits = "-", "-", "-", "-"
+    digest, context, experts, hits, on = "-", "-", "-", "-", "cpu"
     f = engine.figures  # None while it loads
     if f is not None:
-        digest, context = f.digest[:ID_DIGITS], str(f.context)
+        digest, context, on = f.digest[:ID_DIGITS], str(f.context), f.device
         experts = f"{f.device_experts}/{f.host_experts}/{f.disk_experts}"
         hits = "-" if f.hit_rate is None else f"{f.hit_rate:.1%}"
     size = format_bytes(engine.peak_bytes)
-    where = [str(engine.pid), size, "100% CPU", context]
+    where = [str(engine.pid), size, "100% CPU" if on == "cpu" else "CPU + GPU", context]
     return [engine.model, digest, *where, experts, hits, "its process ends"]
 
 
@@ -55,7 +55,7 @@ def _as_json(engine: LiveEngine) -> dict[str, Any]:
         "tag": tag,
         "digest": None if f is None else f.digest,
         "context": None if f is None else f.context,
-        "device": "cpu",
+        "device": "cpu" if f is None else f.device,
         "experts": experts,
         "hit_rate": None if f is None else f.hit_rate,
         "bytes": size,

@@ -20,6 +20,7 @@ from moeinf.cli.options import (
     Memory,
     Model,
     NoTrace,
+    OnMiss,
     PolicyName,
     Quiet,
     Threads,
@@ -49,6 +50,7 @@ def run(
     memory: Memory = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
+    miss: OnMiss = "auto",
     policy: PolicyName = DEFAULT_POLICY,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -101,7 +103,7 @@ def run(
     out, settings = Output(json=json, quiet=quiet), read_environment()
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
     config = engine_config(
-        settings, memory, ctx, policy, threads, not no_trace, device, device_memory
+        settings, memory, ctx, policy, threads, not no_trace, device, device_memory, miss
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -123,6 +125,7 @@ def run(
     own = {
         "--memory": memory, "--ctx": ctx, "--threads": threads, "--now": now,
         "--device": None if device == "auto" else device, "--device-memory": device_memory,
+        "--miss": None if miss == "auto" else miss,
         "--src": src, "--tgt": tgt,
         "--policy": None if policy == DEFAULT_POLICY else policy,
         "--no-trace": no_trace or None,

@@ -12,6 +12,7 @@ from moeinf.cli.options import (
     Device,
     DeviceMemory,
     Memory,
+    OnMiss,
     PolicyName,
     Quiet,
     Threads,
@@ -27,6 +28,7 @@ def serve(
     memory: Memory = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
+    miss: OnMiss = "auto",
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
@@ -46,9 +48,18 @@ def serve(
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
     if port is not None:
         server = replace(server, port=port)
-    choose_processor(device, device_memory)  # says so now, not at the first request
+    choose_processor(
+        device, device_memory, settings.libcuda
+    )  # says so now, not at the first request
     config = engine_config(
-        settings, memory, ctx, policy, threads, device=device, device_memory=device_memory
+        settings,
+        memory,
+        ctx,
+        policy,
+        threads,
+        device=device,
+        device_memory=device_memory,
+        miss=miss,
     )
 
     from moeinf.server.serve import run_server  # FastAPI and uvicorn come in only here

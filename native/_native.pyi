@@ -55,6 +55,115 @@ class SlotPool:
     def bytes(self) -> int:
         """slots * slot_bytes."""
 
+DRIVER_LIBRARY: Final[str]  # libcuda.so.1
+LEAST_BATCHED_BYTES: Final[int]  # smaller copies go one by one
+
+class NoDriver(RuntimeError):
+    """There is no libcuda here, or it lacks a call."""
+
+class DeviceError(RuntimeError):
+    """A call of the CUDA driver failed, or work that was queued before it."""
+
+    name: str  # the driver's own: CUDA_ERROR_ILLEGAL_ADDRESS
+    call: str  # cuMemcpyHtoDAsync
+
+class OutOfDeviceMemory(DeviceError):
+    """CUDA_ERROR_OUT_OF_MEMORY: of the device, or of what may be page-locked."""
+
+@final
+class Driver:
+    """libcuda, opened and initialised. Stays open until the process ends."""
+
+    def __init__(self, library: str = ...) -> None:
+        """Raises NoDriver; DeviceError, CUDA_ERROR_NO_DEVICE among others."""
+
+    @property
+    def version(self) -> int:
+        """1000 · major + 10 · minor of the newest CUDA that it serves."""
+
+    @property
+    def devices(self) -> int: ...
+    @property
+    def has_batches(self) -> bool:
+        """Whether many copies can be one call (CUDA 12.8)."""
+
+    def info(self, device: int) -> tuple[str, int]:
+        """Name and bytes of memory."""
+
+@final
+class DeviceContext:
+    """A device's primary context, which torch uses as well; held while this lives."""
+
+    def __init__(self, driver: Driver, device: int = 0) -> None:
+        """Raises DeviceError."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes free and in all, of the whole device."""
+
+@final
+class HostLock:
+    """Page-locks a pool, slice after slice; unlocks it when the last reference goes.
+
+    One thread calls lock_next; any may ask locked_slots.
+    """
+
+    def __init__(self, context: DeviceContext, pool: SlotPool, slice_bytes: int) -> None:
+        """slice_bytes is rounded down to whole slots, at least one."""
+
+    @property
+    def next_bytes(self) -> int:
+        """What lock_next would lock; 0 when everything is locked."""
+
+    @property
+    def locked_slots(self) -> int:
+        """The first so many slots are page-locked."""
+
+    def lock_next(self) -> None:
+        """Locks one more slice, which touches its pages. Raises DeviceError; nothing is lost."""
+
+@final
+class DeviceSlots:
+    """An arena of equal slots in device memory, filled from a host pool over a stream of its own.
+
+    For one thread. What orders copies and kernels is drawn in device_slots.h.
+    """
+
+    def __init__(self, context: DeviceContext, host: HostLock, slots: int, stream: int) -> None:
+        """`stream` is the handle of the kernels' stream, 0 the default one.
+
+        Raises OutOfDeviceMemory, DeviceError, ValueError without slots.
+        """
+
+    @property
+    def address(self) -> int:
+        """Of slot 0, in the device's memory."""
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    def copy(self, host_slots: Sequence[int], slots: Sequence[int], bytes: int) -> int:
+        """Queues one batch, host_slots[i] -> slots[i]; its number.
+
+        The host slots must stay as they are until the batch is done. Raises DeviceError, after
+        which nothing of it is under way; ValueError for slots that are none.
+        """
+
+    def done(self, batch: int) -> bool:
+        """Whether the batch has arrived. Raises DeviceError."""
+
+    def wait(self, batch: int) -> None:
+        """Returns when it has. Raises DeviceError."""
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        """What is queued to the kernels' stream from now on sees the bytes of these slots."""
+
+    def end_read(self, slots: Sequence[int]) -> None:
+        """What was queued so far is all that reads them: after it they may be overwritten."""
+
+    def finish(self) -> None:
+        """Returns when everything queued to the kernels' stream has run. Raises DeviceError."""
+
 @final
 class Counters:
     """A consistent snapshot; submitted == queued + running + done + errors + cancelled."""

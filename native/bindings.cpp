@@ -21,6 +21,7 @@
 #include "attention_bindings.h"
 #include "copy_queue_files.h"
 #include "crc32c.h"
+#include "device_bindings.h"
 #include "kernel_bindings.h"
 #include "policy_bindings.h"
 #include "read_loop.h"
@@ -280,6 +281,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("_nothing", [] {});  // what a call costs: tests and benchmarks compare with it
     m.def("syncfs", &sync_file_system, py::arg("fd"));
     bind_attention(m);
+    bind_device(m);  // after SlotPool, which it takes
     bind_kernels(m);
     bind_policies(m);
 }

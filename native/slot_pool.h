@@ -19,9 +19,7 @@
 // never reaches beyond a mapping, so resident memory never exceeds bytes(). Huge pages are advised
 // from kHugeAdviceBytes on: a smaller arena gains nothing, and one touched byte would cost 2 MiB.
 //
-// Where the memory comes from is ArenaCalls. This is where page-locking will enter, with the GPU
-// tier that needs it: a map() that locks in chunks while enough memory stays free for the machine,
-// falls back to pageable memory where that ends or the system refuses, and says which of the two.
+// Where the memory comes from is ArenaCalls. host_lock.h page-locks it, where there is a GPU.
 #pragma once
 
 #include <cstddef>

@@ -30,6 +30,7 @@ class Residency:
         assert slots > 0, "a cache needs a place"
         self._slot_of: list[int] = [-1] * cells
         self._was_in: list[int] = [-1] * cells  # the slot that an evicted cell had
+        self._cell_in: list[int] = [-1] * slots  # who had the slot last
         self._pins: dict[int, int] = {}  # cell -> pins > 0
         self._loading: set[int] = set()
         self._empty = list(range(slots - 1, -1, -1))
@@ -63,10 +64,17 @@ class Residency:
         assert slot >= 0, f"cell {cell} has no slot"
         return slot
 
+    def cell_in(self, slot: int) -> int:
+        """Whose slot it is."""
+        cell = self._cell_in[slot]
+        assert self._slot_of[cell] == slot, f"nobody has slot {slot}"
+        return cell
+
     def assign(self, cell: int, *, pinned: bool = True) -> int:
         """Gives a free slot to a cell whose bytes are about to be read."""
         assert self._slot_of[cell] < 0, f"cell {cell} has a slot already"
         slot = self._slot_of[cell] = self._empty.pop()
+        self._cell_in[slot] = cell
         self._loading.add(cell)
         if pinned:
             self._pins[cell] = 1
@@ -102,6 +110,7 @@ class Residency:
         slot = self._was_in[cell]
         self._empty.remove(slot)
         self._slot_of[cell] = slot
+        self._cell_in[slot] = cell
 
     def release(self, cell: int) -> None:
         """Frees the slot of a cell whose read failed or was cancelled."""

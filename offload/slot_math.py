@@ -31,6 +31,36 @@ class TorchFfn(Protocol):
         ...
 
 
+class ExpertMath(TorchFfn, Protocol):
+    """The same, and how rows are grouped."""
+
+    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
+        """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
+        ...
+
+
+class ExpertRunner(Protocol):
+    """The arithmetic over the slots of one tier."""
+
+    def run(
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        ...
+
+
+class HostRunner(ExpertRunner, Protocol):
+    """The same for the host's tier, whose slots a tier above may be reading."""
+
+    def end_copies(self) -> bool:
+        """Waits until no copy reads a slot. False: none did."""
+        ...
+
+
 class SlotMath:
     """The arithmetic over the slots of one pool."""
 
@@ -48,7 +78,7 @@ class SlotMath:
             )
             assert self._kernel.expert_bytes == layout.data_bytes
         if not is_tiled(layout.dtype):
-            self._weights = _views(layout, self._arena.view(pool.slots, pool.slot_bytes))
+            self._weights = slot_views(layout, self._arena.view(pool.slots, pool.slot_bytes))
 
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
@@ -78,6 +108,10 @@ class SlotMath:
         )  # fmt: skip
         return out
 
+    def end_copies(self) -> bool:
+        """Nobody copies out of these slots."""
+        return False
+
     def _is_native(self, count: int) -> bool:
         return self._kernel is not None and count <= _MOST_BF16_ROWS
 
@@ -93,7 +127,7 @@ class SlotMath:
         )  # fmt: skip
 
 
-def _views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
+def slot_views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
     """Views of every slot as its tensors; no bytes are copied or touched."""
     return [
         tuple(

@@ -29,6 +29,10 @@ class StoreStats:
     ahead_bytes_used: int = 0  # of those, asked for later, or while they were on their way
     ahead_bytes_wasted: int = 0  # evicted unused; what is neither may still be used
     decode_policy_seconds: float = 0.0  # deciding what comes and leaves, and the books of it
+    decode_device_hits: int = 0  # of the hits, those on an expert in a device slot
+    decode_cpu_events: int = 0  # with a device: what the CPU computed, where it lay
+    bus_bytes: int = 0  # copied from host to device slots
+    decode_bus_bytes: int = 0
 
     def copy(self) -> StoreStats:
         return StoreStats(**self.__dict__)

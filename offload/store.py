@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from moeinf.offload.ahead import ReadAhead
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
-from moeinf.offload.slot_math import SlotMath
+from moeinf.offload.slot_math import ExpertMath, HostRunner, SlotMath
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.throttle import Throttle
 from moeinf.offload.transfer import ExpertReadError, Transfer
@@ -44,22 +44,6 @@ from moeinf.offload.transfer import ExpertReadError, Transfer
 
 class Stopped(Exception):
     """Somebody asked for an end while a pass was running; the pass has left nothing behind."""
-
-
-class ExpertMath(Protocol):
-    """The arithmetic, which is the models' business: how rows are grouped, computed, combined."""
-
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
-        """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
-        ...
-
-    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
-        """One expert, its tensors as they lie, on its rows: [t, D] -> [t, D]."""
-        ...
-
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D], in a fixed order over K."""
-        ...
 
 
 class ExpertStore:
@@ -78,10 +62,14 @@ class ExpertStore:
         wishes: int = 0,
         hints: bool = False,
         worth_share: float = 0.0,
+        runner: HostRunner | None = None,
+        stats: StoreStats | None = None,
     ) -> None:
-        """wishes: how many the policy is asked for after a layer; 0: it has none to make. hints:
-        whether those of a next layer's gate are wanted while decoding. worth_share: the share of
-        decode time spent waiting from which either is asked for; 0: always."""
+        """runner: what computes the experts in the pool's slots; the CPU, where they lie, unless a
+        tier above takes part. stats: where it counts, too. wishes: how many the policy is asked for
+        after a layer; 0: it has none to make. hints: whether those of a next layer's gate are
+        wanted while decoding. worth_share: the share of decode time spent waiting from which either
+        is asked for; 0: always."""
         self._experts = experts
         self._residency = residency
         self._transfer = transfer
@@ -90,12 +78,13 @@ class ExpertStore:
         self._wishes, self._hints = wishes, hints
         self._throttle = Throttle(worth_share)
         self._began, self._stalled = 0.0, 0.0  # the pass: when, and stall_seconds then
-        self._slots = SlotMath(layout, pool, math)
+        self._slots: HostRunner = runner or SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
-        self.stats = StoreStats()
+        self.stats = stats or StoreStats()
         self._ahead = ReadAhead(residency, transfer, policy, self.stats)
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
+        self.elsewhere: Callable[[int], bool] | None = None  # cells that need no reading ahead
 
     @property
     def wants_hints(self) -> bool:
@@ -105,6 +94,16 @@ class ExpertStore:
     def resident(self) -> int:
         """Experts in memory now."""
         return self._residency.resident
+
+    @property
+    def device_resident(self) -> int:
+        """Experts in slots of a device: there is no tier above."""
+        return 0
+
+    @property
+    def note(self) -> str | None:
+        """What a face should say of it: nothing."""
+        return None
 
     @property
     def idle(self) -> bool:
@@ -219,7 +218,10 @@ class ExpertStore:
 
     def _wish(self) -> None:
         if self._wishes and self._throttle.open:
-            self._ahead.wish(self._policy.prefetch(self._wishes))
+            wishes = self._policy.prefetch(self._wishes)
+            if (elsewhere := self.elsewhere) is not None:
+                wishes = [wish for wish in wishes if not elsewhere(wish.cell)]
+            self._ahead.wish(wishes)
 
     def _give_up(self, cell: int) -> None:
         """The read into the cell's slot has ended badly, or is given up."""
@@ -327,8 +329,8 @@ class _LayerRun:
         try:
             self.start()
             while self.ready or self._loading or self._unasked:
-                if not self.ready and not self._loading:  # reads ahead hold every slot
-                    if not self._store._ahead.wait_for_one():
+                if not self.ready and not self._loading:  # copies or reads ahead hold every slot
+                    if not (self._store._slots.end_copies() or self._store._ahead.wait_for_one()):
                         raise self._store._transfer.no_slot(self._unasked[0])
                     self.ask()
                     continue

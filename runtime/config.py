@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.offload.split import Miss
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.processor import Wanted
 from moeinf.runtime.sizes import MemorySize, parse_memory
@@ -30,6 +31,7 @@ class Settings:
     home: Path
     memory: MemorySize | None = None
     debug: bool = False
+    libcuda: str | None = None  # where it is, if not where the system finds it
 
     @property
     def models(self) -> Path:
@@ -61,7 +63,7 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """MOEINF_HOME, MOEINF_MEMORY and MOEINF_DEBUG. Raises ValueError for a size that is none."""
+    """MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises ValueError for a size that is none."""
     env = os.environ if environment is None else environment
     home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
     memory = env.get("MOEINF_MEMORY")
@@ -69,6 +71,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
         home=home,
         memory=_memory(memory) if memory else None,
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
+        libcuda=env.get("MOEINF_LIBCUDA") or None,
     )
 
 
@@ -164,7 +167,9 @@ class EngineConfig:
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: what the model has and the plan affords
-    device    the processor that computes, device_memory what of its memory may be used
+    device    the processor that computes experts, device_memory what of its memory may be used
+    miss      what becomes of an expert that is not in the device's memory (offload/tiered_store.py)
+    libcuda   the driver's library, if not where the system finds it
     readers   reads in flight, and direct_io whether past the page cache; None: as was measured best
     parallel  requests that decode together, each with a KV cache of its own
     trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
@@ -180,6 +185,8 @@ class EngineConfig:
     trace: bool = True
     device: Wanted = "auto"
     device_memory: MemorySize | None = None
+    miss: Miss = "auto"
+    libcuda: str | None = None
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:

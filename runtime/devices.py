@@ -4,7 +4,9 @@
       "ram":    { "loops": { name: bytes per second }, "measured_at" },
       "drives": { key: { "reading": { readers, block_bytes, direct, bytes_per_s },
                          "thorough": by `moeinf devices`, or in passing by a first load,
-                         "piece_bytes", "measured_at", "notes" } } }
+                         "piece_bytes", "measured_at", "notes" } },
+      "gpus":   { name: { "contended": { format: { bus_bytes_per_s, cpu_bytes_per_s } },
+                          "bus_bytes_per_s", "measured_at" } } }
 
 A drive's key is its file system's id, or its device number where there is no such id. Does not know
 how anything is measured (drive, native read loop) nor what plans make of it.
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.native import MAX_READERS, PAGE_BYTES
+from moeinf.offload.split import Contended
 from moeinf.runtime.config import Settings
 from moeinf.runtime.drive import WHOLE_BLOCKS, Reading
 from moeinf.runtime.durable import write_text_durably
@@ -104,18 +107,64 @@ def remembered_ram(settings: Settings) -> Ram | None:
     return None
 
 
+def remembered_contended(settings: Settings, gpu: str, form: str) -> Contended | None:
+    """How fast bus and CPU were beside each other, for experts of a format."""
+    with suppress(KeyError, TypeError, ValueError):
+        entry = _read(settings)["gpus"][gpu]["contended"][form]
+        bus, cpu = float(entry["bus_bytes_per_s"]), float(entry["cpu_bytes_per_s"])
+        if bus > 0 and cpu > 0:
+            return Contended(bus, cpu)
+    return None
+
+
+def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
+    """Bytes per second from page-locked memory, and when that was measured."""
+    with suppress(KeyError, TypeError, ValueError):
+        entry = _read(settings)["gpus"][gpu]
+        speed = float(entry["bus_bytes_per_s"])
+        return (speed, str(entry["measured_at"])) if speed > 0 else None
+    return None
+
+
+def remember_gpu(
+    settings: Settings,
+    gpu: str,
+    *,
+    bus_bytes_per_s: float | None = None,
+    contended: tuple[str, Contended] | None = None,
+) -> None:
+    """Notes what is given beside what is there; a failure to write is no failure."""
+    state = _read(settings)
+    gpus = state.get("gpus")
+    state["gpus"] = gpus if isinstance(gpus, dict) else {}
+    entry = state["gpus"].get(gpu)
+    entry = state["gpus"][gpu] = entry if isinstance(entry, dict) else {}
+    if bus_bytes_per_s is not None:
+        entry["bus_bytes_per_s"] = bus_bytes_per_s
+    if contended is not None:
+        forms = entry.get("contended")
+        entry["contended"] = forms if isinstance(forms, dict) else {}
+        entry["contended"][contended[0]] = asdict(contended[1])
+    entry["measured_at"] = now()
+    _write(settings, state)
+
+
 def remember(
     settings: Settings, *, ram: Ram | None = None, drive: tuple[Path, Drive] | None = None
 ) -> None:
     """Notes what is given beside what is there; a failure to write is no failure."""
     state = _read(settings)
-    state["version"] = _VERSION
     if ram is not None:
         state["ram"] = asdict(ram)
     if drive is not None:
         drives = state.get("drives")
         state["drives"] = drives if isinstance(drives, dict) else {}
         state["drives"][drive_key(drive[0])] = asdict(drive[1])
+    _write(settings, state)
+
+
+def _write(settings: Settings, state: dict[str, Any]) -> None:
+    state["version"] = _VERSION
     path = _path(settings)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -22,6 +22,7 @@ from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import Recording
+from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
@@ -91,11 +92,18 @@ class Engine:
             drive = drive_of(settings, folder, manifest)
             reading = DEFAULT_READING if drive is None else drive.reading
             self.model = load_model(folder, manifest, config, reading)
+            self._told: set[str] = set()
             self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
             past = self._open_past(settings) if config.trace else None
-            self.store = open_store(folder, manifest, self.placement, config, reading, past)
+            self.gpu: OpenGpu | None = None
+            if self.placement.on_device is not None:
+                self.gpu = open_gpu(self.placement.on_device, manifest, config, settings)
+            self.store = open_store(
+                folder, manifest, self.placement, config, reading, past, self.gpu
+            )
             how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
             self.choices = (*self.placement.notes, f"disk: {how}", *_kernels(manifest))
+            self.choices += () if self.gpu is None else self.gpu.notes
             undo.callback(self.store.close)
             if past is not None and (warm := self.store.warm(past.probable_cells())):
                 self.choices += (f"reading ahead {warm} experts that past requests used most",)
@@ -121,16 +129,18 @@ class Engine:
     def _figures(self) -> Figures:
         """What `ps` shows. Called by another thread; reads counters only."""
         slots, resident = self.manifest.slots, self.store.resident
+        on_device = self.store.device_resident
         return Figures(
-            device_experts=0,
+            device_experts=on_device,
             host_experts=resident,
             disk_experts=slots.experts,
-            device_bytes=0,
+            device_bytes=on_device * self.placement.slot_bytes,
             host_bytes=resident * self.placement.slot_bytes,
             disk_bytes=slots.max_bytes,
             hit_rate=self.store.stats.hit_rate,
             digest=self._digest,
             context=self.placement.context,
+            device=self.placement.device,
         )
 
     def new_state(self) -> State:
@@ -230,6 +240,10 @@ class Engine:
 
     def take_notes(self) -> list[str]:
         """The notes since the last call."""
+        note = self.store.note
+        if note is not None and note not in self._told:
+            self._told.add(note)
+            self.notes.append(note)
         taken = self.notes[:]
         self.notes.clear()
         return taken

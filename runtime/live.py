@@ -47,6 +47,7 @@ class Figures:
     hit_rate: float | None
     digest: str
     context: int
+    device: str = "cpu"  # that computes experts
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,12 @@ from moeinf.offload.layout import stored_bytes
 from moeinf.offload.policy import POLICIES, USE_HINTS, USE_PAST, Setup
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord
+from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import ExpertStore
+from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
+from moeinf.runtime.above import Above, OpenGpu
 from moeinf.runtime.checkpoint import (
     CONFIG,
     TORCH_DTYPE,
@@ -164,8 +167,11 @@ def open_store(
     config: EngineConfig,
     reading: Reading,
     past: Eamc | None = None,
-) -> ExpertStore:
+    gpu: OpenGpu | None = None,
+) -> ExpertStore | TieredStore:
     """An empty expert cache of the placement's size, with its readers running.
+
+    Below device slots, where the placement has a GPU. Raises DeviceError then, too.
 
     `reading` is how the drive is best read, as far as the config does not say otherwise; `past` is
     what policies that predict from the EAMC read.
@@ -187,15 +193,23 @@ def open_store(
     name = "lru" if all_fit else config.policy
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
     policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
-    return ExpertStore(
+    math = TorchMath(cast(Activation, manifest.activation))  # which the layout has checked
+    host, stats = Residency(placement.slots, cells), StoreStats()
+    above = None
+    if gpu is not None:
+        above = Above(gpu, pool, layout, shape, config.policy, past, math, host, stats)
+    store = ExpertStore(
         layout,
         manifest.experts,
         pool,
-        Residency(placement.slots, cells),
+        host,
         transfer,
         policy,
-        TorchMath(cast(Activation, manifest.activation)),  # which the layout has checked
+        math,
         wishes=2 * manifest.top_k if name in USE_PAST else 0,
         hints=name in USE_HINTS,
         worth_share=_WORTH_SHARE,
+        runner=None if above is None else above.runner,
+        stats=stats,
     )
+    return store if above is None else above.around(store, math, manifest.experts)

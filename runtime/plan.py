@@ -5,10 +5,13 @@ Does not load anything. Sizes come from the manifest; speeds are measured here o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.split import Miss
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
+from moeinf.runtime.device_plan import DevicePlacement, place_on_device
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds
 from moeinf.runtime.processor import choose_processor
@@ -38,6 +41,7 @@ class Placement:
     scratch_bytes: int
     threads: int
     device: str = "cpu"
+    on_device: DevicePlacement | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -54,11 +58,18 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     """Decides context, slots and threads. available_bytes: other engines' claims are deducted.
 
     Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext,
-    DeviceUnavailable.
+    DeviceUnavailable, DeviceDoesNotFit.
     """
-    processor = choose_processor(config.device, config.device_memory)
+    processor = choose_processor(config.device, config.device_memory, config.libcuda)
     notes = [str(processor)]
-    slots = manifest.slots
+    slots, on_device = manifest.slots, None
+    if processor.gpu is not None:
+        on_device = place_on_device(manifest, config.device_memory, processor.gpu)
+        promised = f"{format_bytes(on_device.peak_bytes)} of {format_bytes(on_device.budget_bytes)}"
+        notes.append(
+            f"device memory {promised} ({on_device.provenance}): {on_device.slots} experts, "
+            f"workspace, and {format_bytes(on_device.context_bytes)} assumed for CUDA itself"
+        )
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
     asked = config.memory.of(slots.max_bytes) if config.memory is not None else None
@@ -111,6 +122,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         scratch_bytes=scratch,
         threads=config.threads or min(cores, threads_worth_having(manifest)),
         device=processor.name,
+        on_device=on_device,
         notes=tuple(notes),
     )
 
@@ -135,14 +147,29 @@ def threads_worth_having(manifest: Manifest) -> int:
     return max(1, per_layer >> 20)
 
 
-def seconds_per_token(placement: Placement, manifest: Manifest, speeds: Speeds) -> float:
+def seconds_per_token(
+    placement: Placement,
+    manifest: Manifest,
+    speeds: Speeds,
+    miss: Miss = "auto",
+    bus_bytes_per_s: float | None = None,
+) -> float:
     """What memory traffic alone costs one decoded token, if routing were uniformly random.
 
     Every byte of the dense weights and of L·K experts is read from RAM; of the experts, the share
     that has no slot is read from disk first. Real routing repeats itself: hits are more frequent.
+    Experts in device slots are not read from RAM, and what the device itself takes for them is
+    unknown; the others are read by the bus, by the CPU, or by both at once. A bus that was never
+    measured counts as infinitely fast to fetch, and not at all to `auto`.
     """
-    slots = manifest.slots
+    slots, above = manifest.slots, placement.on_device
     routed = manifest.layers * manifest.top_k * slots.slot_bytes
-    missing = 1 - placement.slots / slots.experts
-    ram = (manifest.dense_bytes + routed) / speeds.ram_bytes_per_s
-    return ram + routed * missing / speeds.disk_bytes_per_s
+    disk = routed * (1 - placement.slots / slots.experts) / speeds.disk_bytes_per_s
+    ram = manifest.dense_bytes / speeds.ram_bytes_per_s
+    if above is None:
+        return ram + routed / speeds.ram_bytes_per_s + disk
+    below = 1 - above.slots / slots.experts
+    bus = bus_bytes_per_s or (math.inf if miss == "fetch" else 0.0)
+    cpu = 0.0 if miss == "fetch" else speeds.ram_bytes_per_s
+    rate = cpu if miss == "compute" else bus + cpu
+    return ram + routed * below / rate + disk * below

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from moeinf.offload.stats import StoreStats
+from moeinf.runtime.above import OpenGpu
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation
 from moeinf.runtime.memory import peak_rss_bytes
@@ -28,7 +29,23 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
         else None,
         "peak_rss_bytes": peak_rss_bytes(),
         "experts_resident": engine.store.resident,
+        "device": _on_device(engine, store, steps),
         **foresight(store, steps),
+    }
+
+
+def _on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] | None:
+    """What the device's tier did and holds; None where there is none."""
+    gpu, events = engine.gpu, store.decode_events
+    if gpu is None:
+        return None
+    return {
+        "experts": engine.store.device_resident,
+        "hit_rate": round(store.decode_device_hits / events, 4) if events else None,
+        "cpu_share": round(store.decode_cpu_events / events, 4) if events else None,
+        "bus_bytes_per_token": store.decode_bus_bytes // steps if steps else None,
+        "allocated_bytes": gpu.allocated_bytes(),
+        "promised_bytes": gpu.placement.peak_bytes - gpu.placement.context_bytes,
     }
 
 
@@ -82,6 +99,8 @@ def verbose_lines(
             ("deciding", f"{1e6 * store.decode_policy_seconds / steps:.0f} us per token"),
         ]
     resident = engine.store.resident
+    if engine.gpu is not None:
+        lines += _device_lines(engine.gpu, engine.store.device_resident, store)
     lines += [
         ("prefetch accuracy", _ahead(store)),
         ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),
@@ -92,6 +111,25 @@ def verbose_lines(
         ),
     ]
     return lines
+
+
+def _device_lines(gpu: OpenGpu, experts: int, store: StoreStats) -> list[tuple[str, str]]:
+    events, place = max(1, store.decode_events), gpu.placement
+    promised = format_bytes(place.peak_bytes - place.context_bytes)
+    return [
+        ("experts on device", f"{experts} of {place.slots} slots, {place.gpu}"),
+        (
+            "decode events",
+            f"{store.decode_device_hits / events:.1%} in device slots, "
+            f"{store.decode_cpu_events / events:.1%} computed by the CPU",
+        ),
+        ("over the bus", f"{format_bytes(store.bus_bytes)} in all"),
+        (
+            "device memory",
+            f"{format_bytes(gpu.allocated_bytes())} allocated of {promised} promised, CUDA's "
+            "own besides",
+        ),
+    ]
 
 
 def _causes(store: StoreStats) -> str:

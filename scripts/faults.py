@@ -66,7 +66,14 @@ ROWS = (
             "tests/faults/test_server_faults.py -k engine_that_fails",
         ),
     ),
-    Row("page-lock fails", missing="nothing locks pages: there is no device tier"),
+    Row(
+        "page-lock fails (fake driver)",
+        (
+            "tests/offload/test_tiered_store.py -k page_locking",
+            "tests/native/test_device.py -k locked",
+            "tests/runtime/test_gpu_engine.py -k page_locking",
+        ),
+    ),
     Row(
         "a copy thread hangs or dies; races in the queue",
         (
@@ -79,7 +86,15 @@ ROWS = (
         "memory budget through a conversation, under a cgroup limit",
         ("tests/faults/test_budget.py", "tests/runtime/test_memory_bounds.py"),
     ),
-    Row("GPU out of memory", missing="there is no device tier"),
+    Row(
+        "GPU out of memory, failed copies, a device that dies (fake driver)",
+        (
+            "tests/offload/test_tiered_store.py -k 'memory or failing'",
+            "tests/native/test_device.py -k 'failed or fault or fit'",
+            "tests/runtime/test_gpu_engine.py -k failed",
+            "tests/cli/test_gpu.py -k fails",
+        ),
+    ),
     Row(
         "many processes pull, run, cp, rm, trace one model; some killed",
         (

@@ -15,6 +15,7 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sizes import parse_memory
+from tests.native.fake_cuda import Fake, built_fake
 
 
 def ignore(*_: object) -> None:
@@ -34,6 +35,14 @@ def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tag in ("bf16", "f32"):
         pull(DEMO_CHECKPOINT, Settings(home), str(ModelName("demo", tag)))
     return home
+
+
+@pytest.fixture(scope="session")
+def fake(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fake:
+    """The fake libcuda, kept in pytest's cache between runs; tests reset it."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
+    return Fake(built_fake(folder))
 
 
 Open = Callable[..., Engine]

@@ -97,7 +97,7 @@ def test_memory_from_the_environment(moeinf: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"), [([], "has no kernels for a GPU"), (["--device", "cpu"], "asked for")]
+    ("arguments", "why"), [([], "there is no GPU: "), (["--device", "cpu"], "asked for")]
 )
 def test_which_device_and_why(arguments: list[str], why: str, moeinf: Command) -> None:
     result = moeinf("run", "demo", "17+25=", "--verbose", *arguments)
@@ -130,10 +130,11 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
             2,
             "'best' is not one of adaptive, eamc, lfu, lru",
         ),
-        (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
-        (["run", "demo", "x", "--device", "cuda"], 1, "computes on the CPU only"),
-        (["plan", "demo", "--device", "cuda"], 1, "or give --device cpu"),
-        (["bench", "demo", "--device", "cuda"], 1, "computes on the CPU only"),
+        (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, gpu"),
+        (["run", "demo", "x", "--device", "gpu"], 1, "--device gpu: "),
+        (["plan", "demo", "--device", "gpu"], 1, "or give --device cpu"),
+        (["bench", "demo", "--device", "gpu"], 1, "--device gpu: "),
+        (["run", "demo", "x", "--miss", "wait"], 2, "'wait' is not one of auto, compute, fetch"),
         (["run", "demo", "x", "--device-memory", "50%"], 1, "there is no device whose memory"),
         (["run", "demo", "x", "--bogus"], 2, "--bogus"),
         (["bogus"], 2, "bogus"),

@@ -47,7 +47,8 @@ class Program:
 
     @property
     def flags(self) -> list[str]:
-        return [*_FLAGS, *([f"-fsanitize={self.sanitizer}"] if self.sanitizer else [])]
+        exports = ["-rdynamic"] if self.driver == "device_driver" else []  # it is its own libcuda
+        return [*_FLAGS, *exports, *([f"-fsanitize={self.sanitizer}"] if self.sanitizer else [])]
 
 
 QUEUE_FILES = (
@@ -57,18 +58,26 @@ QUEUE_FILES = (
     "file_reader.cpp",
     "slot_pool.cpp",
 )
+DEVICE_FILES = ("cuda_driver.cpp", "device_slots.cpp", "host_lock.cpp", "slot_pool.cpp")
 LOST_WAKE_UP = Fault(
     "copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
 )
 NO_RESERVE = Fault("copy_queue_life.h", "if (queue_.begin()->priority == kDemand)", "")
 SILENT_RAISE = Fault("copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
 SLOT_OF_THE_HUNG = Fault("copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", "")
+EARLY_KERNEL = Fault("device_slots.cpp", "wait_for(compute_, arriving);", "")
+EARLY_COPY = Fault("device_slots.cpp", "wait_for(stream_, readers);", "")
+EARLY_DONE = Fault(
+    "device_slots.cpp", "if (!context_->done(flying_.front().second->event)) return false;", ""
+)
+DEVICE_FAULTS = (EARLY_KERNEL, EARLY_COPY, EARLY_DONE)
 PROGRAMS = (
     *(
         Program(driver, sources, sanitizer)
         for sanitizer in ("thread", "address")
         for driver, sources in (
             ("copy_queue_driver", ()),
+            ("device_driver", DEVICE_FILES),
             ("file_reader_driver", ("file_reader.cpp",)),
             ("hang_driver", QUEUE_FILES),
             ("thread_pool_driver", ("thread_pool.cpp",)),
@@ -79,6 +88,7 @@ PROGRAMS = (
     Program("simulate_driver", fault=SLOT_OF_THE_HUNG),
     Program("interleave_driver"),
     *(Program("interleave_driver", fault=f) for f in (LOST_WAKE_UP, NO_RESERVE, SILENT_RAISE)),
+    *(Program("device_driver", DEVICE_FILES, fault=f) for f in DEVICE_FAULTS),
 )
 
 
@@ -151,6 +161,7 @@ def _with_fault(fault: Fault, place: Path) -> Path:
 def _digest(program: Program, compiler: str) -> str:
     here = Path(__file__).parent
     files = [*NATIVE.glob("*.h"), *here.glob("*.h"), here / f"{program.driver}.cpp"]
+    files += here.glob("fake_*.cpp")
     files += [NATIVE / source for source in program.sources]
     digest = hashlib.sha256(repr((program, program.flags, _version(compiler))).encode())
     for file in sorted(files):

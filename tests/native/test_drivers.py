@@ -9,6 +9,8 @@ import subprocess
 import pytest
 
 from tests.native.drivers import (
+    DEVICE_FAULTS,
+    DEVICE_FILES,
     LOST_WAKE_UP,
     NO_RESERVE,
     PROGRAMS,
@@ -86,3 +88,11 @@ def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
     assert ended.returncode != 0
     assert re.search(r"not true: .*(everybody waits|order.size)", ended.stderr)
     assert re.search(rf"^scene {scene}, choices( \d+)+$", ended.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("fault", DEVICE_FAULTS, ids=("early-kernel", "early-copy", "early-done"))
+def test_the_fake_device_finds_faults(drivers: Drivers, fault: Fault):
+    """A wait left out shows as wrong bytes in some order that streams allow."""
+    ended = drivers.run(Program("device_driver", DEVICE_FILES, fault=fault))
+    assert ended.returncode != 0
+    assert re.search(r"not true: kernel->slot\[i\] == kernel->version\nseed \d+", ended.stderr)

@@ -1,0 +1,53 @@
+"""What `moeinf plan` says of a device's memory, and where each figure comes from.
+
+Does not know how it was decided (runtime/device_plan.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeinf.runtime.device_plan import DevicePlacement
+from moeinf.runtime.sizes import format_bytes
+
+Bus = tuple[float, str]  # bytes per second, and when that was measured
+
+
+def device_document(gpu: DevicePlacement, miss: str, bus: Bus | None) -> dict[str, Any]:
+    """What is promised of the device's memory, and where each figure comes from."""
+    return {
+        "gpu": gpu.gpu,
+        "miss": miss,
+        "budget_bytes": gpu.budget_bytes,
+        "peak_bytes": gpu.peak_bytes,
+        "arena_bytes": gpu.arena_bytes,
+        "workspace_bytes": gpu.workspace_bytes,
+        "context_bytes": gpu.context_bytes,
+        "bus_bytes_per_s": None if bus is None else round(bus[0]),
+        "provenance": {
+            "budget_bytes": gpu.provenance,
+            "workspace_bytes": "computed: a prefill chunk in float32",
+            "context_bytes": "assumed",
+            "bus_bytes_per_s": _bus_words(bus),
+        },
+    }
+
+
+def _bus_words(bus: Bus | None) -> str:
+    return "never measured: `moeinf devices` does" if bus is None else f"`moeinf devices`, {bus[1]}"
+
+
+def device_fields(gpu: DevicePlacement, bus: Bus | None) -> list[tuple[str, str]]:
+    """The lines of `moeinf plan`."""
+    size = format_bytes
+    speed = "" if bus is None else f"{size(round(bus[0]))}/s "
+    return [
+        ("experts on the GPU", f"{gpu.slots}, {size(gpu.arena_bytes)} of {gpu.gpu}"),
+        (
+            "device memory",
+            f"at most {size(gpu.peak_bytes)} of {size(gpu.budget_bytes)} ({gpu.provenance}), with "
+            f"{size(gpu.workspace_bytes)} of workspace; {size(gpu.context_bytes)} for CUDA itself "
+            "are assumed",
+        ),
+        ("bus", f"{speed}({_bus_words(bus)})"),
+    ]

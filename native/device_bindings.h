@@ -1,0 +1,10 @@
+// Binds the CUDA driver and the device tier to Python. Does not know how anything works.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moeinf {
+
+void bind_device(pybind11::module_& m);
+
+}  // namespace moeinf

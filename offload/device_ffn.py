@@ -1,0 +1,151 @@
+"""Experts computed on the device where they lie, found there through a slot table.
+
+Does not know which experts are resident, nor how bytes came into the slots; that is the tier's
+business. It reads the bytes that the CPU's kernels read and gives their bits: in tiles for any
+number of rows, in bf16 for up to 16 of an expert.
+
+Work is launched on torch's current stream and nothing is read back, so the host never waits:
+`run_routed` takes ids and slot table as they lie on the device. The caller keeps the slots' bytes
+in place until the stream has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from moeinf.native import BLOCK_ROWS, GROUP, TILE_COLUMNS, is_gated
+from moeinf.offload.device_kernels import combine_rows, expert_down, expert_inner, quantise_rows
+from moeinf.offload.device_tiles import FUSION
+from moeinf.offload.layout import ExpertLayout, is_tiled
+from moeinf.offload.slot_math import TorchFfn, slot_views
+
+INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)
+STAGES = 4  # of loads in flight per program: 16 KiB of q4 in `expert_inner`
+MOST_ROWS = 16  # of a bf16 expert: more are faster in torch, as on the CPU
+_OUTPUTS = 32  # of a program of `expert_down`, and columns of F of one of `expert_inner`
+_GROUPS = 8  # quantised by one program
+_COLUMNS = 512  # combined by one program
+
+
+class Activations:
+    """Rows [T, K] as kernels read them: quantised in groups of 32, or bf16."""
+
+    def __init__(self, rows: int, columns: int, form: str, device: torch.device) -> None:
+        self.columns, self.form = columns, form
+        if form == "bf16":
+            self.codes = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+            self.starts = self.scales = self.codes  # not read
+            return
+        self.groups = padded_groups(columns)
+        shape = (rows, self.groups)
+        self.codes = torch.empty(*shape, GROUP, dtype=torch.int8, device=device)
+        self.starts = torch.empty(shape, dtype=torch.int32, device=device)
+        self.scales = torch.empty(shape, dtype=torch.float32, device=device)
+
+    @classmethod
+    def of(cls, x: Tensor, form: str) -> Activations:
+        """x [T, K], bf16 or float32."""
+        found = cls(0 if form == "bf16" else len(x), x.shape[1], form, x.device)
+        if form == "bf16":
+            found.codes = x.contiguous().bfloat16()
+            return found
+        quantise_rows[(len(x), triton.cdiv(found.groups, _GROUPS))](
+            x.contiguous(), found.codes, found.starts, found.scales,
+            x.shape[1], found.groups, FORM=form, GROUPS=_GROUPS, num_warps=1, **FUSION,
+        )  # fmt: skip
+        return found
+
+    @property
+    def words(self) -> Tensor:
+        """The codes as words of four, or the rows in bf16."""
+        return self.codes if self.form == "bf16" else self.codes.view(torch.int32)
+
+
+def padded_groups(columns: int) -> int:
+    """Groups of a row of activations, whole tiles of them."""
+    return -(-columns // TILE_COLUMNS) * (TILE_COLUMNS // GROUP)
+
+
+class DeviceMath:
+    """The arithmetic over the slots of one arena: uint8 [slots, slot_bytes] on the device."""
+
+    def __init__(self, layout: ExpertLayout, arena: Tensor, reference: TorchFfn) -> None:
+        assert arena.dtype == torch.uint8
+        assert arena.is_contiguous()
+        assert arena.shape[1] % 16 == 0
+        self._layout, self._reference = layout, reference
+        self._form = layout.dtype.lower()
+        self._gated = is_gated(layout.activation)
+        self._views = [] if is_tiled(layout.dtype) else slot_views(layout, arena)
+        self._slots = torch.arange(len(arena), dtype=torch.int32, device=arena.device)
+        self._words, self._plain = arena.view(torch.int32), arena.view(torch.bfloat16)
+        offsets = {span.name: span.offset_bytes for span in layout.spans}
+        self._down, self._matrix = offsets["down"], offsets.get("up", 0)  # up comes after gate
+        self._inner_bias = offsets.get("gate_up_bias" if self._gated else "up_bias", 0)
+        self._down_bias = offsets.get("down_bias", 0)
+
+    def run(
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        slots = torch.full((len(rows),), -1, dtype=torch.int32)
+        for slot, places in experts:
+            if self._views and (self._form == "f32" or len(places) > MOST_ROWS):
+                at = torch.tensor(places, device=x.device)
+                rows[at] = self._reference.ffn(x[at // top_k], *self._views[slot])
+            else:
+                slots[places] = slot
+        if self._form == "f32" or not (slots >= 0).any():
+            return
+        ids = slots.to(x.device, non_blocking=True).view(-1, top_k)
+        self.run_routed(x, ids, self._slots, 0, rows)
+
+    def run_routed(
+        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of the pairs whose expert is on the device, and leaves the others alone.
+
+        x [T, D] bf16 or float32, ids [T, K] int32 or int64, -1 for no expert; table int32: the slot
+        of expert e of the layer at first_cell + e, -1 for none; rows [T·K, D] of x's type.
+        """
+        shape, form, place = self._layout, self._form, ids.contiguous()
+        d, f, pairs = shape.hidden, shape.intermediate, ids.numel()
+        inputs = Activations.of(x, form)
+        middle = Activations(pairs, f, form, x.device)
+        shared = (place, table, first_cell, self._words, self._plain, self._words.shape[1])
+        fixed = {"BIASED": shape.biased, "STAGES": STAGES, "EMULATE": INTERPRETED, "FORM": form}
+        expert_inner[(pairs, padded_groups(f))](
+            *shared, self._matrix // 4, self._inner_bias // 2,
+            d, f, tiles_of(d), padded_groups(f), ids.shape[1],
+            inputs.words, inputs.starts, inputs.scales, middle.codes, middle.starts, middle.scales,
+            ACTIVATION=shape.activation, num_warps=4, **fixed, **FUSION,
+        )  # fmt: skip
+        expert_down[(pairs, triton.cdiv(d, _OUTPUTS))](
+            *shared, self._down // 4, self._down_bias // 2, d, f, tiles_of(f),
+            middle.words, middle.starts, middle.scales, rows,
+            num_warps=4, **fixed, **FUSION,
+        )  # fmt: skip
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        if self._form == "f32" or weights.dtype != torch.float32:
+            return self._reference.combine(rows, weights)
+        tokens, top_k, width = rows.shape
+        out = rows.new_empty(tokens, width)
+        combine_rows[(tokens, triton.cdiv(width, _COLUMNS))](
+            rows.contiguous(), weights.contiguous(), out, top_k, width,
+            COLUMNS=_COLUMNS, num_warps=4, **FUSION,
+        )  # fmt: skip
+        return out
+
+
+def tiles_of(columns: int) -> int:
+    """Tiles of a row block."""
+    return -(-columns // TILE_COLUMNS)
+
+
+assert 2 * BLOCK_ROWS == GROUP == _OUTPUTS

@@ -1,0 +1,76 @@
+"""Dense linear layers and embeddings on the device, over weights of any format.
+
+Does not know names of tensors or files. The faces are those of runtime/linears.py, and up to 16
+rows (with tiles, any number) get the bits that those give on the CPU, whatever travels with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from moeinf.offload.device_ffn import INTERPRETED, STAGES, Activations, tiles_of
+from moeinf.offload.device_kernels import gather_rows, linear_rows
+from moeinf.offload.device_tiles import FUSION
+
+MOST_ROWS = 16  # of bf16: more are faster in torch; up to here a row does not see the others
+_OUTPUTS = 32  # of one program
+_COLUMNS = 512  # of an embedding that one program reads
+
+
+def tiled_linear(
+    tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """x [T, in] -> [T, out] from tiles in the device's memory, at a multiple of 16 bytes."""
+    words = tiles.view(torch.int32)
+    return lambda x: _run(words, form.lower(), x, out_features, in_features, bias)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """x [T, in] -> [T, out] from weight [out, in]: bf16 by our kernel up to 16 rows."""
+    out_features, in_features = weight.shape
+
+    def apply(x: Tensor) -> Tensor:
+        if weight.dtype != torch.bfloat16 or x.numel() > MOST_ROWS * in_features:
+            return functional.linear(x, weight, bias)
+        return _run(weight, "bf16", x, out_features, in_features, bias)
+
+    return apply
+
+
+def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Callable[[Tensor], Tensor]:
+    """ids [T] -> rows [T, width] of Q8 or Q4 tiles, as exact as bfloat16 can say them.
+
+    Ids below 0 or from `count` on are the caller's fault: nothing looks at them on the host.
+    """
+    words = tiles.view(torch.int32)
+
+    def rows(ids: Tensor) -> Tensor:
+        out = torch.empty(len(ids), width, dtype=torch.bfloat16, device=tiles.device)
+        gather_rows[(len(ids), triton.cdiv(width, _COLUMNS))](
+            words, tiles, ids.contiguous(), out, width, tiles_of(width),
+            FORM=form.lower(), COLUMNS=_COLUMNS, num_warps=4, **FUSION,
+        )  # fmt: skip
+        return out
+
+    return rows
+
+
+def _run(
+    words: Tensor, form: str, x: Tensor, out_features: int, in_features: int, bias: Tensor | None
+) -> Tensor:
+    inputs = Activations.of(x.reshape(-1, in_features), form)
+    out = x.new_empty(*x.shape[:-1], out_features)
+    count = out.numel() // out_features
+    rows = min(16, triton.next_power_of_2(count))
+    linear_rows[(triton.cdiv(out_features, _OUTPUTS), triton.cdiv(count, rows))](
+        words, inputs.words, inputs.starts, inputs.scales, out,
+        count, out_features, in_features, tiles_of(in_features),
+        FORM=form, ROWS=rows, LANES=_OUTPUTS, STAGES=STAGES, EMULATE=INTERPRETED,
+        num_warps=4 if rows < 8 else 8, **FUSION,
+    )  # fmt: skip
+    return out if bias is None else out + bias

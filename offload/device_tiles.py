@@ -1,0 +1,223 @@
+"""How a GPU reads weights and computes with them: the pieces of which device_kernels.py is made.
+
+Does not know slots, routing or memory; nothing imports it where there is no GPU, because it imports
+Triton. The tiles, and the canonical arithmetic over them, are drawn in native/tiles.h; bf16's order
+of sums in native/kernels.h, activations in native/activations.h. Every step here gives the bits
+that those give: sums within a group are exact integers, in whatever order, and what is rounded is
+rounded in their order. So kernels must be launched without contraction into fused
+operations (FUSION below), divisions are div_rn, and fused ones are written tl.fma.
+
+Letters of shapes: R rows of activations, L lanes, which are rows of weights (outputs), C groups
+that are read at once, V 32-bit words of one row of a group.
+"""
+
+# ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FUSION = {"enable_fp_fusion": False}  # of every launch
+CHUNK = tl.constexpr(4)  # groups: 4 x 4 words x 32 rows of q4 are 2 KiB, 16 bytes a thread
+
+
+@triton.jit
+def dot4(weights, codes, total, EMULATE: tl.constexpr):
+    """total + the sum over 4 bytes of unsigned weights times signed codes: [R, C, V, L]."""
+    if EMULATE:  # Triton's interpreter knows no assembly
+        shift = 8 * tl.arange(0, 4)[None, None, None, None, :]
+        ours = (weights[:, :, :, :, None] >> shift) & 255
+        return total + tl.sum(ours * ((codes[:, :, :, :, None] << (24 - shift)) >> 24), 4)
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [weights, codes, total],
+        dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def doubled_e2m1(codes):
+    """Four codes of E2M1, a byte each with zeros above, as 12 + twice their value: kMxfp4Codes."""
+    ones = 0x01010101
+    low = codes & ones
+    from_2 = (codes >> 2) & ones
+    from_3 = from_2 & (codes >> 1)
+    value = (codes & 0x07070707) + (from_2 & low) + 2 * from_3 + 2 * (from_3 & low)
+    minus = ((codes >> 3) & ones) * 255
+    return 0x0C0C0C0C + (value & ~minus) - (value & minus)  # no byte carries into the next
+
+
+@triton.jit
+def in_order(values, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """[R, C, L] -> C tensors [R, L]."""
+    pairs = tl.reshape(tl.permute(values, (0, 2, 1)), (ROWS, LANES, 2, 2))
+    even, odd = tl.split(pairs)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def tile_words(FORM: tl.constexpr):
+    return 272 if FORM == "q8" else (144 if FORM == "q4" else 136)
+
+
+@triton.jit
+def scales_of(words, tile_at, row, half, mask, FORM: tl.constexpr):
+    """The scales of rows in tiles that begin at word tile_at, in float32; mask says which.
+
+    Read as words, each by the 2 or 4 lanes that share it: Triton overlaps loads with arithmetic
+    only when they are as wide as that.
+    """
+    if FORM == "mxfp4":
+        word = tl.load(words + tile_at + 128 + half * 4 + row // 4, mask, 0)
+        byte = (word >> (row % 4 * 8)) & 255  # E8M0: 0 means 2^-127
+        return tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
+    FIRST: tl.constexpr = 256 if FORM == "q8" else 128
+    word = tl.load(words + tile_at + FIRST + half * 8 + row // 2, mask, 0)
+    return (word >> (row % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def tile_sums(
+    words, block_at, there, tiles, x_words, x_starts, x_scales, x_row, x_there,
+    FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Products of quantised rows with rows of a matrix in tiles: [R, L] float32.
+
+    Lanes are whole row blocks: block_at [L] says at which word a lane's begins; lanes that are not
+    `there` are 0. x_row [R] names rows of activations. What the compiler must see to load 16 bytes
+    a thread is that 16 lanes are neighbours; it loses that where lanes are taken modulo more.
+    """
+    WORDS: tl.constexpr = 8 if FORM == "q8" else 4
+    TILE: tl.constexpr = tile_words(FORM)
+    groups = 2 * tiles
+    word = tl.arange(0, WORDS)
+    row = tl.arange(0, LANES) % 16
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for begin in tl.range(0, groups, CHUNK, num_stages=STAGES):
+        group = begin + tl.arange(0, CHUNK)
+        inside = group < groups
+        tile, half = group // 2 * TILE, group % 2
+        at = tile + half * (16 * WORDS)
+        weights = tl.load(
+            words + at[:, None, None] + word[None, :, None] * 16 + (block_at + row)[None, None, :],
+            inside[:, None, None] & there[None, None, :], 0,
+        )[None, :, :, :]  # fmt: skip
+        x_at = x_row[:, None] * groups + group[None, :]  # [R, C]
+        x_inside = x_there[:, None] & inside[None, :]
+        x_word = x_words + 8 * x_at[:, :, None] + word[None, None, :]
+        codes = tl.load(x_word, x_inside[:, :, None], 0)[:, :, :, None]
+        none = tl.zeros((ROWS, CHUNK, WORDS, LANES), tl.int32)
+        if FORM == "q8":
+            dots = dot4(weights, codes, none, EMULATE)
+        else:
+            later = tl.load(x_word + 4, x_inside[:, :, None], 0)[:, :, :, None]
+            low, high = weights & 0x0F0F0F0F, (weights >> 4) & 0x0F0F0F0F
+            if FORM == "mxfp4":
+                low, high = doubled_e2m1(low), doubled_e2m1(high)
+            dots = dot4(high, later, dot4(low, codes, none, EMULATE), EMULATE)
+        starts = tl.load(x_starts + x_at, x_inside, 0)
+        sums = (tl.sum(dots, 2) + starts[:, :, None]).to(tl.float32)  # [R, C, L], exact
+        sizes = scales_of(
+            words, tile[:, None] + block_at[None, :], row[None, :], half[:, None],
+            inside[:, None] & there[None, :], FORM,
+        )  # fmt: skip
+        x_sizes = tl.load(x_scales + x_at, x_inside, 0.0)
+        sizes = sizes[None, :, :] * x_sizes[:, :, None]
+        d0, d1, d2, d3 = in_order(sums, ROWS, LANES)
+        s0, s1, s2, s3 = in_order(sizes, ROWS, LANES)
+        total = tl.fma(d0, s0, total)
+        total = tl.fma(d1, s1, total)
+        total = tl.fma(d2, s2, total)
+        total = tl.fma(d3, s3, total)
+    return tl.where(there[None, :], total, 0.0)
+
+
+@triton.jit
+def plain_sums(
+    weights, row_at, there, columns, x, x_row, x_there,
+    ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products of bf16 rows with rows of a bf16 matrix that begin at row_at [L]: [R, L] float32."""
+    column = tl.arange(0, 32)
+    parts = tl.zeros((ROWS, LANES, 32), tl.float32)
+    for begin in tl.range(0, columns, 32, num_stages=STAGES):
+        k = begin + column
+        inside = k < columns
+        row = tl.load(
+            weights + row_at[:, None] + k[None, :], there[:, None] & inside[None, :], 0.0
+        ).to(tl.float32)[None, :, :]
+        values = tl.load(
+            x + x_row[:, None] * columns + k[None, :], x_there[:, None] & inside[None, :], 0.0
+        ).to(tl.float32)[:, None, :]
+        parts = tl.fma(
+            tl.broadcast_to(row, (ROWS, LANES, 32)),
+            tl.broadcast_to(values, (ROWS, LANES, 32)), parts,
+        )  # fmt: skip
+    even, odd = tl.split(tl.reshape(parts, (ROWS, LANES, 16, 2)))
+    total = even + odd
+    for level in tl.static_range(3):  # s[l] += s[l + 8], s[l + 4], s[l + 2]
+        half = tl.reshape(total, (ROWS, LANES, 2, 8 >> level))
+        first, second = tl.split(tl.permute(half, (0, 1, 3, 2)))
+        total = first + second
+    first, second = tl.split(total)
+    return first + second
+
+
+@triton.jit
+def quantised(values, FORM: tl.constexpr):
+    """Groups [G, 32] float32 -> codes [G, 32] int32, starts [G] int32, scales [G] float32."""
+    ZERO: tl.constexpr = 128 if FORM == "q8" else (8 if FORM == "q4" else 12)
+    HALF: tl.constexpr = 0.5 if FORM == "mxfp4" else 1.0
+    most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # a NaN is above infinity
+    magnitude = most.to(tl.float32, bitcast=True)
+    number = most < 0x7F800000
+    used = number & (magnitude >= 1e-30)
+    inverse = tl.div_rn(127.0, tl.where(used, magnitude, 1.0))
+    rounded = values * inverse[:, None] + 12582912.0  # 1.5 · 2^23: nearest even, in the low bits
+    codes = tl.where(used[:, None], rounded.to(tl.int32, bitcast=True) - 0x4B400000, 0)
+    scales = tl.div_rn(magnitude, 127.0) * HALF
+    scales = tl.where(used, scales, tl.where(number, 0.0, float("nan")))
+    return codes, -ZERO * tl.sum(codes, 1), scales
+
+
+@triton.jit
+def stored(values, Kind: tl.constexpr):
+    """float32 -> Kind. To bf16 by the nearest even, which Triton's interpreter would cut off."""
+    if Kind == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        number = (bits & 0x7FFFFFFF) <= 0x7F800000
+        bits = tl.where(number, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+        values = (bits & -65536).to(tl.float32, bitcast=True)
+    return values.to(Kind)
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) by the polynomial of activations.cpp; NaN stays."""
+    x = tl.where(x < -88.0, -88.0, x)
+    x = tl.where(x > 88.0, 88.0, x)
+    n = (x * 1.44269504 + 12582912.0) - 12582912.0
+    r = (x - n * 0.693359375) - n * -2.12194440e-4
+    p = r * 1.9875691500e-4 + 1.3981999507e-3
+    p = p * r + 8.3334519073e-3
+    p = p * r + 4.1665795894e-2
+    p = p * r + 1.6666665459e-1
+    p = p * r + 5.0000001201e-1
+    p = (p * r) * r + r + 1.0
+    exponent = (n + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return p * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """What an expert computes between its matrices; without a gate, `gate` is not used."""
+    if ACTIVATION == "relu":
+        return tl.where(up < 0.0, 0.0, up)
+    if ACTIVATION == "swiglu":
+        return tl.div_rn(gate, 1.0 + exponential(-gate)) * up
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    up = tl.where(up > 7.0, 7.0, up)
+    up = tl.where(up < -7.0, -7.0, up)
+    return tl.div_rn(gate, 1.0 + exponential(gate * -1.702)) * (up + 1.0)

@@ -1,0 +1,123 @@
+"""Computes the experts of one layer on the CPU or on the device, wherever each is best computed.
+
+Does not know routing, nor who asks. The host store hands over what lies in its slots, as it
+arrives; what lies in device slots is queued before that. What becomes of a miss of the device is
+said in tiered_store.py.
+
+No memory for a computation on the device: the tier goes on with half its slots, all empty, and the
+computation is tried once more; a second failure in a layer is OutOfMemory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moeinf.offload.device_tier import DeviceTier
+from moeinf.offload.residency import Residency
+from moeinf.offload.slot_math import SlotMath
+from moeinf.offload.split import Miss, Split
+
+_FEW_ROWS = 16  # of one expert; the CPU's time grows with them, the bus's does not
+
+
+class OutOfMemory(MemoryError):
+    """The device has no memory left for a computation, with half the slots neither."""
+
+
+class TierRunner:
+    """Computes what the host store hands over: on the CPU, or on the device after a copy.
+
+    Holds the rows of the open layer that the device computes.
+    """
+
+    def __init__(
+        self, tier: DeviceTier, cpu: SlotMath, host: Residency, miss: Miss, share: float
+    ) -> None:
+        """share: of the misses that `auto` fetches."""
+        self._tier, self._cpu, self._host, self._miss = tier, cpu, host, miss
+        self._split = Split(share)
+        self._x: Tensor | None = None  # on the device, once anything needs it
+        self._rows: Tensor | None = None
+        self._places: list[int] = []  # of rows that the device computes
+        self._promotable: list[int] = []  # cells that the CPU has computed
+        self._shrunk = False  # in this layer
+
+    def begin(self) -> None:
+        """A layer is submitted; what an error has left of the last is forgotten."""
+        self._x = self._rows = None
+        self._places, self._promotable, self._shrunk = [], [], False
+
+    def on_device(self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int) -> bool:
+        """Queues (cell, places) of cells in device slots. False: the tier has just been emptied."""
+        device = self._tier.device
+        if not all(self._tier.is_resident(cell) for cell, _ in experts):
+            return False
+        try:
+            if self._x is None or self._rows is None:
+                self._x = device.upload(x)
+                self._rows = device.empty_rows(self._x, len(x) * top_k)
+            self._tier.compute(self._x, experts, top_k, self._rows)
+        except device.out_of_memory as error:
+            if self._shrunk or not self._tier.shrink():
+                words = f"no device memory is left, with {self._tier.slots} slots: {error}"
+                raise OutOfMemory(words) from error
+            self._shrunk = True
+            return False
+        self._places += [place for _, places in experts for place in places]
+        return True
+
+    def run(
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of some experts in host slots, or has the device do it by `combine`."""
+        fetched, computed = self._divide(experts)
+        waiting = [(self._host.cell_in(slot), places) for slot, places in fetched]
+        while waiting:
+            brought = self._tier.bring(cell for cell, _ in waiting)
+            assert brought, "a tier has at least one slot that nobody holds"
+            first = waiting[: len(brought)]
+            if self.on_device(x, first, top_k):
+                waiting = waiting[len(brought) :]
+        if computed:
+            self._cpu.run(x, computed, top_k, rows)
+            self._promotable += [self._host.cell_in(slot) for slot, _ in computed]
+            if self._tier.decoding:
+                self._tier.stats.decode_cpu_events += sum(len(places) for _, places in computed)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, K, D] and weights [T, K] -> [T, D]; the device's rows are there by then."""
+        if self._rows is not None and self._places:
+            self._tier.finish()
+            found = self._tier.device.download(self._rows)
+            places = torch.tensor(self._places)
+            rows.view(-1, rows.shape[-1])[places] = found[places]
+        out = self._cpu.combine(rows, weights)
+        self._promote()
+        self.begin()
+        return out
+
+    def end_copies(self) -> bool:
+        return self._tier.end_copies()
+
+    def _divide(
+        self, experts: Sequence[tuple[int, list[int]]]
+    ) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
+        """What is fetched, and what is computed in place."""
+        if self._miss != "auto":
+            return (list(experts), []) if self._miss == "fetch" else ([], list(experts))
+        fetched = [pair for pair in experts if len(pair[1]) > _FEW_ROWS]
+        few = [pair for pair in experts if len(pair[1]) <= _FEW_ROWS]
+        few.sort(key=lambda pair: not self._tier.policy.keeps(self._host.cell_in(pair[0])))
+        count = self._split.fetched(len(few))
+        return fetched + few[:count], few[count:]
+
+    def _promote(self) -> None:
+        if not self._promotable or not self._tier.bus_is_idle:
+            return
+        there = (cell for cell in self._promotable if self._host.is_resident(cell))
+        worth = [cell for cell in there if self._tier.policy.keeps(cell)]
+        if worth:
+            self._tier.bring(worth)

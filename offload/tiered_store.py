@@ -1,0 +1,178 @@
+"""The expert store of a machine with a GPU: device slots above host slots above the disk.
+
+Does not know families, files or kernels. It is an `Experts` around an ExpertStore, which keeps all
+its business (host slots, reads, waves); for what is in a device slot it is not even asked.
+
+One layer, as time runs:
+
+    submit    the tier's policy hears the routing; kernels for what is in device slots are queued;
+              the host store is given the rest (ids of the others become -1)
+    result    the host store hands over what it has, as it arrives, to `TierRunner`:
+                fetch    copied to a device slot, in batches of what there is room for, and computed
+                         there: the device computes everything, so residency chooses nothing
+                compute  computed on the CPU where it lies, while the device computes its own
+                auto     so many of each that both end together (split.py); experts of many rows
+                         are always fetched, since the CPU reads weights once and computes per row
+              the device's rows come down, and the K rows of a token are summed in a fixed order
+    (after)   while the bus is idle, what was computed on the CPU and the policy would keep is
+              promoted: copied into a device slot, which the next layers do not wait for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from moeinf.native import DeviceError
+from moeinf.offload.device_tier import DeviceTier
+from moeinf.offload.page_lock import PageLocking
+from moeinf.offload.policy.base import chosen_cells
+from moeinf.offload.slot_math import ExpertMath
+from moeinf.offload.stats import StoreStats
+from moeinf.offload.store import ExpertStore, Stopped
+from moeinf.offload.tier_runner import TierRunner
+
+
+class Pending(Protocol):
+    """A submitted layer."""
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        ...
+
+
+class TieredStore:
+    """`Experts` over three tiers. Made by runtime/loader.py, which knows the sizes."""
+
+    def __init__(
+        self,
+        tier: DeviceTier,
+        host: ExpertStore,
+        runner: TierRunner,
+        math: ExpertMath,
+        experts: int,
+        locking: PageLocking,
+    ) -> None:
+        """locking: of the host store's slots; ended with the store."""
+        self._tier, self._host, self._runner = tier, host, runner
+        self._locking = locking
+        self._math, self._experts = math, experts
+        host.elsewhere = tier.is_resident
+
+    @property
+    def stats(self) -> StoreStats:
+        return self._host.stats
+
+    @property
+    def wants_hints(self) -> bool:
+        return self._host.wants_hints
+
+    @property
+    def resident(self) -> int:
+        """Experts in host slots now."""
+        return self._host.resident
+
+    @property
+    def device_resident(self) -> int:
+        return self._tier.resident
+
+    @property
+    def device_slots(self) -> int:
+        return self._tier.slots
+
+    @property
+    def note(self) -> str | None:
+        """What could not be page-locked, and why; None: nothing to say, yet."""
+        return self._locking.note
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is pinned; copies that are on their way are waited for."""
+        with suppress(DeviceError):  # no copy reads anything any more then
+            self._tier.end_copies()
+        return self._host.idle
+
+    @property
+    def direct_io(self) -> bool:
+        return self._host.direct_io
+
+    @property
+    def stopped(self) -> Callable[[], bool]:
+        return self._host.stopped
+
+    @stopped.setter
+    def stopped(self, asked: Callable[[], bool]) -> None:
+        self._host.stopped = asked
+
+    def warm(self, cells: Iterable[int]) -> int:
+        """Into empty host slots; from there they are promoted by use."""
+        return self._host.warm(cells)
+
+    def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
+        self._host.begin_pass(rows, phase)
+        self._tier.begin_pass(rows.numpy(), phase)
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        self._host.end_pass(accepted_rows)
+        self._tier.policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
+
+    def end_request(self, request: int) -> None:
+        self._host.end_request(request)
+        self._tier.policy.end_request(request)
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        self._tier.policy.hinted(layer, ids.numpy())
+        self._host.hint(layer, self._below(layer, ids), scores)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        """Raises Stopped, ExpertReadError, DeviceError, OutOfMemory; then the store is idle."""
+        if self._host.stopped():
+            self.abandon()
+            raise Stopped
+        self._runner.begin()
+        chosen = ids.numpy()
+        self._tier.policy.routed(layer, chosen)
+        first = layer * self._experts
+        there = {
+            cell for cell in chosen_cells(layer, chosen, self._experts)
+            if self._tier.is_resident(cell)
+        }  # fmt: skip
+        if there:
+            groups = self._math.group(ids, self._experts)
+            hits = [(first + e, places) for e, places in groups if first + e in there]
+            if self._runner.on_device(x, hits, ids.shape[1]):
+                self._count(sum(len(places) for _, places in hits))
+                ids = self._below(layer, ids)
+        return self._host.submit(layer, x, ids, weights)
+
+    def abandon(self) -> None:
+        """Ends the open layer; kernels that are queued still run, into rows that nobody reads."""
+        self._host.abandon()
+        self._runner.begin()
+
+    def close(self) -> None:
+        self._locking.close()
+        try:
+            self._tier.close()
+        finally:
+            self._host.close()
+
+    def _below(self, layer: int, ids: Tensor) -> Tensor:
+        """ids with -1 for those on the device."""
+        first, experts = layer * self._experts, range(self._experts)
+        here = torch.tensor([self._tier.is_resident(first + e) for e in experts] + [False])
+        return ids.masked_fill(here[ids], -1)  # id -1 is the last: no expert
+
+    def _count(self, events: int) -> None:
+        stats = self.stats
+        if self._tier.decoding:
+            stats.decode_events += events
+            stats.decode_hits += events
+            stats.decode_device_hits += events
+        else:
+            stats.prefill_events += events
+            stats.prefill_hits += events

@@ -1,0 +1,119 @@
+"""Puts the device tier of one engine together: context, page-locking, arena, policy, shares.
+
+Does not know dense weights, files or how a tier works. What it opens, the store closes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeinf.models.moe import TorchMath
+from moeinf.native import DeviceContext, HostLock, SlotPool
+from moeinf.offload.device_tier import Device, DeviceTier
+from moeinf.offload.eamc import Eamc
+from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
+from moeinf.offload.policy import POLICIES, USE_PAST, Policy, Setup
+from moeinf.offload.residency import Residency
+from moeinf.offload.slot_math import SlotMath
+from moeinf.offload.split import Contended, Miss
+from moeinf.offload.stats import StoreStats
+from moeinf.offload.store import ExpertStore
+from moeinf.offload.tier_runner import TierRunner
+from moeinf.offload.tiered_store import TieredStore
+from moeinf.offload.trace import RoutingShape
+from moeinf.runtime import gpu as gpus
+from moeinf.runtime.bus import measure_contended
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.device_plan import DevicePlacement
+from moeinf.runtime.devices import remember_gpu, remembered_contended
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.memory import available_bytes
+from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.sizes import format_bytes
+
+_HOST_HEADROOM_BYTES = 1 << 30  # never page-locked: the rest of the machine must go on
+
+
+@dataclass(frozen=True)
+class OpenGpu:
+    """A GPU in use: its context, what computes on it, and how misses are divided."""
+
+    context: DeviceContext
+    device: Device
+    placement: DevicePlacement
+    miss: Miss
+    share: float  # of misses that are fetched
+    notes: tuple[str, ...]
+    free_bytes: int  # of the device, before anything was allocated
+
+    def allocated_bytes(self) -> int:
+        """What the device has less free than then, whoever took it."""
+        return max(0, self.free_bytes - self.context.memory()[0])
+
+
+def open_gpu(
+    placement: DevicePlacement, manifest: Manifest, config: EngineConfig, settings: Settings
+) -> OpenGpu:
+    """Measures bus and CPU when that is asked for and not known. Raises DeviceUnavailable."""
+    found = gpus.find_gpu(config.libcuda)
+    if isinstance(found, gpus.NoGpu):
+        raise DeviceUnavailable(f"--device gpu: {found.why}")
+    missing = gpus.missing_for_kernels()
+    if missing is not None:
+        raise DeviceUnavailable(f"--device gpu: {found.name} is there, but {missing}")
+    context = gpus.open_context(found)
+    share, notes = (1.0 if config.miss == "fetch" else 0.0), tuple[str, ...]()
+    if config.miss == "auto":
+        speeds = remembered_contended(settings, found.name, manifest.dtype)
+        if speeds is None:
+            layout = manifest.expert_layout
+            speeds = measure_contended(context, layout, TorchMath())
+            remember_gpu(settings, found.name, contended=(manifest.dtype, speeds))
+        share, notes = speeds.fetched_share, (_words(speeds),)
+    free = context.memory()[0]
+    return OpenGpu(context, gpus.torch_device(), placement, config.miss, share, notes, free)
+
+
+def _words(speeds: Contended) -> str:
+    bus, cpu = format_bytes(speeds.bus_bytes_per_s), format_bytes(speeds.cpu_bytes_per_s)
+    return (
+        f"misses: {speeds.fetched_share:.0%} are fetched, the others computed by the CPU "
+        f"(beside each other the bus moves {bus}/s, the CPU reads {cpu}/s)"
+    )
+
+
+class Above:
+    """What stands above the host slots of one store."""
+
+    def __init__(
+        self,
+        gpu: OpenGpu,
+        pool: SlotPool,
+        layout: ExpertLayout,
+        shape: RoutingShape,
+        policy: str,
+        past: Eamc | None,
+        math: TorchMath,
+        host: Residency,
+        stats: StoreStats,
+    ) -> None:
+        """Raises DeviceError."""
+        cells, slots = shape.layers * shape.experts, gpu.placement.slots
+        name = "lru" if slots >= cells else policy
+
+        def make_policy(slots: int) -> Policy:
+            return POLICIES[name](Setup(shape, slots, past if name in USE_PAST else None))
+
+        lock = HostLock(gpu.context, pool, SLICE_BYTES)
+        self._tier = DeviceTier(
+            gpu.context, lock, gpu.device, layout, slots, cells, make_policy, math, host, stats
+        )
+        self.runner = TierRunner(
+            self._tier, SlotMath(layout, pool, math), host, gpu.miss, gpu.share
+        )
+        self._locking = PageLocking(lock, pool.slots, available_bytes, _HOST_HEADROOM_BYTES)
+
+    def around(self, store: ExpertStore, math: TorchMath, experts: int) -> TieredStore:
+        """The store of all tiers."""
+        return TieredStore(self._tier, store, self.runner, math, experts, self._locking)

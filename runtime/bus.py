@@ -1,0 +1,86 @@
+"""How fast experts come over the bus, and how fast the CPU computes them, each beside the other.
+
+Does not know plans or stores. Both figures are of experts of one format, in bytes per second, and
+contended: copies and the CPU's kernels read the same memory at the same time, as in a layer whose
+misses are divided between them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from moeinf.native import DeviceContext, DeviceSlots, HostLock, SlotPool
+from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.slot_math import SlotMath, TorchFfn
+from moeinf.offload.split import Contended
+
+_POOL_BYTES = 64 << 20  # above any core's own cache
+_SECONDS = 0.25
+_IN_BATCH = 4
+_PATTERN = 0x11  # as bf16, f16 or f32 a small normal number: zeros and denormals have other speeds
+
+
+class _Bench:
+    """A page-locked pool full of experts, and device slots to copy them to."""
+
+    def __init__(self, context: DeviceContext, slot_bytes: int, data_bytes: int) -> None:
+        self.pool = SlotPool(max(_IN_BATCH, _POOL_BYTES // slot_bytes), slot_bytes)
+        arena = torch.frombuffer(self.pool, dtype=torch.uint8)
+        arena.fill_(_PATTERN)
+        lock = HostLock(context, self.pool, self.pool.bytes)
+        lock.lock_next()
+        self._slots = DeviceSlots(context, lock, _IN_BATCH, 0)
+        self._bytes = data_bytes
+        self._next = 0
+
+    def copy(self) -> int:
+        """One batch, to its end; its bytes."""
+        chosen = [(self._next + i) % self.pool.slots for i in range(_IN_BATCH)]
+        self._next = (self._next + _IN_BATCH) % self.pool.slots
+        self._slots.wait(self._slots.copy(chosen, list(range(_IN_BATCH)), self._bytes))
+        return _IN_BATCH * self._bytes
+
+
+def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> float:
+    """Bytes per second from page-locked memory, with nothing else going on. Raises DeviceError."""
+    bench = _Bench(context, expert_bytes, expert_bytes)
+    bench.copy()
+    copied, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < _SECONDS:
+        copied += bench.copy()
+    return copied / seconds
+
+
+def measure_contended(
+    context: DeviceContext, layout: ExpertLayout, reference: TorchFfn
+) -> Contended:
+    """One expert after another by the CPU, for one token, beside copies. Raises DeviceError."""
+    bench = _Bench(context, layout.slot_bytes, layout.data_bytes)
+    math, slots = SlotMath(layout, bench.pool, reference), bench.pool.slots
+    x = torch.ones(1, layout.hidden).to(torch.float32 if layout.dtype == "F32" else torch.bfloat16)
+    rows = x.new_zeros(1, layout.hidden)
+    ended, done = threading.Event(), [0, 0.0, 0.0]  # bytes, from, to
+
+    def copy() -> None:
+        done[1] = time.perf_counter()
+        while not ended.is_set():
+            done[0] += bench.copy()
+            done[2] = time.perf_counter()
+
+    bench.copy()
+    math.run(x, [(0, [0])], 1, rows)
+    copying = threading.Thread(target=copy)
+    copying.start()
+    try:
+        computed, start = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - start) < _SECONDS:
+            math.run(x, [(computed % slots, [0])], 1, rows)
+            computed += 1
+    finally:
+        ended.set()
+        copying.join()
+    bus = done[0] / max(done[2] - done[1], 1e-9)
+    return Contended(bus, computed * layout.data_bytes / seconds)

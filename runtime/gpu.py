@@ -1,0 +1,103 @@
+"""The GPU of this machine: whether there is one, what it has, and torch's way to compute on it.
+
+Does not know models, plans or tiers. Importing it imports no torch: `find_gpu` asks the driver, and
+looks for torch's parts without loading them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from moeinf.native import DRIVER_LIBRARY, DeviceContext, DeviceError, Driver, NoDriver
+from moeinf.runtime.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from moeinf.offload.device_tier import Device
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the driver says of one. free_bytes: none of it claimed by anybody, our context included.
+
+    library: the libcuda that was asked.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver_version: int
+    library: str
+
+    def __str__(self) -> str:
+        free, total = format_bytes(self.free_bytes), format_bytes(self.total_bytes)
+        return f"{self.name}, {free} of {total} free"
+
+
+@dataclass(frozen=True)
+class NoGpu:
+    """Why there is none to use, in words."""
+
+    why: str
+
+
+def is_there(library: str | None = None) -> str | NoGpu:
+    """The first GPU's name; unlike find_gpu it takes none of its memory."""
+    try:
+        return _driver(library or DRIVER_LIBRARY).info(0)[0]
+    except (NoDriver, DeviceError) as error:
+        return NoGpu(str(error))
+
+
+def all_gpus(library: str | None = None) -> list[tuple[str, int]] | NoGpu:
+    """Name and bytes of memory of each; the first is the one that is used."""
+    try:
+        driver = _driver(library or DRIVER_LIBRARY)
+        return [driver.info(number) for number in range(driver.devices)]
+    except (NoDriver, DeviceError) as error:
+        return NoGpu(str(error))
+
+
+def find_gpu(library: str | None = None) -> Gpu | NoGpu:
+    """The first GPU. What it has free is asked for anew at every call."""
+    name = library or DRIVER_LIBRARY
+    try:
+        driver = _driver(name)
+        free, total = _context(name).memory()
+        return Gpu(driver.info(0)[0], total, free, driver.version, name)
+    except (NoDriver, DeviceError) as error:
+        return NoGpu(str(error))
+
+
+def open_context(gpu: Gpu) -> DeviceContext:
+    """The primary context of its device. Raises DeviceError."""
+    return _context(gpu.library)
+
+
+def missing_for_kernels() -> str | None:
+    """What keeps this installation from computing on a GPU that is there; None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "there is no Triton, which a torch with CUDA brings along"
+    import torch
+
+    return None if torch.cuda.is_available() else "this torch cannot use it"
+
+
+def torch_device() -> Device:
+    """torch's CUDA device with our kernels. Needs missing_for_kernels() to be None."""
+    from moeinf.offload.cuda_device import CudaDevice  # imports torch's CUDA parts and Triton
+
+    return CudaDevice()
+
+
+@cache
+def _driver(library: str) -> Driver:
+    return Driver(library)
+
+
+@cache
+def _context(library: str) -> DeviceContext:
+    """Made once, because that takes a good part of a second, and kept until the process ends."""
+    return DeviceContext(_driver(library))

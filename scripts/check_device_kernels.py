@@ -1,0 +1,123 @@
+"""Compiles every device kernel for GPUs that need not be here, and prints what each one takes.
+
+    python scripts/check_device_kernels.py [--only REGEX] [sm_80 sm_86 sm_90 …]
+
+Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. A line per kernel and variant:
+registers per thread, bytes spilled to local memory, bytes of shared memory, warps. It does not know
+how fast a kernel is. Ends with 1 when a kernel spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moeinf.offload import device_kernels as kernels
+from moeinf.offload.device_tiles import FUSION
+
+FORMS = ("q4", "q8", "mxfp4", "bf16")
+POINTERS = {
+    "ids": "*i64", "table": "*i32", "words": "*i32", "plain": "*bf16",
+    "x_words": "*i32", "x_starts": "*i32", "x_scales": "*fp32", "codes": "*i8", "starts": "*i32",
+    "scales": "*fp32", "sizes": "*fp32", "out": "*bf16", "x": "*bf16", "rows": "*bf16",
+    "weights": "*fp32", "bytes_of": "*u8",
+}  # fmt: skip
+# What a model's shapes make multiples of 16, and Triton then takes for granted.
+ROUND = (
+    "slot_words",
+    "hidden",
+    "inner",
+    "columns",
+    "width",
+    "outputs",
+    "matrix_words",
+    "down_words",
+)
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """What to call it, the kernel, its constants, its warps."""
+    for form in FORMS:
+        common = {"FORM": form, "STAGES": 4, "EMULATE": False}
+        for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
+            constants = {**common, "ACTIVATION": activation, "BIASED": biased}
+            yield f"expert_inner {form} {activation}", kernels.expert_inner, constants, 4
+        yield f"expert_down {form}", kernels.expert_down, {**common, "BIASED": True}, 4
+        for rows in (1, 2, 4, 8, 16):
+            constants = {**common, "ROWS": rows, "LANES": 32}
+            yield f"linear_rows {form} {rows}", kernels.linear_rows, constants, 4 if rows < 8 else 8
+        if form != "bf16":
+            constants = {"FORM": form, "GROUPS": 8}
+            yield f"quantise_rows {form}", kernels.quantise_rows, constants, 1
+        if form in ("q4", "q8"):
+            constants = {"FORM": form, "COLUMNS": 512}
+            yield f"gather_rows {form}", kernels.gather_rows, constants, 4
+    yield "combine_rows", kernels.combine_rows, {"COLUMNS": 512}, 4
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
+    """The kernel for one GPU, with types and alignments as device_ffn.py passes them."""
+    form = constants.get("FORM")
+    types = dict(POINTERS)
+    if form == "bf16":
+        types["x_words"] = types["codes"] = "*bf16"
+        if kernel is kernels.linear_rows:
+            types["words"] = "*bf16"
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    round_16 = [i for i, n in enumerate(names) if n in ROUND or signature[n].startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in round_16},
+    )
+    options = {"num_warps": warps, **FUSION}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of stack, where spilled registers go."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("architectures", nargs="*", default=["sm_80", "sm_90"])
+    options, spilled = parser.parse_args(), 0
+    chosen = [v for v in variants() if re.search(options.only, v[0])]
+    for arch in [int(name.removeprefix("sm_")) for name in options.architectures]:
+        for name, kernel, constants, warps in chosen:
+            made = compiled(kernel, constants, warps, arch)
+            registers, stack = usage(made.asm["cubin"])
+            print(
+                f"sm_{arch} {name:36} {registers:4} registers {stack:6} spilled "
+                f"{made.metadata.shared:7} shared {warps:3} warps",
+                flush=True,
+            )
+            spilled += stack > 0
+    return 1 if spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

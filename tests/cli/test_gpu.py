@@ -1,0 +1,123 @@
+"""`--device gpu` on the command line, on the fake libcuda: plans, answers, figures, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeinf.cli import devices as command
+from moeinf.cli.main import answer
+from moeinf.runtime import gpu as gpus
+from tests.cli.conftest import check_document
+from tests.fake_device import FakeDevice
+from tests.native.fake_cuda import Fake
+
+BUDGET = "600MiB"  # 512 of them are counted for CUDA itself
+
+
+@pytest.fixture
+def home(fake: Fake, demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    fake.reset("mode=deferred,seed=9,memory=2000000000")
+    monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
+    monkeypatch.setenv("MOEINF_LIBCUDA", fake.path)
+    monkeypatch.setenv("MOEINF_HOST", "127.0.0.1:1")  # nobody serves there
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
+    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    gpus._driver.cache_clear()
+    gpus._context.cache_clear()
+    (tmp_path / "models").symlink_to(demo_home / "models")
+    return tmp_path
+
+
+def test_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["run", "demo", "17+25=", "--device", "gpu", "--device-memory", BUDGET]
+    assert answer([*line, "--miss", "fetch", "--verbose"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "42\n"
+    assert "device: gpu (asked for: Fake GPU, 1.9 GiB of 1.9 GiB free)" in said.err
+    for label in ("experts on device", "decode events", "over the bus", "device memory"):
+        assert f"{label}: " in said.err
+    assert "192 experts, workspace, and 512 MiB assumed for CUDA itself" in said.err
+
+
+def test_a_plan_says_where_its_figures_come_from(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["plan", "demo", "--device", "gpu", "--device-memory", BUDGET, "--miss", "compute"]
+    assert answer([*line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    check_document("plan", plan)
+    device, ram, disk = plan["tiers"]
+    assert (device["name"], ram["name"], disk["name"]) == ("device", "ram", "disk")
+    memory = plan["device_memory"]
+    parts = ("arena_bytes", "workspace_bytes", "context_bytes")
+    assert memory["peak_bytes"] == sum(memory[part] for part in parts)
+    assert memory["peak_bytes"] <= memory["budget_bytes"] == 600 << 20
+    assert memory["provenance"]["context_bytes"] == "assumed"
+    assert memory["bus_bytes_per_s"] is None
+    assert answer(line) == 0
+    text = capsys.readouterr().out
+    assert "of Fake GPU" in text
+    assert "(never measured: `moeinf devices` does)" in text
+
+
+def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["run", "demo", "4091 in words", "--device", "gpu", "--device-memory", "45%", "--json"]
+    assert answer([*line, "--miss", "compute", "--memory", "50%"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    check_document("run", document)
+    assert document["text"] == "four thousand ninety-one"
+    found = document["stats"]["device"]
+    assert 0 < found["hit_rate"] < 1
+    assert found["hit_rate"] + found["cpu_share"] == pytest.approx(1, abs=1e-3)
+    assert found["bus_bytes_per_token"] > 0
+    assert 0 < found["allocated_bytes"] <= found["promised_bytes"]
+
+
+def test_devices_measure_the_bus(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_FILES_BYTES", 4 << 20)
+    assert answer(["devices", "--expert-size", "64KiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_document("devices", found)
+    (gpu,) = found["gpus"]
+    assert (gpu["name"], gpu["total_bytes"]) == ("Fake GPU", 2000000000)
+    assert gpu["bus_bytes_per_s"] > 0
+    assert answer(["plan", "demo", "--device", "gpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["device_memory"]["bus_bytes_per_s"] == gpu["bus_bytes_per_s"]
+    assert plan["device_memory"]["provenance"]["bus_bytes_per_s"].startswith("`moeinf devices`, ")
+
+
+def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["run", "demo", "17+25=", "--verbose"]) == 0
+    said = capsys.readouterr()
+    assert "device: cpu (--device gpu would use Fake GPU" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device-memory", "512MiB"], "of device memory is too little: at least"),
+        (["--miss", "guess"], "'guess' is not one of auto, compute, fetch"),
+    ],
+)
+def test_refusals(
+    home: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(["run", "demo", "x", "--device", "gpu", *arguments]) in (1, 2)
+    assert words in capsys.readouterr().err
+
+
+def test_a_device_that_fails_is_an_error_with_a_name(
+    home: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.configure("fail=cuMemcpyHtoDAsync:9:700:1")
+    line = ["run", "demo", "17+25=", "--device", "gpu", "--miss", "fetch", "--json"]
+    assert answer(line) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "device_failed"
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in error["message"]

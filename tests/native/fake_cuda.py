@@ -1,0 +1,88 @@
+"""The fake libcuda from Python: built once, configured, and asked what it has seen.
+
+Does not know what uses it. One process has one fake: `Fake.reset` makes it as new between tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_name("fake_libcuda.cpp")
+_FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared", "-fPIC")
+_HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def built_fake(folder: Path) -> Path:
+    """The library, in a folder that outlives the tests. Skips where there is no compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build the fake libcuda with")
+    source = SOURCE.read_bytes() + SOURCE.with_name("fake_streams.h").read_bytes()
+    digest = hashlib.sha256(source + repr(_FLAGS).encode()).hexdigest()[:16]
+    library = folder / f"libfakecuda-{digest}.so"
+    if not library.exists():
+        made = library.with_suffix(".partial")
+        subprocess.run([compiler, *_FLAGS, "-o", str(made), str(SOURCE)], check=True)
+        made.replace(library)
+    return library
+
+
+class Fake:
+    """Control of the library that the product has loaded, too."""
+
+    def __init__(self, library: Path) -> None:
+        self.path = str(library)
+        self._calls = ctypes.CDLL(self.path)
+        self._calls.fake_count.restype = ctypes.c_long
+        self._calls.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, _HostFunction, ctypes.c_void_p]
+        self._kept: list[object] = []  # callbacks must outlive their call
+
+    def reset(self, words: str = "") -> None:
+        """See fake_libcuda.cpp for the words. Nothing may be queued."""
+        if self.count("allocated"):
+            gc.collect()  # tracebacks keep what failed
+        self._kept.clear()
+        self._calls.fake_reset(words.encode())
+
+    def configure(self, words: str) -> None:
+        self._calls.fake_configure(words.encode())
+
+    def count(self, name: str) -> int:
+        """Calls of that name, or "allocated", "registered", "handles", "bytes copied" …"""
+        return int(self._calls.fake_count(name.encode()))
+
+    def launch(self, stream: int, function: Callable[[], None]) -> None:
+        """Queues a "kernel": Python code, run when the stream comes to it."""
+        callback = _HostFunction(lambda _: function())
+        self._kept.append(callback)
+        code = self._calls.cuLaunchHostFunc(stream or None, callback, None)
+        if code:
+            raise RuntimeError(f"cuLaunchHostFunc: {code}")
+
+    def synchronise(self, stream: int) -> None:
+        """Returns when the stream has run; as torch does it, with its context current."""
+        popped = ctypes.c_void_p()
+        self._calls.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context()))
+        code = self._calls.cuStreamSynchronize(ctypes.c_void_p(stream))
+        self._calls.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        if code:
+            raise RuntimeError(f"cuStreamSynchronize: {code}")
+
+    def _context(self) -> int:
+        held = ctypes.c_void_p()
+        self._calls.cuDevicePrimaryCtxRetain(ctypes.byref(held), 0)
+        self._calls.cuDevicePrimaryCtxRelease_v2(0)
+        return held.value or 0
+
+
+def view(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Device memory of the fake, which is host memory."""
+    return (ctypes.c_char * size_bytes).from_address(address)

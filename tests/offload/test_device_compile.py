@@ -1,0 +1,44 @@
+"""Device kernels compile for GPUs that are not here, and a CPU's run never imports Triton."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def ended(*command, **environment):
+    path = os.pathsep.join([os.fspath(ROOT), *sys.path])
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**kept, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_kernels_compile_for_ampere_and_hopper_without_spilling(tmp_path):
+    """A few of them; without a name the script compiles all."""
+    run = ended(
+        os.fspath(ROOT / "scripts" / "check_device_kernels.py"),
+        "--only", "expert_inner q4 swiglu|expert_down bf16|linear_rows mxfp4 16|gather_rows q8",
+        "sm_80", "sm_90",
+        TRITON_CACHE_DIR=os.fspath(tmp_path),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = re.findall(r"^sm_(\d+) (\w+ \w+).* (\d+) registers +0 spilled", run.stdout, re.M)
+    assert len(lines) == 8
+    assert all(int(registers) <= 128 for *_, registers in lines)
+
+
+def test_without_a_device_nothing_imports_triton():
+    program = (
+        "import sys, moeinf.runtime.engine, moeinf.offload.store, moeinf.runtime.linears\n"
+        "sys.exit('triton' in sys.modules)"
+    )
+    run = ended("-c", program)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,179 @@
+"""Engines on the fake libcuda: tokens, promises and failures of the device tier, end to end.
+
+Without a GPU: kernels are the CPU's, run when the fake's streams come to them, in any order that
+is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.native import DeviceError
+from moeinf.offload.policy import POLICIES
+from moeinf.offload.split import MISSES, Miss
+from moeinf.runtime import gpu as gpus
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceDoesNotFit, workspace_bytes
+from moeinf.runtime.devices import remembered_contended
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import Library
+from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.sizes import MemorySize, parse_memory
+from tests.conftest import Open
+from tests.fake_device import FakeDevice
+from tests.native.fake_cuda import Fake
+from tests.runtime.test_engine import GREEDY, PROMPTS, SAMPLED, tokens
+
+SLOT = 49152  # of the demo's experts in bf16; the device's memory below is given in such slots
+
+
+@pytest.fixture
+def open_gpu_engine(
+    fake: Fake, demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Open]:
+    """open_gpu_engine(slots=9, miss="fetch", …): an engine with a fake GPU, closed afterwards."""
+    fake.reset("mode=deferred,seed=21,memory=2000000000")
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
+    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "models").symlink_to(demo_home / "models")
+    engines: list[Engine] = []
+
+    def open_one(
+        slots: int | None = None, miss: Miss = "fetch", policy: str = "adaptive",
+        memory: str = "100%", model: str = "demo", extra: int = 0,
+    ) -> Engine:  # fmt: skip
+        settings = Settings(home)
+        manifest, folder = Library(settings).read(model)
+        budget = None
+        if slots is not None:
+            fixed = CONTEXT_BYTES + workspace_bytes(manifest)
+            budget = parse_memory(str(fixed + slots * manifest.slots.slot_bytes + extra))
+        config = EngineConfig(
+            memory=parse_memory(memory), policy=policy, device="gpu", device_memory=budget,
+            miss=miss, libcuda=fake.path,
+        )  # fmt: skip
+        engines.append(Engine(manifest, folder, config, settings))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+    assert fake.count("allocated") == fake.count("registered") == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_fetch_gives_the_cpus_tokens(policy: str, open_engine: Open, open_gpu_engine: Open) -> None:
+    cpu = open_engine()
+    expected = [tokens(cpu, prompt, o) for prompt in PROMPTS[:3] for o in (GREEDY, SAMPLED)]
+    for slots, memory in ((4, "393216"), (60, "30%"), (None, "100%")):
+        gpu = open_gpu_engine(slots, policy=policy, memory=memory)
+        found = [tokens(gpu, prompt, o) for prompt in PROMPTS[:3] for o in (GREEDY, SAMPLED)]
+        assert found == expected
+        assert gpu.store.idle
+        assert gpu.store.stats.decode_cpu_events == 0
+        assert gpu.store.stats.decode_events > 0
+    assert gpu.store.stats.bus_bytes <= 192 * SLOT  # all fit: each was copied at most once
+
+
+@pytest.mark.parametrize("miss", ["compute", "auto"])
+@pytest.mark.parametrize("model", ["demo", "demo:f32"])
+def test_shared_steps_agree(
+    miss: Miss, model: str, open_engine: Open, open_gpu_engine: Open
+) -> None:
+    """The fake computes as the CPU does: then who computes what changes no bit either."""
+    expected = [tokens(open_engine(model), prompt) for prompt in PROMPTS]
+    gpu = open_gpu_engine(30, miss, memory="30%", model=model)
+    assert [tokens(gpu, prompt) for prompt in PROMPTS] == expected
+    stats = gpu.store.stats
+    assert stats.decode_device_hits > 0
+    assert stats.decode_cpu_events > 0
+    assert stats.decode_bus_bytes > 0  # promotions
+
+
+def test_bandwidths_are_measured_once(open_gpu_engine: Open) -> None:
+    engine = open_gpu_engine(8, "auto")
+    (line,) = [line for line in engine.choices if line.startswith("misses:")]
+    assert "are fetched, the others computed by the CPU" in line
+    home = Settings(engine.folder.parents[2])
+    speeds = remembered_contended(home, "Fake GPU", "BF16")
+    assert speeds is not None
+    assert 0 < speeds.fetched_share < 1
+    again = open_gpu_engine(8, "auto")
+    assert line in again.choices  # the same figures
+
+
+def test_device_memory_is_a_promise(fake: Fake, open_gpu_engine: Open) -> None:
+    for slots in (4, 5, 100):
+        engine = open_gpu_engine(slots, extra=SLOT - 1)
+        plan = engine.placement.on_device
+        assert plan is not None
+        assert (plan.slots, plan.arena_bytes) == (slots, fake.count("allocated"))
+        assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + SLOT
+        assert any(f"{slots} experts, workspace" in line for line in engine.choices)
+        engine.close()
+
+
+def test_what_others_hold_is_not_promised(fake: Fake, open_gpu_engine: Open) -> None:
+    """100 slots were asked for; the device has room for 50."""
+    manifest = open_gpu_engine(4).manifest
+    free = workspace_bytes(manifest) + 50 * SLOT + SLOT // 2
+    fake.configure(f"memory={free + (8 << 20) + fake.count('allocated')}")
+    plan = open_gpu_engine(100).placement.on_device
+    assert plan is not None
+    assert plan.slots == 50
+
+
+def test_too_little_device_memory_names_the_least(open_gpu_engine: Open) -> None:
+    with pytest.raises(DeviceDoesNotFit, match="of device memory is too little") as caught:
+        open_gpu_engine(3)
+    assert caught.value.min_bytes == caught.value.given_bytes + SLOT
+
+
+def test_page_locking_that_fails_says_why(fake: Fake, open_gpu_engine: Open) -> None:
+    fake.configure("fail=cuMemHostRegister:0:2:1")
+    engine = open_gpu_engine(8)
+    assert len(tokens(engine, "17+25=")) == 3
+    (note,) = [note for note in engine.take_notes() if "page-locked" in note]
+    assert note.startswith("0 of 192 host slots are page-locked")
+    assert "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in note
+    assert engine.take_notes() == []
+
+
+@pytest.mark.parametrize("miss", MISSES)
+def test_a_failed_copy_is_an_error_and_the_engine_goes_on(
+    fake: Fake, miss: Miss, open_engine: Open, open_gpu_engine: Open
+) -> None:
+    expected = tokens(open_engine(), PROMPTS[2])
+    engine = open_gpu_engine(6, miss)
+    fake.configure("fail=cuMemcpyHtoDAsync:20:999:1")
+    with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync: CUDA_ERROR_UNKNOWN"):
+        [tokens(engine, prompt) for prompt in PROMPTS]
+    assert engine.store.idle
+    assert tokens(engine, PROMPTS[2]) == expected
+
+
+def test_no_gpu_no_torch_for_it_and_no_such_budget(
+    fake: Fake, demo_home: Path, open_gpu_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch cannot use it")
+    with pytest.raises(DeviceUnavailable, match="Fake GPU is there, but this torch cannot use it"):
+        open_gpu_engine(8)
+    fake.configure("devices=0")
+    gpus._driver.cache_clear()
+    gpus._context.cache_clear()
+    with pytest.raises(DeviceUnavailable, match="cuInit: CUDA_ERROR_NO_DEVICE"):
+        open_gpu_engine(8)
+    manifest, folder = Library(Settings(demo_home)).read("demo")
+    nowhere = EngineConfig(device="gpu", libcuda="/nowhere/libcuda.so.1")
+    with pytest.raises(DeviceUnavailable, match=r"/nowhere/libcuda\.so\.1"):
+        Engine(manifest, folder, nowhere, Settings(demo_home))
+    share = EngineConfig(device="cpu", device_memory=MemorySize(share=0.5))
+    with pytest.raises(DeviceUnavailable, match="there is no device whose memory"):
+        Engine(manifest, folder, share, Settings(demo_home))
+    assert torch.get_num_threads() > 0
