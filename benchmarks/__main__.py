@@ -1,6 +1,7 @@
-"""python -m benchmarks: makes real-shape models with random weights, and races them.
+"""python -m benchmarks SHAPE: makes a real shape with random weights, and races it.
 
-Does not know how anything is measured: it reads options, and writes JSON and Markdown.
+Does not know how anything is measured: it reads options, and writes JSON and Markdown. Without a
+shape, or as `python -m benchmarks suite`, it is the suite (benchmarks/suite/command.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.models import GGUF_OF_TAG, RaceModel, bits_per_weight
 from benchmarks.race import Rounds, Tokens, alone, race_decode, race_prefill
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES, shape
+from benchmarks.suite import command as suite
 from benchmarks.worker import Worker
 from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
@@ -130,7 +132,7 @@ def _ours(o: argparse.Namespace, model: RaceModel, context: int) -> list[str]:
 
 def _peer(o: argparse.Namespace, gguf: Path, setting: str, context: int) -> list[str]:
     where = [os.fspath(gguf), "--setting", setting]
-    return [o.peer_python, "-m", "benchmarks.llama", *where, *_sizes(o, context)]
+    return [o.peer_python, "-m", "benchmarks.peers.llama_cpp", *where, *_sizes(o, context)]
 
 
 def _sizes(o: argparse.Namespace, context: int) -> list[str]:
@@ -178,4 +180,8 @@ def _words(known: tuple[str, ...]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    given = sys.argv[1:]
+    if not given or given[0].startswith("-") or given[0] == "suite":
+        suite.main(given[1:] if given[:1] == ["suite"] else given)
+    else:
+        main()

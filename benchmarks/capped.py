@@ -53,9 +53,15 @@ class Program:
 class Side:
     """One program in its group: a worker, and what it has read since it was last asked."""
 
-    def __init__(self, program: Program, limit_bytes: int | None, late: bool = False) -> None:
-        """Starts cold. `late`: the limit comes when it has loaded. Raises WorkerFailed,
-        NoMemoryGroup, OSError when what it holds by then is above the limit."""
+    def __init__(
+        self,
+        program: Program,
+        limit_bytes: int | None,
+        late: bool = False,
+        limit_s: float | None = None,
+    ) -> None:
+        """Starts cold. `late`: the limit comes when it has loaded; limit_s: see Worker. Raises
+        WorkerFailed, NoMemoryGroup, OSError when what it holds by then is above the limit."""
         forget_pages(program.files)
         self.group: MemoryGroup | None = None
         command = program.command
@@ -65,7 +71,7 @@ class Side:
                     MemoryGroup(physical_bytes() if late else limit_bytes)
                 )
                 command = self.group.command(command)
-            self.worker = undo.enter_context(Worker(command))
+            self.worker = undo.enter_context(Worker(command, limit_s))
             if self.group is not None and limit_bytes is not None and late:
                 forget_pages(program.files)
                 self.group.lower(limit_bytes)
@@ -176,17 +182,15 @@ def _peers(o: argparse.Namespace, model: RaceModel) -> dict[str, Program]:
     for name in o.peers:
         if name == "accelerate":
             checkpoint = model.huggingface()
-            layers = ["--layers", str(model.config["num_hidden_layers"])]
             offload = checkpoint / "offload"
             offload.mkdir(exist_ok=True)
-            where = [os.fspath(checkpoint), os.fspath(offload), *layers]
-            threads = ["--threads", str(o.threads)]
-            command = [sys.executable, "-m", "benchmarks.accelerated", *where, *threads]
+            where = [os.fspath(checkpoint), "--folder", os.fspath(offload), "--setting", "disk"]
+            command = [sys.executable, "-m", "benchmarks.peers.accelerate", *where, *_sizes(o)]
             found[name] = Program(command, checkpoint)
         else:
             file = o.gguf or model.peer(GGUF_OF_TAG[o.tag], o.peer_python)
-            command = [o.peer_python, "-m", "benchmarks.llama", os.fspath(file), *_sizes(o)]
-            found[name] = Program([*command, "--setting", name], file)
+            command = [o.peer_python, "-m", "benchmarks.peers.llama_cpp", os.fspath(file)]
+            found[name] = Program([*command, *_sizes(o), "--setting", name], file)
     return found
 
 

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker import serve
+from benchmarks.worker import forced_turn, serve
+from moeinf.models.base import State
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
@@ -31,6 +32,28 @@ class EngineRunner:
 
     def reset(self) -> None:
         self._state = self._engine.new_state()
+        self._others: list[State] = []
+
+    def turn(
+        self, prompts: list[list[int]], answers: list[list[int]], limit_s: float
+    ) -> dict[str, Any]:
+        """A request per conversation, as a server runs them; they leave no trace in the EAMC."""
+        engine, missing = self._engine, len(prompts) - 1 - len(self._others)
+        self._others += [engine.new_state() for _ in range(missing)]
+        states = [self._state, *self._others]
+        requests = [engine.begin_request(state) for state in states]
+
+        def first() -> None:
+            for state, prompt in zip(states, prompts, strict=True):
+                engine.extend(state, prompt)
+
+        def step(column: list[int]) -> None:
+            engine.step(list(zip(states, column, strict=True)))
+
+        found = forced_turn(first, step, answers, limit_s)
+        for request in requests:
+            engine.end_request(request, counts=False)
+        return found
 
     def prefill(self, tokens: list[int]) -> float:
         self._logits, seconds = prefill(self._engine, self._state, tokens)
@@ -48,9 +71,12 @@ class EngineRunner:
         return {
             "threads": engine.placement.threads,
             "token_bytes": token_bytes(engine, self._state.length).total,
+            "state_bytes": self._state.length * engine.manifest.kv_bytes_per_token,
             "dense_bytes": engine.manifest.dense_bytes,
             "expert_bytes": engine.manifest.expert_layout.data_bytes,
             "loads": stats.loads,
+            "decode_events": stats.decode_events,
+            "decode_hits": stats.decode_hits,
             "resident": engine.store.resident,
             "stall_seconds": stats.stall_seconds,
             "hit_rate": stats.hit_rate,
@@ -68,10 +94,20 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--memory", type=parse_memory, default=parse_memory("100%"))
     parser.add_argument("--policy", default=DEFAULT_POLICY)
+    parser.add_argument("--batch", type=int, default=1, help="conversations at once")
+    parser.add_argument("--device-memory", type=parse_memory, help="of a GPU, which then computes")
     o = parser.parse_args()
     settings = Settings(o.home)
     manifest, folder = Library(settings).read(o.model)
-    config = EngineConfig(memory=o.memory, context=o.context, threads=o.threads, policy=o.policy)
+    config = EngineConfig(
+        memory=o.memory,
+        context=o.context,
+        threads=o.threads,
+        policy=o.policy,
+        parallel=o.batch,
+        device="cpu" if o.device_memory is None else "cuda",
+        device_memory=o.device_memory,
+    )
     with Engine(manifest, folder, config, settings) as engine:
         greeting = {"imported_at": _IMPORTED_AT, "ready_at": time.monotonic()}
         serve(EngineRunner(engine), greeting)

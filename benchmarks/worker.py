@@ -8,9 +8,18 @@ first what it is and when it was ready, then one answer per request line. Reques
     {"do": "decode", "tokens": [...]}   -> {"seconds": [...]}   one pass for each token
     {"do": "logits"}                    -> {"logits": [...]}    of the last token
     {"do": "about"}                     -> what the worker has to say
+    {"do": "turn", "prompts": [[...]], "answers": [[...]], "limit_s": s}
+                                        -> {"first": s, "steps": [s...], "forced": bool,
+                                            "first_disk_bytes": n}
 
-Every answer also says when it was given (`at`) and what the process has read from disk so far
-(`disk_bytes`, page faults included; 0 where the system does not count it).
+A *turn* appends a prompt to each of several conversations, all at once, and decodes an answer to
+each, a token of every one per step; it ends early when `limit_s` is over. `forced`: the answers'
+tokens were fed; a program that chooses for itself only takes their number. `first_disk_bytes`:
+`disk_bytes` (see below) when the first step began, where that is known.
+
+Every answer also says when it was given (`at`), what the process has read from disk so far
+(`disk_bytes`, page faults included; 0 where the system does not count it), the most memory that it
+has held (`peak_bytes`, likewise), and the processor time that it has used (`cpu_s`).
 
 Times of day are those of time.monotonic(), which all processes of a machine share. A worker that is
 not asked anything sleeps, so that two can live side by side.
@@ -19,11 +28,14 @@ not asked anything sleeps, so that two can live side by side.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -35,17 +47,58 @@ class WorkerFailed(RuntimeError):
     """A worker ended before it answered; what it wrote to its standard error is in the message."""
 
 
-class Runner(Protocol):
-    """What a worker does with requests."""
+class Talker(Protocol):
+    """What a worker of the suite does with requests."""
 
     def reset(self) -> None: ...
-    def prefill(self, tokens: list[int]) -> float: ...
-    def decode(self, tokens: list[int]) -> list[float]: ...
-    def logits(self) -> list[float]: ...
+    def turn(
+        self, prompts: list[list[int]], answers: list[list[int]], limit_s: float
+    ) -> dict[str, Any]: ...
     def about(self) -> dict[str, Any]: ...
 
 
-def serve(runner: Runner, greeting: dict[str, Any], out: TextIO = sys.stdout) -> None:
+class Runner(Talker, Protocol):
+    """What a worker of a race does besides: everything by hand, for one conversation."""
+
+    def prefill(self, tokens: list[int]) -> float: ...
+    def decode(self, tokens: list[int]) -> list[float]: ...
+    def logits(self) -> list[float]: ...
+
+
+def forced_turn(
+    first: Callable[[], object],
+    step: Callable[[list[int]], object],
+    answers: list[list[int]],
+    limit_s: float,
+) -> dict[str, Any]:
+    """The clock of a turn whose answers are given: `first` reads the prompts, `step` takes the
+    next token of every answer. Both return when their logits are there."""
+    start = time.perf_counter()
+    first()
+    now = time.perf_counter()
+    found: dict[str, Any] = {"first": now - start, "steps": [], "forced": True}
+    found["first_disk_bytes"] = _counted("io", "read_bytes")
+    now = time.perf_counter()
+    for column in zip(*answers, strict=True):
+        if now - start > limit_s:
+            break
+        step(list(column))
+        before, now = now, time.perf_counter()
+        found["steps"].append(now - before)
+    return found
+
+
+def claim_stdout() -> TextIO:
+    """A file on the standard output; what others print from here on goes to standard error.
+
+    For workers whose libraries talk, which would be taken for answers.
+    """
+    mine = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return mine
+
+
+def serve(runner: Talker, greeting: dict[str, Any], out: TextIO = sys.stdout) -> None:
     """The loop of a worker: until its standard input ends."""
     _say(out, greeting)
     for line in sys.stdin:
@@ -56,11 +109,19 @@ def serve(runner: Runner, greeting: dict[str, Any], out: TextIO = sys.stdout) ->
                 runner.reset()
             case "prefill" | "decode" as verb:
                 answer = {"seconds": getattr(runner, verb)(request["tokens"])}
-            case "logits":
-                answer = {"logits": runner.logits()}
+            case "logits" as verb:
+                answer = {"logits": getattr(runner, verb)()}
             case "about":
                 answer = runner.about()
-        _say(out, answer | {"at": time.monotonic(), "disk_bytes": _disk_bytes()})
+            case "turn":
+                given = (request[name] for name in ("prompts", "answers", "limit_s"))
+                answer = runner.turn(*given)
+        counts: dict[str, float] = {
+            "disk_bytes": _counted("io", "read_bytes"),
+            "peak_bytes": _peak_bytes(),
+        }
+        counts["cpu_s"] = time.process_time()
+        _say(out, answer | {"at": time.monotonic()} | counts)
 
 
 def _say(out: TextIO, answer: dict[str, Any]) -> None:
@@ -68,39 +129,56 @@ def _say(out: TextIO, answer: dict[str, Any]) -> None:
     out.flush()
 
 
-def _disk_bytes() -> int:
+def _counted(file: str, name: str) -> int:
+    """A number of /proc/self; 0 where there is none."""
     with suppress(OSError):
-        match = re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+        text = Path("/proc/self", file).read_text()
+        match = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
         return int(match[1]) if match else 0
     return 0
+
+
+def _peak_bytes() -> int:
+    return 1024 * _counted("status", "VmHWM")
 
 
 class Worker:
     """A worker's process, seen from the race. Use as a context manager."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """Returns when the worker is ready. Raises WorkerFailed."""
+    def __init__(self, command: Sequence[str], limit_s: float | None = None) -> None:
+        """Returns when the worker is ready. limit_s: how long any answer, this one included, may
+        take; then the worker is killed. Raises WorkerFailed."""
         self.started_at = time.monotonic()
+        self._limit_s = limit_s
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a full pipe would stop it
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             cwd=_ROOT,
         )
-        self.greeting = self._answer()
+        try:
+            self.greeting = self._answer()
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
 
-    def ask(self, do: str, tokens: Sequence[int] = ()) -> dict[str, Any]:
+    def ask(self, do: str, tokens: Sequence[int] = (), **more: object) -> dict[str, Any]:
         """One request and its answer. Raises WorkerFailed."""
         assert self._process.stdin is not None
-        request = {"do": do, "tokens": list(tokens)} if tokens else {"do": do}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        request = {"do": do, **more} | ({"tokens": list(tokens)} if tokens else {})
+        with suppress(BrokenPipeError):  # it has ended: reading says how
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
-        self._process.communicate()
+        with suppress(BrokenPipeError):
+            self._process.communicate()
+        self._errors.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -110,9 +188,24 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            _, errors = self._process.communicate()
-            raise WorkerFailed(f"exit code {self._process.returncode}: {errors[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(self._limit_s or 0, end)
+        if self._limit_s is not None:
+            timer.start()
+        while (line := self._process.stdout.readline()) and not line.startswith("{"):
+            pass  # what a library said while it was imported
+        timer.cancel()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        with suppress(BrokenPipeError):
+            self._process.communicate()
+        if late.is_set():
+            raise WorkerFailed(f"no answer within {self._limit_s:.0f} s")
+        self._errors.seek(0)
+        raise WorkerFailed(f"exit code {self._process.returncode}: {self._errors.read()[-2000:]}")

@@ -1,8 +1,11 @@
-"""Computes the figures of docs/study.md that one recording of many requests can give.
+"""Computes the figures of docs/study.md: the paper's questions, on recordings.
 
-Run: python scripts/study.py demo.eam --pictures docs
-     (`python scripts/record_demo.py demo.eam --per-kind 45` makes that recording)
-The first half of the requests is the past (the EAMC), the second half is what is predicted.
+Run: python -m scripts.study demo.eam --pictures docs
+     (`python scripts/record_demo.py demo.eam --per-kind 45` makes that recording;
+     `moeinf trace MODEL --dataset NAME --out NAME.eam` makes others of real data sets, and
+     `--others A.eam,B.eam` adds the shift from each to each)
+The first half of the requests is the past (the EAMC), the second half is what is predicted. Parts
+that need no past are also run on the two real traces.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ from numpy.typing import NDArray
 
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import RecordedHints
+from moeinf.offload.policy import POLICIES
 from moeinf.offload.policy.requests import RunningRequest
 from moeinf.offload.recording_file import recording_from_bytes
+from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.simulate import Outcome
 from moeinf.offload.study import Case, interleaved, run_case, shifted
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Recording
+from scripts import study_parts as parts
+from scripts.study_policies import Way
 
+TRACES = Path(__file__).parents[1] / "tests/data/traces"
 CLOCK = TimeModel()
 WIDTH = 2  # experts predicted, in units of K
 MATCHES = 5
@@ -124,10 +132,22 @@ def main() -> None:
     parser.add_argument("recording", type=Path)
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of route CSVs")
+    parser.add_argument(
+        "--others", type=lambda text: [Path(t) for t in text.split(",")], default=[]
+    )
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS))
     options = parser.parse_args()
     recording = recording_from_bytes(options.recording.read_bytes())
+    traces = [read_route_csv(path) for path in sorted(options.traces.glob("*.csv.gz"))]
+    for name in options.only:
+        SECTIONS[name](recording, traces, options)
+
+
+def past(recording: Recording, _: list[Recording], options: argparse.Namespace) -> None:
+    """What past requests tell: sparsity, prediction, warm and cold, capacity, conditions."""
     requests = recording.requests
-    past, now = requests[: len(requests) // 2], requests[len(requests) // 2 :]
+    earlier, now = requests[: len(requests) // 2], requests[len(requests) // 2 :]
     second = recording.select(now)
     print(f"{len(requests)} requests, {recording.decode_tokens} decode tokens")
     used, reused, entropy = sparsity(recording)
@@ -136,7 +156,7 @@ def main() -> None:
     )
     print(f"          over all requests the entropy of use is {entropy:.1%} of uniform")
 
-    eamc = collection(recording, past, len(past))
+    eamc = collection(recording, earlier, len(earlier))
     print(f"\nrecall of {WIDTH}K predicted experts by layer distance (precision: ÷ {WIDTH})")
     guesses = predictions(recording, now, eamc)
     for name, recalls in guesses.items():
@@ -144,7 +164,7 @@ def main() -> None:
 
     print(f"\nwarm against cold, adaptive at {options.share:.0%}, stall of the first 16 tokens, ms")
     curves = {}
-    for name, memory in (("cold", None), ("warm", collection(recording, past, len(past)))):
+    for name, memory in (("cold", None), ("warm", collection(recording, earlier, len(earlier)))):
         outcome = run_case(second, Case("adaptive", options.share), CLOCK, eamc=memory)
         curves[name] = by_age(outcome, "stall_seconds") * 1000
         early = by_age(outcome, "stall_seconds", early=now[:30]).mean() * 1000
@@ -152,14 +172,14 @@ def main() -> None:
 
     print(f"\ncapacity of the EAMC at {options.share:.0%}: stall ms, hit rate, mean best cosine")
     for capacity in (1, 3, 10, 30, 100, 200, 300, None):
-        memory = collection(recording, past, capacity)
+        memory = collection(recording, earlier, capacity)
         near, held = nearest(recording, now, memory).mean(), len(memory)
         warm, paper = (
             run_case(
                 second,
                 Case(policy, options.share),
                 CLOCK,
-                eamc=collection(recording, past, capacity),
+                eamc=collection(recording, earlier, capacity),
             )
             for policy in ("adaptive", "eamc")
         )
@@ -222,6 +242,79 @@ def main() -> None:
         draw(options.pictures, smooth, before, curves, guesses)
 
 
+def policies(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """Hit rates of all policies over shares."""
+    for one in (recording, *traces):
+        print(f"\nhit rate by share of experts, {one.name}")
+        hits = parts.compared(one)
+        print(f"  {'':26}", *(f"{share:6.0%}" for share in parts.SHARES))
+        for name, rates in hits.items():
+            print(f"  {name:26}", *(f"{rate:6.1%}" for rate in rates.values()))
+        if one is recording and options.pictures:
+            draw_policies(options.pictures, hits, recording)
+
+
+def without(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """`adaptive` without each of its parts."""
+    for one in (recording, *traces):
+        print(f"\nwithout a part, {one.name} at {options.share:.0%}: hit rate, stall ms, reads")
+        for name, outcome in parts.ablated(one, options.share).items():
+            print(f"  {name:38} {_figures(outcome)}")
+
+
+def knobs(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """Every knob, one at a time."""
+    for one in (recording, *traces):
+        print(f"\nknobs, {one.name} at {options.share:.0%}, hints given: stall ms, hit rate")
+        for policy, knob, found in parts.sensitivity(one, options.share):
+            row = "  ".join(f"{v}: {o.stall_ms_per_token:.4f} {o.hit_rate:.1%}" for v, o in found)
+            print(f"  {policy} {knob}: {row}")
+
+
+def workloads(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
+    """Many requests together, changes of workload, long conversations and answers."""
+    print("\nshare of experts used by so many requests together: at all, twice or more")
+    for count, shares in parts.sparsity_of_many(recording, (1, 3, 10, 30, 100, 299)).items():
+        print(f"  {count:4}:", *(f"{share:6.1%}" for share in shares))
+    print("\nrequests until the stall is back within 5 % of its later mean: least, mean, most")
+    others = [recording_from_bytes(path.read_bytes()) for path in options.others]
+    found = parts.shifts(recording, options.share)
+    if len(others) > 1:
+        found["from data set to data set"] = parts.between(others, options.share)
+    for name, counts in found.items():
+        if counts:
+            mean = np.mean(counts)
+            print(f"  {name} ({len(counts)}): {min(counts)} - {mean:.1f} - {max(counts)}")
+    print(f"\nlong conversations, at {options.share:.0%}: hit rate, stall ms, reads")
+    for turns in (1, 5, 20, 100):
+        longer = parts.as_conversations(recording, turns)
+        for name in ("lru", "eamc", "adaptive"):
+            outcome = parts.case(longer, options.share).run(Way(name, POLICIES[name]))
+            print(f"  {turns:3} turns, {name:9} {_figures(outcome)}")
+    for one in traces:
+        print(f"\nhit rate by place in a long answer, 32 tokens at a time, {one.name}")
+        for name in ("lru", "adaptive"):
+            rates = parts.by_place(one, options.share, Way(name, POLICIES[name]), 32)
+            print(f"  {name:9}", *(f"{rate:6.1%}" for rate in rates))
+
+
+SECTIONS = {
+    "past": past,
+    "policies": policies,
+    "without": without,
+    "knobs": knobs,
+    "workloads": workloads,
+}
+
+
+def _figures(outcome: Outcome) -> str:
+    reads = (
+        f"{outcome.hit_rate:6.1%} {outcome.stall_ms_per_token:8.4f} {outcome.reads_per_token:7.2f}"
+    )
+    right = outcome.prefetch_precision
+    return reads if right is None else f"{reads}, {right:.0%} of what was read ahead was used"
+
+
 def draw(
     folder: Path,
     shift: NDArray[np.float64],
@@ -251,6 +344,33 @@ def draw(
         axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(folder / "study.png", dpi=100)
+
+
+def draw_policies(folder: Path, hits: dict[str, dict[float, float]], recording: Recording) -> None:
+    """study-policies.png: hit rate by share and policy; what many requests use together."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for name, rates in hits.items():
+        style = "k--" if name == "belady" else "o-"
+        values = [100 * rate for rate in rates.values()]
+        left.plot([100 * s for s in rates], values, style, ms=3, label=name)
+    left.set(
+        xlabel="experts that fit, %", ylabel="hit rate, %", title=f"{recording.name}: policies"
+    )
+    together = parts.sparsity_of_many(recording, (1, 3, 10, 30, 100, 299))
+    for place, name in enumerate(("used at all", "used twice or more")):
+        shares = [100 * shares[place] for shares in together.values()]
+        right.plot(list(together), shares, "o-", ms=3, label=name)
+    right.set(xlabel="requests together", ylabel="experts, %", xscale="log", title="Sparsity")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "study-policies.png", dpi=100)
 
 
 if __name__ == "__main__":

@@ -186,8 +186,9 @@ def test_context_and_overhead(cache: Path) -> None:
 def test_accelerate_computes_the_same(cache: Path) -> None:
     """From disk, what we compute; so that the race is between equals."""
     model = calibrated(cache, "tiny", _TINY, _LOCAL)
-    where = [os.fspath(model.huggingface()), os.fspath(cache / "offload"), "--layers", "3"]
-    theirs = [sys.executable, "-m", "benchmarks.accelerated", *where, "--threads", "1"]
+    where = [os.fspath(model.huggingface()), "--folder", os.fspath(cache / "offload")]
+    sizes = ["--threads", "1", "--context", "64", "--setting", "disk"]
+    theirs = [sys.executable, "-m", "benchmarks.peers.accelerate", *where, *sizes]
     text, found = tokens(_LOCAL, 512, 24), []
     for command in (_ours(cache).command, theirs):
         with Worker(command) as worker:

@@ -107,7 +107,8 @@ def test_llama_cpp_computes_the_same(cache: Path, name: str) -> None:
     model.ours("bf16")
     path = model.peer("BF16", sys.executable)
     sizes = ["--threads", "1", "--context", "64"]
-    for command in (ours(model), [sys.executable, "-m", "benchmarks.llama", str(path), *sizes]):
+    theirs = [sys.executable, "-m", "benchmarks.peers.llama_cpp", str(path), *sizes]
+    for command in (ours(model), theirs):
         with Worker(command) as worker:
             worker.ask("prefill", _PROMPT)
             worker.ask("decode", _PROMPT[:3])

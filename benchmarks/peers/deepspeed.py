@@ -1,0 +1,71 @@
+"""DeepSpeed's ZeRO inference: python -m benchmarks.peers.deepspeed CHECKPOINT --setting cpu|nvme …
+
+Knows torch, transformers and deepspeed: stage 3 with parameters offloaded to memory, or to
+`--folder` on a drive, as DeepSpeedExamples/inference/huggingface/zero_inference runs it. Needs a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+from benchmarks.peers.base import main
+from benchmarks.peers.torch_talkers import Generating, best_device
+
+_BUFFER_BYTES = 2 << 30
+
+
+def config_of(hidden: int, batch: int, setting: str, folder: str | None) -> dict[str, Any]:
+    """DeepSpeed's configuration, with its example's numbers."""
+    offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    more: dict[str, Any] = {}
+    if setting == "nvme":
+        offload = {
+            "device": "nvme",
+            "pin_memory": True,
+            "nvme_path": folder,
+            "buffer_count": 5,
+            "buffer_size": _BUFFER_BYTES,
+        }
+        more["aio"] = {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "thread_count": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return {
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": 2 * hidden * hidden,
+            "stage3_param_persistence_threshold": hidden,
+            "stage3_max_live_parameters": 2 * hidden * hidden,
+            "offload_param": offload,
+        },
+        "train_batch_size": batch,
+        **more,
+    }
+
+
+def load(o: argparse.Namespace) -> Generating:
+    deepspeed.init_distributed()
+    hidden = AutoConfig.from_pretrained(o.model).hidden_size
+    setting = "cpu" if o.setting == "default" else o.setting
+    config = config_of(hidden, o.batch, setting, o.folder)
+    told = HfDeepSpeedConfig(config)  # from_pretrained asks whether there is one
+    model = AutoModelForCausalLM.from_pretrained(o.model, dtype=torch.bfloat16)
+    engine = deepspeed.initialize(model=model.eval(), config_params=config)[0]
+    del told
+    engine.module.eval()
+    return Generating(engine.module.generate, best_device(), ("deepspeed", "transformers"))
+
+
+if __name__ == "__main__":
+    main(load)

@@ -1,0 +1,90 @@
+"""The peers by name: what each needs, and whether it is here. A peer is one file and one line.
+
+Does not know how a peer is used; nothing of a peer is imported here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Literal
+from urllib.error import URLError
+from urllib.request import urlopen
+
+# A peer's weights: our GGUF file, our checkpoint in bfloat16, or a model of the server's own.
+Weights = Literal["gguf", "checkpoint", "served"]
+# Everything in memory; memory for a share of the experts, enforced; a GPU for a share of them.
+Place = Literal["ram", "limited", "gpu"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A program to compare with, or one way of using it.
+
+    needs       packages that its Python must have; install: how to get them
+    places      the scenarios in which it makes sense
+    setting     which of the peer's own ways this is
+    late        it cannot load within a memory limit: the limit comes when it has loaded
+    alive       what a running server answers
+    """
+
+    name: str
+    module: str
+    weights: Weights
+    places: tuple[Place, ...]
+    needs: tuple[str, ...]
+    install: str
+    setting: str = "default"
+    gpu: bool = False
+    late: bool = False
+    alive: str = ""
+
+    def problem(self, python: str, server: str | None, model: str | None, gpu: bool) -> str | None:
+        """Why it cannot run here; None when it can. `model`: the name of a server's model."""
+        if self.alive:
+            try:
+                with closing(urlopen(f"{server}{self.alive}", timeout=5)):
+                    pass
+            except (URLError, OSError, ValueError):
+                return f"not installed: no server at {server} ({self.install})"
+            if model is None:
+                return f"not run: --served {self.module}=MODEL names the model that it serves"
+            return None
+        missing = [name for name in self.needs if not _has(python, name)]
+        if missing:
+            return f"not installed: {self.install}"
+        return "not run: no GPU" if self.gpu and not gpu else None
+
+
+def _has(python: str, package: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+_LLAMA = ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf"
+_ACCELERATE = ("accelerate", "transformers", "torch"), "pip install accelerate transformers"
+_DEEPSPEED = ("deepspeed", "transformers"), "pip install deepspeed transformers"
+_KT = (), "pip install kt-kernel sglang-kt, start its server, --server ktransformers=URL"
+_OLLAMA = (), "https://ollama.com/download, then `ollama serve`, --server ollama=URL"
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("llama.cpp", "llama_cpp", "gguf", ("ram", "limited"), *_LLAMA),
+        Peer("llama.cpp no-repack", "llama_cpp", "gguf", ("limited",), *_LLAMA, "no-repack"),
+        Peer("transformers", "transformers", "checkpoint", ("ram",),
+             ("transformers", "torch"), "pip install transformers"),
+        Peer("accelerate cpu", "accelerate", "checkpoint", ("ram", "gpu"), *_ACCELERATE, "cpu"),
+        Peer("accelerate disk", "accelerate", "checkpoint", ("limited",), *_ACCELERATE, "disk",
+             late=True),
+        Peer("MoE-Infinity", "moe_infinity", "checkpoint", ("gpu",),
+             ("moe_infinity",), "pip install moe-infinity", gpu=True),
+        Peer("vLLM", "vllm", "checkpoint", ("gpu",), ("vllm",), "pip install vllm", gpu=True),
+        Peer("DeepSpeed cpu", "deepspeed", "checkpoint", ("gpu",), *_DEEPSPEED, "cpu", gpu=True),
+        Peer("DeepSpeed nvme", "deepspeed", "checkpoint", ("gpu",), *_DEEPSPEED, "nvme", gpu=True),
+        Peer("KTransformers", "ktransformers", "served", ("ram", "gpu"), *_KT, alive="/v1/models"),
+        Peer("Ollama", "ollama", "served", ("ram", "gpu"), *_OLLAMA, alive="/api/version"),
+    )
+}  # fmt: skip
+SERVERS = {"ollama": "http://127.0.0.1:11434", "ktransformers": "http://127.0.0.1:30000"}

@@ -1,0 +1,283 @@
+"""One program in one scenario: a process is started, warmed, measured, and described in a row.
+
+Does not know options or reports. The keys of a row that was measured:
+
+    ttft_ms          until the last conversation has its first token (cold: from the imports on);
+                     the median of its rounds
+    tpot_ms_median   of all steps, each of which gives every conversation a token; _p95
+    tokens_per_s     of all conversations together, first tokens not counted
+    hit_rate         share of expert events that found their expert (ours)
+    bytes_per_token  read from disk meanwhile, as the kernel counts it
+    peak_bytes       the most memory that the process has held
+    floor_ms         the least that a step can take in *our* format: the bytes it must read from
+                     RAM, or those that ours read from disk, ÷ the speed measured beside this row
+                     (in a batch: all KV caches, but no more experts than one conversation needs)
+    forced           whether it was fed the scenario's tokens, or chose its own
+    others_cores     processors that everything else on the machine used meanwhile, time that a
+                     host took away included: a row where it is large says little
+
+A limit is our dense weights + KV cache + 300 MB + the share of our experts; a program whose weights
+have more bits gets a limit that is larger by as much.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.calibrated import Calibration, tokens
+from benchmarks.capped import SPARE_BYTES, Program, Side
+from benchmarks.cgroup import NoMemoryGroup
+from benchmarks.peers.table import Peer
+from benchmarks.race import Tokens
+from benchmarks.suite.models import SuiteModel
+from benchmarks.suite.scenarios import SECOND_PROMPT, Scenario
+from benchmarks.worker import WorkerFailed
+from moeinf.runtime.bench import read_ceiling
+from moeinf.runtime.measure import measure
+
+OURS = "moeinf"
+Row = dict[str, Any]
+_WARM_TOKENS, _WARM_STEPS = 512, 4
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Here:
+    """What there is on this machine. pythons, servers, served: by a peer's module."""
+
+    gpu: bool
+    pythons: dict[str, str]
+    servers: dict[str, str]
+    served: dict[str, str]
+    _known: dict[str, str | None] = field(default_factory=dict)
+
+    def python(self, peer: Peer) -> str:
+        return self.pythons.get(peer.module, sys.executable)
+
+    def problem(self, peer: Peer | None, scenario: Scenario) -> str | None:
+        """Why this row cannot be; None when it can. No peer: ours. Each peer is asked once."""
+        if peer is not None:
+            if peer.name not in self._known:
+                server, model = self.servers.get(peer.module), self.served.get(peer.module)
+                self._known[peer.name] = peer.problem(self.python(peer), server, model, self.gpu)
+            if (why := self._known[peer.name]) is not None:
+                return why
+            if peer.weights == "served" and scenario.moment == "cold":
+                return "not run: a server's start is not ours to time"
+        return "not run: no GPU" if scenario.place == "gpu" and not self.gpu else None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all rows of a suite share."""
+
+    model: SuiteModel
+    threads: int
+    limit_s: float  # of one row
+    here: Here
+
+
+def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | None) -> Row:
+    """Measures a row for which there is no problem. token_bytes: what ours said that a step reads.
+
+    A program that ends, or takes too long, gives a row that says so.
+    """
+    begin = time.monotonic()
+    late = False
+    try:
+        try:
+            found = _measured(bench, peer, scenario, late)
+        except WorkerFailed as error:
+            if peer is None or not (peer.late and "code -9" in str(error)):
+                raise
+            late = True
+            found = _measured(bench, peer, scenario, late)
+    except NoMemoryGroup as error:
+        return {"status": f"not run: {error}"}
+    except (WorkerFailed, OSError) as error:
+        killed = "code -9" in str(error)
+        text = "killed at the limit" if killed else (str(error).strip().splitlines() or ["?"])[-1]
+        return {"status": text[-160:], "ran": True, "row_s": round(time.monotonic() - begin, 1)}
+    if late:
+        found["note"] = "limited once loaded"
+    needed = found.pop("token_bytes", token_bytes)
+    ram = read_ceiling(bench.threads)
+    found |= {"token_bytes": needed, "ram_bytes_per_s": round(ram)}
+    if needed is not None:
+        disk = measure(
+            bench.model.race.settings,
+            bench.model.race.folder(bench.model.tag),
+            bench.model.manifest(),
+        ).disk_bytes_per_s
+        read = found["bytes_per_token"] * scenario.batch if peer is None else 0
+        found["floor_ms"] = round(1e3 * max(needed / ram, read / disk), 2)
+    found["row_s"] = round(time.monotonic() - begin, 1)
+    return {"status": "ok", "ran": True, **found}
+
+
+def limit_bytes(bench: Bench, peer: Peer | None, scenario: Scenario) -> int | None:
+    """All memory that a program may use; None: no limit."""
+    if scenario.memory is None:
+        return None
+    manifest, model = bench.model.manifest(), bench.model
+    wider = model.bits(peer.weights) / model.bits(None) if peer is not None else 1.0
+    weights = manifest.dense_bytes + manifest.slots.max_bytes * scenario.memory / 100
+    kv = scenario.batch * manifest.kv_bytes(scenario.context)
+    return round(max(1.0, wider) * weights + kv + SPARE_BYTES)
+
+
+def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
+    """How it is started, and the files that it reads."""
+    sizes = ["--threads", str(bench.threads), "--context", str(scenario.context)]
+    sizes += ["--batch", str(scenario.batch)]
+    if peer is None:
+        race, manifest = bench.model.race, bench.model.manifest()
+        where = [os.fspath(race.settings.home), bench.model.name, *sizes]
+        if scenario.memory is not None:
+            share = round(manifest.slots.max_bytes * scenario.memory / 100)
+            where += ["--memory", str(share)]
+        if scenario.gpu is not None:
+            share = round(manifest.slots.max_bytes * scenario.gpu / 100)
+            where += ["--device-memory", str(share)]
+        command = [sys.executable, "-m", "benchmarks.ours", *where]
+        return Program(command, race.folder(bench.model.tag))
+    how = ["--setting", peer.setting]
+    if peer.weights == "served":
+        file, name = Path(os.devnull), bench.here.served[peer.module]
+        how += ["--server", bench.here.servers[peer.module]]
+    else:
+        file = bench.model.file(peer.weights)
+        name = os.fspath(file)
+        folder = bench.model.race.cache / "offload" / peer.module
+        folder.mkdir(parents=True, exist_ok=True)
+        how += ["--folder", os.fspath(folder)]
+    if scenario.gpu is not None:
+        how += ["--gpu-share", str(scenario.gpu / 100)]
+    module = f"benchmarks.peers.{peer.module}"
+    return Program([bench.here.python(peer), "-m", module, name, *sizes, *how], file)
+
+
+def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -> Row:
+    """Up to _ROUNDS turns, each of other texts in empty conversations; a cold start has one."""
+    limit = limit_bytes(bench, peer, scenario)
+    vocab, begin = bench.model.race.config["vocab_size"], time.monotonic()
+    rounds: list[_Round] = []
+    with Side(program(bench, peer, scenario), limit, late, bench.limit_s) as side:
+        worker = side.worker
+        started_s = worker.greeting["ready_at"] - worker.greeting["imported_at"]
+
+        def turn(asked: list[list[int]], forced: list[list[int]]) -> dict[str, Any]:
+            return worker.ask("turn", prompts=asked, answers=forced, limit_s=bench.limit_s / 2)
+
+        if scenario.moment != "cold":
+            turn(*_warm(vocab, scenario))
+        while len(rounds) < _ROUNDS and time.monotonic() - begin < bench.limit_s / 3:
+            if scenario.moment == "cold" and rounds:
+                break
+            worker.ask("reset")
+            texts = _texts(vocab, scenario, len(rounds))
+            prompts = [text[: scenario.prompt] for text in texts]
+            answers = [text[scenario.prompt :][: scenario.decode] for text in texts]
+            if scenario.moment == "second":
+                turn(prompts, answers)
+                prompts = [t[-SECOND_PROMPT - scenario.decode : -scenario.decode] for t in texts]
+                answers = [text[-scenario.decode :] for text in texts]
+            before, busy, start = worker.ask("about"), _busy_s(), time.monotonic()
+            taken = turn(prompts, answers)
+            others = _busy_s() - busy - (taken["cpu_s"] - before["cpu_s"])
+            others /= time.monotonic() - start
+            rounds.append(_Round(before, taken, worker.ask("about"), others))
+    return _row(peer, scenario, bench, rounds, started_s)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A measured turn, and what the worker said about itself before and after."""
+
+    before: Row
+    taken: Row
+    after: Row
+    others_cores: float
+
+    def grown(self, name: str) -> int:
+        return int(self.after[name] - self.before[name])
+
+    @property
+    def read_bytes(self) -> int:
+        """From disk, by the steps alone where that is known."""
+        begin = self.taken.get("first_disk_bytes", self.before["disk_bytes"])
+        return int(self.taken["disk_bytes"] - begin)
+
+
+def _row(
+    peer: Peer | None, scenario: Scenario, bench: Bench, rounds: list[_Round], started_s: float
+) -> Row:
+    steps = [step for one in rounds for step in one.taken["steps"]]
+    if not steps:
+        raise WorkerFailed(f"no second token within {bench.limit_s / 2:.0f} s")
+    rows, last = len(steps) * scenario.batch, rounds[-1]
+    first = statistics.median(one.taken["first"] for one in rounds)
+    found: Row = {
+        "ttft_ms": round(1e3 * (first + (started_s if scenario.moment == "cold" else 0)), 1),
+        "tpot_ms_median": round(1e3 * statistics.median(steps), 2),
+        "tpot_ms_p95": round(1e3 * sorted(steps)[int(0.95 * (len(steps) - 1))], 2),
+        "tokens_per_s": round(rows / sum(steps), 2),
+        "rounds": len(rounds),
+        "steps": len(steps),
+        "hit_rate": None,
+        "bytes_per_token": round(sum(one.read_bytes for one in rounds) / rows),
+        "peak_bytes": last.taken["peak_bytes"],
+        "forced": last.taken["forced"],
+        "others_cores": round(max(0.0, statistics.fmean(r.others_cores for r in rounds)), 2),
+        "bits": None,
+        "version": last.after.get("version", "this clone"),
+    }
+    if last.after.get("elsewhere"):  # a server's memory and disk are not this process's
+        found |= {"bytes_per_token": None, "peak_bytes": None, "others_cores": None}
+    else:
+        found["bits"] = bench.model.bits(peer.weights if peer is not None else None)
+    if peer is None:
+        events = sum(one.grown("decode_events") for one in rounds)
+        hits = sum(one.grown("decode_hits") for one in rounds)
+        found["hit_rate"] = round(hits / events, 4) if events else None
+        kv = last.after["state_bytes"] * (scenario.batch - 1)  # the first one's is in it
+        found["token_bytes"] = last.after["token_bytes"] + kv
+    return found
+
+
+def _busy_s() -> float:
+    """Processor seconds that the machine has used so far, stolen ones too; 0 where unknown."""
+    with suppress(OSError):
+        user, nice, system, _, _, *rest = Path("/proc/stat").read_text().split(None, 9)[1:9]
+        ticks = sum(map(int, (user, nice, system, *rest)))
+        return ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _texts(vocab: int, scenario: Scenario, number: int) -> list[list[int]]:
+    """A calibrated text for every conversation of a round."""
+    length = scenario.prompt + 2 * scenario.decode + SECOND_PROMPT
+    seeds = range(number * scenario.batch, (number + 1) * scenario.batch)
+    return [tokens(Calibration(), vocab, length, seed) for seed in seeds]
+
+
+def _warm(vocab: int, scenario: Scenario) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and answers that touch every expert where all fit, else a little of another text."""
+    if scenario.memory is None:
+        draw = Tokens(vocab, seed=1)
+        count = min(_WARM_TOKENS, scenario.prompt + scenario.decode - _WARM_STEPS)
+        texts = [draw.draw(count + _WARM_STEPS) for _ in range(scenario.batch)]
+    else:
+        count = min(32, scenario.prompt)
+        texts = [
+            tokens(Calibration(), vocab, count + _WARM_STEPS, 1000 + seed)
+            for seed in range(scenario.batch)
+        ]
+    return [text[:count] for text in texts], [text[count:] for text in texts]

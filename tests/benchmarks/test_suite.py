@@ -1,0 +1,159 @@
+"""The suite: what it chooses, what it writes, and that a second run goes on where one stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.suite import models, scenarios
+from benchmarks.suite.report import OtherModel, Results, markdown
+from benchmarks.suite.scenarios import Scenario
+
+_ABOUT = {"model": "thin:q4", "machine": {"cpu": "x"}, "command": "c", "when": "w", "threads": 1}
+_ROW = {
+    "status": "ok",
+    "ran": True,
+    "ttft_ms": 100.0,
+    "tpot_ms_median": 20.0,
+    "tpot_ms_p95": 30.0,
+    "tokens_per_s": 48.0,
+    "hit_rate": 0.912,
+    "bytes_per_token": 2_500_000,
+    "peak_bytes": 1 << 30,
+    "floor_ms": 16.0,
+    "forced": True,
+    "others_cores": 0.3,
+}
+
+
+def test_the_product_and_the_selection() -> None:
+    every = scenarios.everything()
+    assert len(every) == 9 * 3 * 2 * 3 * 3  # places, prompts, decodes, batches, moments
+    for chosen in (every, scenarios.default(), scenarios.quick()):
+        assert len({s.name for s in chosen}) == len(chosen)
+    default = scenarios.default()
+    assert set(default) < set(every)
+    assert Scenario(prompt=512, decode=32) in default  # the paper's
+    assert {s.memory for s in default} == {None, 60, 35, 18, 10}
+    for wanted in (
+        ({32, 512, 4096}, {s.prompt for s in default}),
+        ({1, 2, 4}, {s.batch for s in default}),
+    ):
+        assert wanted[0] == wanted[1]
+    assert Counter(s.place for s in default)["gpu"] == 3
+    second = Scenario(moment="second")
+    assert second.context == 512 + 32 + 32 + 32 + 8
+    assert second.name == "RAM, 512+32, batch 1, second"
+
+
+def test_as_many_layers_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMoE has 6.9e9 weights: q4 and Q4_0 take 8 GB, a checkpoint in bfloat16 14 more."""
+    free = 0
+
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(models, "physical_bytes", lambda: 64 << 30)
+    for gigabytes, formats, layers in (
+        (13, {"gguf"}, 16),
+        (13, {"gguf", "checkpoint"}, 4),
+        (9, {"gguf"}, 8),
+    ):
+        free = gigabytes * 10**9
+        assert models.layers_that_fit(tmp_path, "olmoe", "q4", formats) == layers  # type: ignore[arg-type]
+    free = 5 * 10**9
+    with pytest.raises(SystemExit, match="fits on the disk"):
+        models.layers_that_fit(tmp_path, "olmoe", "q4", {"checkpoint"})
+
+
+def test_results_are_kept_and_shown(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    results, ram = Results(path, _ABOUT), Scenario()
+    results.put(ram, "llama.cpp", {**_ROW, "hit_rate": None, "tokens_per_s": 24.0})
+    results.put(ram, "moeinf", _ROW)
+    results.put(ram, "transformers", {"status": "killed at the limit", "ran": True})
+    results.put(ram, "vLLM", {"status": "not installed: pip install vllm"})
+    again = Results(path, _ABOUT)
+    assert again.has(ram, "moeinf")
+    assert again.has(ram, "transformers")
+    assert again.is_noisy(ram, "moeinf", 0.2)
+    assert not again.is_noisy(ram, "moeinf", 0.5)
+    assert not again.has(ram, "vLLM")  # it may be installed by then
+    assert not again.has(Scenario(batch=2), "moeinf")
+    lines = markdown(again, [ram]).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+    assert table[2] == (
+        "| RAM, 512+32, batch 1, warm | moeinf | 48.00 | 20.0 (30.0) | 100 | 91.2% | 2.5 "
+        "| 1.0 GiB | 16.0 | 1.25 | 0.3 |"
+    )
+    assert "killed at the limit" in table[4]
+    assert lines[-1] == "- vLLM (RAM): not installed: pip install vllm"
+    with pytest.raises(OtherModel, match="another model"):
+        Results(path, {**_ABOUT, "model": "olmoe:q4"})
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def suite(cache: Path, *more: str) -> tuple[dict[str, Any], str]:
+    """The JSON, and what it said on standard error."""
+    out = cache / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--quick",
+        "--cache",
+        str(cache),
+        "--threads",
+        "1",
+    ]
+    command += ["--out", str(out), "--programs", "moeinf,vLLM", "--row-limit", "200", *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == out.with_suffix(".md").read_text()
+    found: dict[str, Any] = json.loads(out.read_text())["rows"]
+    return found, done.stderr
+
+
+def test_the_whole_command(cache: Path) -> None:
+    """Every kind of scenario but the enforced limit, without peers; then once more."""
+    rows, said = suite(cache, "--only", "batch", "--stop-after", "1")
+    assert "stopped before row 1" in said
+    rows, said = suite(cache, "--no-pictures")
+    assert "6 rows to run" not in said  # the GPU's cannot be
+    ours = {key: row for key, row in rows.items() if row["program"] == "moeinf"}
+    assert len(ours) == 6
+    gpu = ours.pop("GPU 35 %, 32+8, batch 1, warm | moeinf")
+    assert gpu["status"] == "not run: no GPU" or gpu["ran"]
+    limited = ours.pop("memory 35 %, 32+8, batch 1, warm | moeinf")
+    assert limited["status"] == "ok" or "cannot be limited" in limited["status"]
+    for key, row in ours.items():
+        assert row["status"] == "ok", (key, row)
+        assert row["steps"] == 8 * row["rounds"]
+        assert row["rounds"] == 1 or (row["rounds"] <= 3 and row["moment"] != "cold")
+        assert row["forced"]
+        assert row["tpot_ms_p95"] >= row["tpot_ms_median"] > 0
+        assert row["tokens_per_s"] > 0
+        assert row["floor_ms"] > 0  # a thin model may beat it: it lies in the processor's caches
+        assert row["token_bytes"] > 1_000_000
+        assert row["bits"] == 4.75
+    assert ours["RAM, 32+8, batch 1, warm | moeinf"]["hit_rate"] > 0.99
+    assert not rows["GPU 35 %, 32+8, batch 1, warm | vLLM"].get("ran")
+    again, said = suite(cache)
+    assert again == rows
+    assert " 0 rows to run" in said
+    assert (cache / "out.png").stat().st_size > 10_000

@@ -1,0 +1,28 @@
+"""The pictures of docs/architecture.md are what their script draws, and name what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scripts.picture_architecture import DOCS, LANES, MOVES, STATES, STEPS, pictures
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_pictures_are_what_the_script_draws() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    for name, drawn in pictures().items():
+        assert (DOCS / name).read_text(encoding="utf-8") == drawn, f"{name}: run the script again"
+        assert f"]({name})" in text
+
+
+def test_they_name_what_there_is() -> None:
+    notes = [step.note for step in STEPS] + [f"{floor}/{file}" for floor, file in LANES]
+    files = {file for note in notes for file in note.split(", ")}
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
+    assert {state for start, end, *_ in MOVES for state in (start, end)} == set(STATES)
+    words = (ROOT / "native/adaptive_core.h").read_text()
+    words += (ROOT / "offload/residency.py").read_text()
+    for state in ("loading", "staged", "kept", "pinned"):
+        assert re.search(rf"\b{state}\b", words), state
