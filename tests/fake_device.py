@@ -66,7 +66,10 @@ class FakeDevice:
             self.no_memory -= 1
             raise OutOfDeviceMemory("a test's: no memory")
 
+        threads = torch.get_num_threads()
+
         def kernel() -> None:
+            torch.set_num_threads(threads)  # OpenMP counts per thread, and float32 bits follow it
             try:
                 math.run(x, experts, top_k, rows)
             except Exception as error:  # a callback cannot raise
