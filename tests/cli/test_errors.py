@@ -15,6 +15,7 @@ import moeinf.offload
 import moeinf.runtime
 from moeinf.cli.errors import _WORDS, describe
 from moeinf.cli.repl import BadCommand
+from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.hub import RepositoryError
@@ -43,9 +44,9 @@ def exceptions() -> dict[str, type[BaseException]]:
 
 
 def test_every_exception_of_ours_has_words() -> None:
-    builtin = {"OSError", "ValueError", "MemoryError"}
+    others = {"OSError", "ValueError", "MemoryError", "DeviceError"}  # the last: native
     ours = exceptions()
-    assert set(_WORDS) - builtin <= set(ours), "words for what nobody raises"
+    assert set(_WORDS) - others <= set(ours), "words for what nobody raises"
     for name in set(ours) - OURS_ALONE:
         ancestors = {ancestor.__name__ for ancestor in ours[name].__mro__}
         assert ancestors & set(_WORDS), f"{name} would be called a bug"
@@ -61,6 +62,7 @@ def test_every_exception_of_ours_has_words() -> None:
         (NotStopped(17, 3.0), "not_stopped", 1, "process 17", "kill -9 17"),
         (RepositoryError("no repository a/b"), "hub", 1, "a/b", "pull --help"),
         (BadCommand("unknown command '/x'"), "bad_command", 1, "/x", "/?"),
+        (OutOfDeviceMemory("CUDA_ERROR_OUT_OF_MEMORY"), "device_failed", 1, "CUDA", "--device cpu"),
         (OSError(errno.ENOSPC, "No space left", "/f"), "disk_full", 1, "/f", "Free some disk"),
         (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f", "owns"),
         (OSError(errno.EIO, "Input/output error"), "io_error", 1, "Input", "MOEINF_DEBUG"),
@@ -80,7 +82,8 @@ def test_words(error: Exception, code: str, exit_code: int, words: str, hint: st
 def test_says_what_happened_and_what_to_type_next(name: str) -> None:
     kind = exceptions()[name]
     arguments = {"NoSuchModel": ("what happened", []), "NotStopped": (17, 3.0)}
-    arguments |= {"DoesNotFit": (1, 2), "ExpertReadError": ("shard", "what happened")}
+    arguments |= {"DoesNotFit": (1, 2), "DeviceDoesNotFit": (1, 2)}
+    arguments |= {"ExpertReadError": ("shard", "what happened")}
     described = describe(kind(*arguments.get(name, ("what happened",))))  # type: ignore[arg-type]
     assert described.code.islower()
     assert described.message
