@@ -130,7 +130,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
             2,
             "'best' is not one of adaptive, eamc, lfu, lru",
         ),
-        (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, gpu"),
+        (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
         (["run", "demo", "x", "--device", "cuda"], 1, "--device cuda: "),
         (["plan", "demo", "--device", "cuda"], 1, "or give --device cpu"),
         (["bench", "demo", "--device", "cuda"], 1, "--device cuda: "),
