@@ -47,7 +47,7 @@ def bound_names(owner: object) -> set[str]:
 
 
 MODULE = stub_names(STUB.body)
-EXCEPTIONS = {"CorruptShard", "Cancelled"}
+EXCEPTIONS = {"CorruptShard", "Cancelled", "NoDriver", "DeviceError", "OutOfDeviceMemory"}
 CLASSES = {
     name: node
     for name, node in MODULE.items()
@@ -92,6 +92,9 @@ def test_stub_and_module_functions_have_the_same_parameters():
 def test_the_exception_tree():
     assert native.CorruptShard.__bases__ == (OSError,)
     assert native.Cancelled.__bases__ == (RuntimeError,)
+    assert native.NoDriver.__bases__ == (RuntimeError,)
+    assert native.DeviceError.__bases__ == (RuntimeError,)
+    assert native.OutOfDeviceMemory.__bases__ == (native.DeviceError,)
     assert native.CorruptShard.__module__ == "moeinf.native._native"
 
 
