@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from moeinf.runtime.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
@@ -16,6 +18,9 @@ from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake
+
+if not torch.cuda.is_available():  # Triton reads it when a kernel is defined, by whatever test
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def ignore(*_: object) -> None:

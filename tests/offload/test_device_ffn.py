@@ -1,6 +1,6 @@
 """Experts on the device: the bits of the CPU's kernels, from the same bytes, through a slot table.
 
-In Triton's interpreter where there is no GPU (tests/offload/device.py).
+In Triton's interpreter where there is no GPU (tests/conftest.py).
 """
 
 import pytest
@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from moeinf.models.moe import TorchMath
 from moeinf.native import ExpertKernel, _native, combine_rows, is_gated
+from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.layout import ExpertLayout
 from tests.native.test_kernels import between, experts_of, relative
 from tests.offload.device import DEVICE
-
-from moeinf.offload.device_ffn import DeviceMath  # isort: skip  (after tests.offload.device)
 
 FORMS = ["q4", "q8", "mxfp4", "bf16"]
 UNTOUCHED = 5.0

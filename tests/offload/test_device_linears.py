@@ -1,17 +1,16 @@
 """Dense layers and embeddings on the device: the bits of runtime/linears.py, from the same bytes.
 
-In Triton's interpreter where there is no GPU (tests/offload/device.py).
+In Triton's interpreter where there is no GPU (tests/conftest.py).
 """
 
 import pytest
 import torch
 
 from moeinf.native import LinearKernel, _native
+from moeinf.offload import device_linears as on_device
 from moeinf.runtime import linears as on_cpu
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
-
-from moeinf.offload import device_linears as on_device  # isort: skip  (after tests.offload.device)
 
 
 def matrix(form, rows, columns):

@@ -14,6 +14,7 @@ import torch
 
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, Driver, HostLock, SlotPool, _native
+from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.layout import ExpertKey, ExpertLayout
 from moeinf.offload.page_lock import PageLocking
@@ -31,8 +32,6 @@ from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.native.test_kernels import experts_of
 from tests.offload.device import DEVICE
-
-from moeinf.offload.device_ffn import DeviceMath  # isort: skip  (after tests.offload.device)
 
 E, K, D, F = 5, 2, 64, 32
 
