@@ -19,6 +19,7 @@ import triton.language as tl
 
 FUSION = {"enable_fp_fusion": False}  # of every launch
 CHUNK = tl.constexpr(4)  # groups: 4 x 4 words x 32 rows of q4 are 2 KiB, 16 bytes a thread
+TWELVES = tl.constexpr(0x0C0C0C0C)  # kMxfp4Zero, of which kMxfp4Codes are made
 
 
 @triton.jit
@@ -35,15 +36,15 @@ def dot4(weights, codes, total, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def doubled_e2m1(codes):
-    """Four codes of E2M1, a byte each with zeros above, as 12 + twice their value: kMxfp4Codes."""
+def doubled_e2m1(codes, base):
+    """Four codes of E2M1, a byte each with zeros above -> bytes: base, from 12 up, + twice each."""
     ones = 0x01010101
     low = codes & ones
     from_2 = (codes >> 2) & ones
     from_3 = from_2 & (codes >> 1)
     value = (codes & 0x07070707) + (from_2 & low) + 2 * from_3 + 2 * (from_3 & low)
     minus = ((codes >> 3) & ones) * 255
-    return 0x0C0C0C0C + (value & ~minus) - (value & minus)  # no byte carries into the next
+    return (value & ~minus) - (value & minus) + base  # no byte leaves 0 … 255 in the end
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def tile_sums(
             later = tl.load(x_word + 4, x_inside[:, :, None], 0)[:, :, :, None]
             low, high = weights & 0x0F0F0F0F, (weights >> 4) & 0x0F0F0F0F
             if FORM == "mxfp4":
-                low, high = doubled_e2m1(low), doubled_e2m1(high)
+                low, high = doubled_e2m1(low, TWELVES), doubled_e2m1(high, TWELVES)
             dots = dot4(high, later, dot4(low, codes, none, EMULATE), EMULATE)
         starts = tl.load(x_starts + x_at, x_inside, 0)
         sums = (tl.sum(dots, 2) + starts[:, :, None]).to(tl.float32)  # [R, C, L], exact
