@@ -77,8 +77,8 @@ def product_sums(
             elif FORM == "q4":
                 low, high = ((low << 4) & UPPER) ^ FLIP, (low & UPPER) ^ FLIP
             else:
-                high = doubled_e2m1((low >> 4) & 0x0F0F0F0F, FLIP) ^ FLIP
-                low = doubled_e2m1(low & 0x0F0F0F0F, FLIP) ^ FLIP
+                low, high = doubled_e2m1(low, FLIP)
+                low, high = low ^ FLIP, high ^ FLIP
             x_at = x_group + tile * 2 + half
             codes = tl.load(x_codes + x_at[:, None] * 32 + k[None, :])
             sums = tl.dot(

@@ -121,7 +121,9 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("byte", [0x00, 0x11, 0x77, 0x80, 0x88, 0xF7, 0x7F, 0xFF])
+@pytest.mark.parametrize(
+    "byte", [0x00, 0x11, 0x26, 0x43, 0x5A, 0x77, 0x7F, 0x80, 0x88, 0x9B, 0xDC, 0xEE, 0xF7, 0xFF]
+)
 def test_the_largest_sums_of_a_group_are_exact(form, byte):
     """Codes all alike, against activations of 127 and of -127: |d| up to 32 · 127 · 128."""
     data = aligned(matrix_bytes(form, 16, 64))
