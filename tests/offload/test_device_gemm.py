@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeinf.native import LinearKernel, matrix_bytes
 from moeinf.offload.device_ffn import rows_of_block
@@ -99,6 +100,12 @@ def test_every_pair_is_in_one_block_of_its_expert(data):
         assert {slots[pair] for pair in block} == {int(blocks.slots[begin])}
         found += block
     assert sorted(found) == [pair for pair, slot in enumerate(slots) if slot >= 0]
+
+
+def test_blocks_are_found_without_waiting_for_the_device():
+    """Tensors without values: an operation that needs one, or a shape made of one, raises."""
+    with FakeTensorMode():
+        assert blocks_of(torch.zeros(100, dtype=torch.int32), 4, 16).most == 100 // 16 + 4
 
 
 def test_blocks_are_no_larger_than_what_an_expert_gets():
