@@ -30,7 +30,6 @@ import triton.language as tl
 
 from moeinf.offload.device_tiles import (
     activated,
-    doubled_e2m1,
     quantised,
     scales_of,
     stored,
@@ -39,6 +38,21 @@ from moeinf.offload.device_tiles import (
 
 FLIP = tl.constexpr(-0x7F7F7F80)  # the upper bit of each byte
 UPPER = tl.constexpr(-0x0F0F0F10)  # the upper nibble of each
+
+
+@triton.jit
+def doubled_numbers(words):
+    """Eight codes of E2M1 a word -> twice their numbers as signed bytes: low nibbles, high ones.
+
+    `doubled_e2m1` takes four codes at once and more instructions, but fewer registers.
+    """
+    number = words & 0x77777777
+    upper = (words >> 2) & 0x11111111  # from 4 on, 0, 1, 2, 5 are missing
+    value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
+    minus, high_minus = ((words >> 3) & 0x01010101) * 255, ((words >> 7) & 0x01010101) * 255
+    low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: no byte carries in the end
+    high = (((value >> 4) & 0x0F0F0F0F) ^ high_minus) - high_minus + FLIP
+    return low ^ FLIP, high ^ FLIP
 
 
 @triton.jit
@@ -77,8 +91,7 @@ def product_sums(
             elif FORM == "q4":
                 low, high = ((low << 4) & UPPER) ^ FLIP, (low & UPPER) ^ FLIP
             else:
-                low, high = doubled_e2m1(low, FLIP)
-                low, high = low ^ FLIP, high ^ FLIP
+                low, high = doubled_numbers(low)
             x_at = x_group + tile * 2 + half
             codes = tl.load(x_codes + x_at[:, None] * 32 + k[None, :])
             sums = tl.dot(

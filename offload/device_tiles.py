@@ -19,7 +19,6 @@ import triton.language as tl
 
 FUSION = {"enable_fp_fusion": False}  # of every launch
 CHUNK = tl.constexpr(4)  # groups: 4 x 4 words x 32 rows of q4 are 2 KiB, 16 bytes a thread
-TWELVES = tl.constexpr(0x0C0C0C0C)  # kMxfp4Zero, of which kMxfp4Codes are made
 
 
 @triton.jit
@@ -36,15 +35,15 @@ def dot4(weights, codes, total, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def doubled_e2m1(codes, base):
-    """Eight codes of E2M1 -> those of low and of high nibbles: bytes of base + twice the number."""
-    number = codes & 0x77777777
-    upper = (codes >> 2) & 0x11111111  # from 4 on, 0, 1, 2, 5 are missing
-    value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
-    minus, high_minus = ((codes >> 3) & 0x01010101) * 255, ((codes >> 7) & 0x01010101) * 255
-    low = ((value & 0x0F0F0F0F) ^ minus) - minus + base  # no byte leaves 0 … 255 in the end
-    high = (((value >> 4) & 0x0F0F0F0F) ^ high_minus) - high_minus + base
-    return low, high
+def doubled_e2m1(codes):
+    """Four codes of E2M1, a byte each with zeros above, as 12 + twice their value: kMxfp4Codes."""
+    ones = 0x01010101
+    low = codes & ones
+    from_2 = (codes >> 2) & ones
+    from_3 = from_2 & (codes >> 1)
+    value = (codes & 0x07070707) + (from_2 & low) + 2 * from_3 + 2 * (from_3 & low)
+    minus = ((codes >> 3) & ones) * 255
+    return 0x0C0C0C0C + (value & ~minus) - (value & minus)  # no byte carries into the next
 
 
 @triton.jit
@@ -114,10 +113,9 @@ def tile_sums(
             dots = dot4(weights, codes, none, EMULATE)
         else:
             later = tl.load(x_word + 4, x_inside[:, :, None], 0)[:, :, :, None]
+            low, high = weights & 0x0F0F0F0F, (weights >> 4) & 0x0F0F0F0F
             if FORM == "mxfp4":
-                low, high = doubled_e2m1(weights, TWELVES)
-            else:
-                low, high = weights & 0x0F0F0F0F, (weights >> 4) & 0x0F0F0F0F
+                low, high = doubled_e2m1(low), doubled_e2m1(high)
             dots = dot4(high, later, dot4(low, codes, none, EMULATE), EMULATE)
         starts = tl.load(x_starts + x_at, x_inside, 0)
         sums = (tl.sum(dots, 2) + starts[:, :, None]).to(tl.float32)  # [R, C, L], exact
