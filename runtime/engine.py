@@ -32,7 +32,7 @@ from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.measure import drive_of
-from moeinf.runtime.memory import available_bytes, core_count, return_large_blocks, rss_bytes
+from moeinf.runtime.memory import available_bytes, core_count, keep_heap_small, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.template import TemplateWorker
@@ -59,7 +59,7 @@ class Engine:
         start = time.perf_counter()
         for variable in _CODE_CACHES:
             os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
-        return_large_blocks()
+        keep_heap_small()
         registry = Registry(settings.run)
         self.manifest = manifest
         self._digest = manifest.digest
