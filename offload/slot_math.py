@@ -56,6 +56,10 @@ class ExpertRunner(Protocol):
 class HostRunner(ExpertRunner, Protocol):
     """The same for the host's tier, whose slots a tier above may be reading."""
 
+    def rows(self, x: Tensor, count: int) -> Tensor:
+        """The zeros [count, D] that a layer of x [T, D] fills by `run` and gives to `combine`."""
+        ...
+
     def end_copies(self) -> bool:
         """Waits until no copy reads a slot. False: none did."""
         ...
@@ -107,6 +111,10 @@ class SlotMath:
             rows.dtype == torch.float32,
         )  # fmt: skip
         return out
+
+    def rows(self, x: Tensor, count: int) -> Tensor:
+        """[count, D] of x's type."""
+        return x.new_zeros(count, x.shape[1])
 
     def end_copies(self) -> bool:
         """Nobody copies out of these slots."""

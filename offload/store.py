@@ -119,6 +119,10 @@ class ExpertStore:
         """Reads these into empty slots, the first first, behind everything else; how many fit."""
         return self._ahead.warm(cells)
 
+    def settle(self) -> None:
+        """Between layers: what was read ahead and has arrived is resident from now on."""
+        self._ahead.settle()
+
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self.abandon()
         self._decoding = self._ahead.decoding = phase == "decode"
@@ -186,6 +190,10 @@ class ExpertStore:
         """Ends the readers; the slots must not be used afterwards."""
         self.abandon()
         self._transfer.close()
+
+    def shrink(self) -> bool:
+        """Whether a device's memory was given back: there is none."""
+        return False
 
     def abandon(self) -> None:
         """Ends the open layer, if there is one: for a pass that an error has cut off."""
@@ -260,7 +268,7 @@ class _AllThere:
     def result(self) -> Tensor:
         """[T, D]."""
         store, mix = self._store, self._mix
-        rows = self._x.new_zeros(mix.numel(), self._x.shape[1])  # [T·K, D]
+        rows = store._slots.rows(self._x, mix.numel())  # [T·K, D]
         slot_of = store._residency.slot_of
         experts = [(slot_of(cell), places) for cell, places in self._groups.items()]
         store._slots.run(self._x, experts, mix.shape[1], rows)
@@ -287,7 +295,7 @@ class _LayerRun:
         self._loading: deque[tuple[int, int]] = deque()  # (ticket, cell), slot assigned and pinned
         self._started = False
         # Places without an expert stay 0, so that their rows add nothing.
-        self._rows = x.new_zeros(weights.numel(), x.shape[1])  # [T·K, D]
+        self._rows = store._slots.rows(x, weights.numel())  # [T·K, D]
 
     def start(self) -> None:
         """Once: asks for the misses, then for what the policy wishes ahead."""

@@ -52,7 +52,7 @@ def test_a_plan_says_where_its_figures_come_from(
     device, ram, disk = plan["tiers"]
     assert (device["name"], ram["name"], disk["name"]) == ("device", "ram", "disk")
     memory = plan["device_memory"]
-    parts = ("arena_bytes", "workspace_bytes", "context_bytes")
+    parts = ("arena_bytes", "dense_bytes", "kv_bytes", "workspace_bytes", "context_bytes")
     assert memory["peak_bytes"] == sum(memory[part] for part in parts)
     assert memory["peak_bytes"] <= memory["budget_bytes"] == 600 << 20
     assert memory["provenance"]["context_bytes"] == "assumed"
