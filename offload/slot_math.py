@@ -135,6 +135,26 @@ class SlotMath:
         )  # fmt: skip
 
 
+class AllThere:
+    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
+    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
+    """
+
+    def __init__(
+        self, runner: HostRunner, x: Tensor, weights: Tensor,
+        experts: Sequence[tuple[int, list[int]]],
+    ) -> None:  # fmt: skip
+        """experts: (slot, places) for x [T, D] and weights [T, K]."""
+        self._runner, self._x, self._mix, self._experts = runner, x, weights, experts
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        mix = self._mix
+        rows = self._runner.rows(self._x, mix.numel())  # [T·K, D]
+        self._runner.run(self._x, self._experts, mix.shape[1], rows)
+        return self._runner.combine(rows.view(*mix.shape, -1), mix)
+
+
 def slot_views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
     """Views of every slot as its tensors; no bytes are copied or touched."""
     return [

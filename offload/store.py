@@ -36,7 +36,7 @@ from moeinf.offload.ahead import ReadAhead
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
-from moeinf.offload.slot_math import ExpertMath, HostRunner, SlotMath
+from moeinf.offload.slot_math import AllThere, ExpertMath, HostRunner, SlotMath
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.throttle import Throttle
 from moeinf.offload.transfer import ExpertReadError, Transfer
@@ -154,7 +154,7 @@ class ExpertStore:
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
         self._decided(begin)
 
-    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
         if self.stopped():
             self.abandon()
@@ -169,7 +169,9 @@ class ExpertStore:
                 self._policy.routed(layer, ids.numpy())
             self._count(groups, groups)
             self._decided(begin)
-            return _AllThere(self, x, weights, groups)
+            slot_of = self._residency.slot_of
+            experts = [(slot_of(cell), places) for cell, places in groups.items()]
+            return AllThere(self._slots, x, weights, experts)
         chosen = ids.numpy()
         self._ahead.settle()
         hits, misses = list[int](), deque[int]()
@@ -250,29 +252,6 @@ class ExpertStore:
             return False
         self._ahead.evict(victim)
         return True
-
-
-class _AllThere:
-    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
-    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
-    """
-
-    def __init__(
-        self, store: ExpertStore, x: Tensor, weights: Tensor, groups: dict[int, list[int]]
-    ) -> None:
-        self._store = store
-        self._x = x
-        self._mix = weights
-        self._groups = groups
-
-    def result(self) -> Tensor:
-        """[T, D]."""
-        store, mix = self._store, self._mix
-        rows = store._slots.rows(self._x, mix.numel())  # [T·K, D]
-        slot_of = store._residency.slot_of
-        experts = [(slot_of(cell), places) for cell, places in self._groups.items()]
-        store._slots.run(self._x, experts, mix.shape[1], rows)
-        return store._slots.combine(rows.view(*mix.shape, -1), mix)
 
 
 class _LayerRun:

@@ -199,7 +199,7 @@ def seconds_per_token(
     that has no slot is read from disk first. Real routing repeats itself: hits are more frequent.
     What is on a device is not read from RAM, and what the device itself takes for it is unknown;
     the others are read by the bus, by the CPU, or by both at once. A bus that was never measured
-    counts as infinitely fast to fetch, and not at all to `auto`.
+    counts as infinitely fast to fetch, and not at all to `auto`. 0: all is on the device.
     """
     slots, above = manifest.slots, placement.on_device
     routed = manifest.layers * manifest.top_k * slots.slot_bytes
