@@ -13,6 +13,9 @@ from typing import Literal, get_args
 
 Miss = Literal["auto", "compute", "fetch"]
 MISSES: tuple[Miss, ...] = get_args(Miss)
+FEW_ROWS = (
+    16  # of one expert; with more `auto` fetches it: the CPU's time grows, the bus's does not
+)
 
 
 @dataclass(frozen=True)
