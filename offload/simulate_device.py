@@ -33,9 +33,9 @@ class ReplayedTier:
         self, residency: Residency, policy: Policy, host: Residency, copy_seconds: float
     ) -> None:
         """residency: of the device, all empty. host: the tier below. copy_seconds: of an expert."""
-        self.policy, self._host, self._copy_seconds = policy, host, copy_seconds
+        self.policy, self._host, self.copy_seconds = policy, host, copy_seconds
         self._residency = residency
-        self._free_at = 0.0
+        self.free_at = 0.0  # the bus, of all that is queued
         self._there_at: dict[int, float] = {}  # per cell that was ever copied: the last time
         self._flying: deque[tuple[float, list[int]]] = deque()  # (end, cells pinned in the host)
 
@@ -61,20 +61,20 @@ class ReplayedTier:
             taken.append(cell)
             self.policy.admitted(cell)
         if taken:
-            self._free_at = max(self._free_at, now) + len(taken) * self._copy_seconds
+            self.free_at = max(self.free_at, now) + len(taken) * self.copy_seconds
             for cell in taken:
                 self._host.pin(cell)
                 self._residency.loaded(cell)
-                self._there_at[cell] = self._free_at
-            self._flying.append((self._free_at, taken))
+                self._there_at[cell] = self.free_at
+            self._flying.append((self.free_at, taken))
         return taken
 
     def end_copies(self) -> float | None:
         """When the last of them ends, after which none reads the host. None: none does."""
         if not self._flying:
             return None
-        self._land(self._free_at)
-        return self._free_at
+        self._land(self.free_at)
+        return self.free_at
 
     def _make_room(self) -> bool:
         if self._residency.free:

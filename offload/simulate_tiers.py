@@ -15,6 +15,8 @@ One layer, four clocks:
 The thread is the CPU: it waits for reads, at the end for the device, and never for a promotion. A
 promotion holds the bus, and its host slots, until it has ended. *Stall* is the end of a layer less
 what the device alone would take for it, had it every expert.
+
+Longer than most files: four of the engine's are here.
 """
 
 from __future__ import annotations
@@ -86,14 +88,15 @@ class TieredReplay(Walk):
         token, begin, insertions = self._token, self._now, self._policy.insertions
         for policy in self.policies:
             policy.begin_pass(running.rows, running.phase)
+        hints = hinted if self._decoding else None  # a store wants none in a prompt
         reads, self._found, self._missed = self.outcome.demand_reads, 0, 0
         for layer, ids in enumerate(running.ids):
             if (ids < 0).all():
                 continue
             self._now += self._dense
             token.floor_seconds += self._dense
-            told = hinted is not None and self._decoding and layer + 1 < len(hinted)
-            self._layer(layer, ids, hinted[layer + 1] if hinted is not None and told else None)
+            told = hints[layer + 1] if hints is not None and layer + 1 < len(hints) else None
+            self._layer(layer, ids, told)
         for policy in self.policies:
             policy.end_pass(running.accepted)
         token.seconds += self._now - begin
@@ -204,7 +207,7 @@ class TieredReplay(Walk):
 
     def _run(self, cells: Sequence[int], now: float) -> float:
         """As TierRunner.run on cells in host slots: when the CPU has computed its own."""
-        fetched, computed = self._divide(cells)
+        fetched, computed = self._divide(cells, now)
         while fetched:
             brought = self._device.bring(fetched, now)
             self._token.copies += len(brought) * self._decoding
@@ -216,7 +219,7 @@ class TieredReplay(Walk):
             self._token.cpu_events += sum(self._rows[cell] for cell in computed)
         return now + len(computed) * self._on_cpu
 
-    def _divide(self, cells: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _divide(self, cells: Sequence[int], _now: float) -> tuple[list[int], list[int]]:
         """What is fetched, and what the CPU computes."""
         if self._miss != "auto":
             return (list(cells), []) if self._miss == "fetch" else ([], list(cells))
@@ -246,7 +249,7 @@ class TieredReplay(Walk):
 
     def _begin_ahead(self, cell: int) -> bool:
         """A wished read could begin now."""
-        if self._host.has_slot(cell) or self._device.has(cell) or not self._make_room():
+        if self._host.has_slot(cell) or not self._make_room():
             return False
         self._host.assign(cell, pinned=False)
         self._ahead.add(cell)

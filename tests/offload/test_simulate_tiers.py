@@ -102,7 +102,7 @@ def test_nothing_is_promoted_while_the_bus_is_busy() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_nothing_is_below_its_floor(policy: str, miss: Miss) -> None:
     recording = read_route_csv(TRACE)
-    del recording.passes[40:]
+    del recording.passes[20:]
     cells = recording.shape.layers * recording.shape.experts
     floors = []
     for device, ratio, hints in ((0.05, 8, 0.0), (0.3, 2, 0.9)):

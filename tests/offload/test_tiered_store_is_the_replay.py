@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -185,14 +186,16 @@ def in_the_replay(recording: Recording, case: Tiers) -> Counts:
     )
 
 
-def requests(batch: int = 1) -> Recording:
+@cache
+def requests(batch: int = 1, layers: int = 4) -> Recording:
     """Requests of their own habits: a long prompt, a short one, answers of `batch` rows a pass."""
-    recording, random = Recording("requests", SHAPE), np.random.default_rng(5)
-    for request in range(8):
-        habit = random.dirichlet(np.full(16, 0.3), size=(3, 4))[request % 3] + 1e-3
+    shape = replace(SHAPE, layers=layers)
+    recording, random = Recording("requests", shape), np.random.default_rng(5)
+    for request in range(5):
+        habit = random.dirichlet(np.full(16, 0.3), size=(3, layers))[request % 3] + 1e-3
         for rows in (40 if request % 2 else 7, *[batch] * 9):
             phase = "decode" if rows == batch else "prefill"
-            builder = PassBuilder(SHAPE, np.full(rows, request), phase)
+            builder = PassBuilder(shape, np.full(rows, request), phase)
             for layer, chances in enumerate(habit):
                 ids = [
                     random.choice(16, 2, replace=False, p=chances / chances.sum())
@@ -205,12 +208,12 @@ def requests(batch: int = 1) -> Recording:
 
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize(("device", "host"), [(3, 5), (1, 1), (12, 30), (20, 64), (64, 20)])
+@pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 30), (64, 20)])
 def test_demand(fake: Fake, policy: str, miss: Miss, device: int, host: int) -> None:
     recording, case = requests(), Tiers(policy, device, host, miss)
     found = in_the_store(fake, recording, case)
     assert found == in_the_replay(recording, case)
-    assert sum(found.events) == 8 * 9 * 4 * 2
+    assert sum(found.events) == 5 * 9 * 4 * 2
     if miss == "fetch":
         assert sum(found.cpu_events) == 0
         assert sum(found.copies) == sum(found.events) - sum(found.device_hits)
@@ -220,7 +223,7 @@ def test_demand(fake: Fake, policy: str, miss: Miss, device: int, host: int) -> 
 
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
-@pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 14), (20, 64)])
+@pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 64)])
 def test_a_bus_that_is_late(fake: Fake, policy: str, miss: Miss, device: int, host: int) -> None:
     recording, case = requests(), Tiers(policy, device, host, miss, late=True)
     found = in_the_store(fake, recording, case)
@@ -231,14 +234,18 @@ def test_a_bus_that_is_late(fake: Fake, policy: str, miss: Miss, device: int, ho
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
-def test_several_rows_to_an_expert(fake: Fake, policy: str) -> None:
-    """Prompts of 40 rows have experts that `auto` always fetches, batches count every row."""
-    recording, case = requests(batch=3), Tiers(policy, 10, 30, "auto", 0.25)
+@pytest.mark.parametrize(("layers", "device", "host"), [(4, 10, 30), (1, 2, 5)])
+def test_several_rows_to_an_expert(
+    fake: Fake, policy: str, layers: int, device: int, host: int
+) -> None:
+    """Prompts of 40 rows have experts that `auto` always fetches, batches count every row, and a
+    layer may need more experts than there are slots, some of which are there."""
+    recording, case = requests(3, layers), Tiers(policy, device, host, "auto", 0.25)
     prompt = recording.passes[10]
     assert np.bincount(prompt.ids[0].ravel()).max() > FEW_ROWS
     found = in_the_store(fake, recording, case)
     assert found == in_the_replay(recording, case)
-    assert sum(found.events) == 3 * 8 * 9 * 4 * 2
+    assert sum(found.events) == 3 * 5 * 9 * layers * 2
 
 
 @pytest.mark.parametrize("miss", MISSES)
@@ -259,7 +266,7 @@ def test_hints(fake: Fake, quality: float, miss: Miss) -> None:
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_a_real_trace(fake: Fake, policy: str) -> None:
     recording = read_route_csv(TRACE)
-    del recording.passes[25:]
+    del recording.passes[12:]
     cells = recording.shape.layers * recording.shape.experts
     case = Tiers(policy, cells * 15 // 100, cells * 40 // 100, "auto", 25 / 55)
     found = in_the_store(fake, recording, case)
