@@ -25,9 +25,7 @@ from torch import Tensor
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import SlotMath
-from moeinf.offload.split import Miss, Split
-
-_FEW_ROWS = 16  # of one expert; the CPU's time grows with them, the bus's does not
+from moeinf.offload.split import FEW_ROWS, Miss, Split
 
 
 class OutOfMemory(MemoryError):
@@ -157,8 +155,8 @@ class TierRunner:
         """What is fetched, and what is computed in place."""
         if self._miss != "auto":
             return (list(experts), []) if self._miss == "fetch" else ([], list(experts))
-        fetched = [pair for pair in experts if len(pair[1]) > _FEW_ROWS]
-        few = [pair for pair in experts if len(pair[1]) <= _FEW_ROWS]
+        fetched = [pair for pair in experts if len(pair[1]) > FEW_ROWS]
+        few = [pair for pair in experts if len(pair[1]) <= FEW_ROWS]
         few.sort(key=lambda pair: not self._tier.policy.keeps(self._host.cell_in(pair[0])))
         count = self._split.fetched(len(few))
         return fetched + few[:count], few[count:]

@@ -134,7 +134,7 @@ class TieredStore:
         routed, self._uncounted = self._uncounted, []
         if routed and accepted_rows is None:
             self._count(int((self._tier.read(torch.cat(routed)) >= 0).sum()))
-        if self._tier.lacks_somebody:
+        if self._inside and self._tier.lacks_somebody:
             self._host.settle()
             self._tier.bring_absent()
         self._host.end_pass(accepted_rows)
