@@ -175,6 +175,12 @@ class DeviceTier:
         self._settle()
         return self._slots is not None and not self._flying
 
+    @property
+    def on_their_way(self) -> int:
+        """Experts whose copies have not ended, for all that is known."""
+        self._settle()
+        return sum(len(cells) for _, cells in self._flying)
+
     def is_resident(self, cell: int) -> bool:
         return self._residency.has_slot(cell)
 

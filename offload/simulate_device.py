@@ -43,6 +43,10 @@ class ReplayedTier:
     def slots(self) -> int:
         return self._residency.slots
 
+    @property
+    def all_fit(self) -> bool:
+        return self._residency.all_fit
+
     def has(self, cell: int) -> bool:
         return self._residency.has_slot(cell)
 
@@ -53,6 +57,10 @@ class ReplayedTier:
     def bus_is_idle(self, now: float) -> bool:
         self._land(now)
         return not self._flying
+
+    def on_their_way(self, now: float) -> int:
+        self._land(now)
+        return sum(len(cells) for _, cells in self._flying)
 
     def bring(self, cells: Iterable[int], now: float) -> list[int]:
         """Copies the first of these, as many as there is room for, in one batch; which they are."""

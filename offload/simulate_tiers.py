@@ -220,14 +220,16 @@ class TieredReplay(Walk):
             self._token.cpu_events += sum(self._rows[cell] for cell in computed)
         return now + len(computed) * self._on_cpu
 
-    def _divide(self, cells: Sequence[int], _now: float) -> tuple[list[int], list[int]]:
+    def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         """What is fetched, and what the CPU computes."""
-        if self._miss != "auto":
-            return (list(cells), []) if self._miss == "fetch" else ([], list(cells))
+        if self._miss == "compute":
+            return [], list(cells)
+        if self._miss == "fetch" or self._device.all_fit:
+            return list(cells), []
         fetched = [cell for cell in cells if self._rows[cell] > FEW_ROWS]
         few = [cell for cell in cells if self._rows[cell] <= FEW_ROWS]
         few.sort(key=lambda cell: not self._device.policy.keeps(cell))
-        count = self._split.fetched(len(few))
+        count = self._split.fetched(len(few), self._device.on_their_way(now) + len(fetched))
         return fetched + few[:count], few[count:]
 
     def _promote(self, now: float) -> None:

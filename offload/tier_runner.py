@@ -153,12 +153,14 @@ class TierRunner:
         self, experts: Sequence[tuple[int, list[int]]]
     ) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
         """What is fetched, and what is computed in place."""
-        if self._miss != "auto":
-            return (list(experts), []) if self._miss == "fetch" else ([], list(experts))
+        if self._miss == "compute":
+            return [], list(experts)
+        if self._miss == "fetch" or self._tier.all_fit:  # what is fetched then stays for good
+            return list(experts), []
         fetched = [pair for pair in experts if len(pair[1]) > FEW_ROWS]
         few = [pair for pair in experts if len(pair[1]) <= FEW_ROWS]
         few.sort(key=lambda pair: not self._tier.policy.keeps(self._host.cell_in(pair[0])))
-        count = self._split.fetched(len(few))
+        count = self._split.fetched(len(few), self._tier.on_their_way + len(fetched))
         return fetched + few[:count], few[count:]
 
     def _promote(self) -> None:

@@ -11,8 +11,9 @@ One layer, as time runs:
                 fetch    copied to a device slot, in batches of what there is room for, and computed
                          there: the device computes everything, so residency chooses nothing
                 compute  computed on the CPU where it lies, while the device computes its own
-                auto     so many of each that both end together (split.py); experts of many rows
-                         are always fetched, since the CPU reads weights once and computes per row
+                auto     so many of each that the later ends soonest (split.py); experts of many
+                         rows are always fetched, since the CPU reads weights once and computes per
+                         row, and all where everybody has a slot, since nobody is fetched twice
               the device's rows come down, and the K rows of a token are summed in a fixed order
     (after)   while the bus is idle, what was computed on the CPU and the policy would keep is
               promoted: copied into a device slot, which the next layers do not wait for. Where

@@ -46,7 +46,7 @@ class OpenGpu:
     device: gpus.TorchDevice
     placement: DevicePlacement
     miss: Miss
-    share: float  # of misses that are fetched
+    share: float  # of misses that bus and CPU read in the same time: what the bus reads
     notes: tuple[str, ...]
     free_bytes: int  # of the device, before anything was allocated
 
@@ -87,8 +87,8 @@ def open_gpu(
 def _words(speeds: Contended) -> str:
     bus, cpu = format_bytes(speeds.bus_bytes_per_s), format_bytes(speeds.cpu_bytes_per_s)
     return (
-        f"misses: {speeds.fetched_share:.0%} are fetched, the others computed by the CPU "
-        f"(beside each other the bus moves {bus}/s, the CPU reads {cpu}/s)"
+        "misses: of each layer so many are fetched, the others computed by the CPU, that both end "
+        f"together (beside each other the bus moves {bus}/s, the CPU reads {cpu}/s)"
     )
 
 

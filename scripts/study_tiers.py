@@ -29,8 +29,17 @@ class NoPromotion(TieredReplay):
         self._promotable = []
 
 
-class Backlog(TieredReplay):
-    """`auto` fetches so many that both end soonest, given what the bus has still to carry."""
+class NoBacklog(TieredReplay):
+    """`auto` fetches the same share whatever the bus has still to carry."""
+
+    def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
+        few = sorted(cells, key=lambda cell: not self._device.policy.keeps(cell))
+        count = self._split.fetched(len(few))
+        return few[:count], few[count:]
+
+
+class ExactBacklog(TieredReplay):
+    """`auto` knows to the microsecond when the bus will be free."""
 
     def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         device, most = self._device, len(cells)
@@ -87,7 +96,7 @@ def main() -> None:
         print(recording.name)
         for device in (0.14, 0.36):
             for speeds in SPEEDS:
-                show(device, 1, NO_DISK, speeds, TieredReplay, NoPromotion, Backlog)
+                show(device, 1, NO_DISK, speeds, TieredReplay, NoBacklog, ExactBacklog, NoPromotion)
             for host in (0.1, 0.2, 0.4):
                 show(device, host, TimeModel(), SPEEDS[0], TieredReplay, Exclusive)
 

@@ -72,13 +72,14 @@ def test_compute_and_promotion() -> None:
 
 
 def test_auto_divides_what_the_host_has() -> None:
-    """One device slot, half is fetched. Token 2 begins with everything in the host, and a promotion
-    that holds the bus for 4 s. Layer 0: dense 0-1; one is fetched from 4 to 8 and computed at 9,
-    the CPU computes the other until 11, and promotes it until 15. Layer 1: dense 11-12, one is
-    fetched from 15 to 19 and computed at 20, the CPU is done at 22."""
+    """One device slot, bus and CPU alike. Token 1 fetches each as it comes from the disk. Token 2
+    begins with everything in the host. Layer 0: dense 0-1; one is fetched from 1 to 5 and computed
+    at 6, the CPU computes the other until 11, and promotes it until 15. Layer 1: dense 11-12; with
+    one on its way both ways end alike, so one is fetched from 15 to 19 and computed at 20, the CPU
+    is done at 22."""
     outcome = replayed(decode([[0, 1], [2, 3]], [[0, 1], [2, 3]]), "auto", device=1)
     first, second = outcome.tokens
-    assert (first.hits, first.cpu_events, first.copies) == (0, 2, 4)
+    assert (first.hits, first.cpu_events, first.copies) == (0, 0, 4)
     assert (second.hits, second.device_hits, second.cpu_events, second.copies) == (4, 0, 2, 4)
     assert second.seconds == 22
     assert second.floor_seconds == pytest.approx(2 + 4 * 20 / (5 + 2))
