@@ -7,9 +7,10 @@ disk are enough for any) and deleted, whatever happens. Weights are random with 
 (calibrated.py), tokens are forced: what a token computes and which experts it needs are like a real
 model's, what it says is nothing.
 
-    floor   dense weights and the KV cache ÷ RAM's read speed, since they are on the host, and the
-            bytes of the experts that were not in device slots ÷ what bus and CPU move at once;
-            all speeds measured in this run. What the device itself takes is not counted.
+    floor   dense weights, the KV cache and the experts that were in device slots ÷ the read speed
+            of the device's memory (where dense weights had no room there: those two ÷ that of RAM),
+            and the bytes of the other experts ÷ what bus and CPU move at once; all speeds measured
+            in this run.
 
 `--fake LIBRARY` runs the same with the tests' fake libcuda, to see that the command works: then the
 device is the CPU, and no figure means anything.
@@ -22,10 +23,13 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.calibrated import Calibration, calibrated, tokens
 from benchmarks.shapes import shape
@@ -41,6 +45,7 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sizes import parse_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures
+_CEILING_BYTES, _CEILING_ROUNDS = 128 << 20, 10
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,23 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-def measure(engine: Engine, prompt: list[int], text: list[int]) -> dict[str, Any]:
+def device_ceiling() -> float:
+    """Bytes per second that the device reads from its own memory, by torch's sum over 128 MiB."""
+    device = gpus.torch_device()
+    x = torch.ones(_CEILING_BYTES // 4, device=device.place)
+    best = 0.0
+    for _ in range(_CEILING_ROUNDS):
+        start = time.perf_counter()
+        float(x.sum())
+        best = max(best, _CEILING_BYTES / (time.perf_counter() - start))
+    del x
+    device.release()
+    return best
+
+
+def measure(
+    engine: Engine, prompt: list[int], text: list[int], device_bytes_per_s: float
+) -> dict[str, Any]:
     """One prompt and its forced continuation, on an engine that has answered the same before."""
     gpu = engine.gpu
     assert gpu is not None
@@ -84,7 +105,9 @@ def measure(engine: Engine, prompt: list[int], text: list[int]) -> dict[str, Any
     context, layout = gpu.context, engine.manifest.expert_layout
     bus, both = measure_bus(context), measure_contended(context, layout, TorchMath())
     ram, sizes = read_ceiling(engine.placement.threads), token_bytes(engine, state.length)
-    floor = (sizes.dense + sizes.kv) / ram
+    above = stats.decode_device_hits * expert_bytes / steps
+    floor = above / device_bytes_per_s
+    floor += (sizes.dense + sizes.kv) / (device_bytes_per_s if gpu.placement.inside else ram)
     floor += below / (both.bus_bytes_per_s + both.cpu_bytes_per_s)
     tpot = statistics.median(seconds)
     return {
@@ -96,6 +119,8 @@ def measure(engine: Engine, prompt: list[int], text: list[int]) -> dict[str, Any
         "disk_bytes_per_token": stats.decode_bytes_read // steps,
         "floor_ms": round(floor * 1e3, 4),
         "over_floor": round(tpot / floor, 2),
+        "dense_weights_on": "device" if gpu.placement.inside else "host",
+        "device_bytes_per_s": round(device_bytes_per_s),
         "bus_bytes_per_s": round(bus),
         "contended_bus_bytes_per_s": round(both.bus_bytes_per_s),
         "contended_cpu_bytes_per_s": round(both.cpu_bytes_per_s),
@@ -123,6 +148,7 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
         trace=False,
         libcuda=o.fake,
     )
+    ceiling = device_ceiling()  # while torch may still have what it takes
     with Engine(manifest, model.folder(row.tag), settings, model.settings) as engine:
         assert engine.gpu is not None
         driver = gpus.find_gpu(o.fake)
@@ -132,7 +158,7 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "command": " ".join(sys.argv),
             "gpu": engine.gpu.placement.gpu,
             "driver": driver.driver_version if isinstance(driver, gpus.Gpu) else None,
-            **measure(engine, text[: o.prompt], text[o.prompt :]),
+            **measure(engine, text[: o.prompt], text[o.prompt :], ceiling),
         }
 
 

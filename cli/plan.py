@@ -38,6 +38,7 @@ from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
 
 _BOUND = "memory traffic alone, uniformly random routing"
+_UNKNOWN = "everything is on the GPU, whose own memory was not measured"
 
 
 def plan(
@@ -103,13 +104,14 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a model would do here. bound: what memory traffic alone would allow."""
+    """What a model would do here. bound: what memory traffic alone would allow; None: all of it is
+    in the GPU's own memory, of which nobody knows how fast it is read."""
 
     placement: Placement
     disk_bytes: int
-    tokens_per_s: float
+    tokens_per_s: float | None
     how: str
-    bound: float
+    bound: float | None
     miss: Miss
     bus: tuple[float, str] | None = None  # bytes per second, and when that was measured
 
@@ -136,12 +138,14 @@ def _expect(
     gpu = placement.on_device
     bus = None if gpu is None else remembered_bus(settings, gpu.gpu)
     speed = None if bus is None else bus[0]
-    bound = 1 / seconds_per_token(placement, manifest, machine.speeds, config.miss, speed)
+    seconds = seconds_per_token(placement, manifest, machine.speeds, config.miss, speed)
+    bound = 1 / seconds if seconds else None
     # What was measured is of the CPU alone.
     seen = remembered_speed(settings, manifest.model, placement.slots) if gpu is None else None
     disk = manifest.slots.max_bytes + manifest.dense_bytes
     if seen is None:
-        return _Expected(placement, disk, bound, _BOUND, bound, config.miss, bus)
+        how = _UNKNOWN if bound is None else _BOUND
+        return _Expected(placement, disk, bound, how, bound, config.miss, bus)
     how = f"measured here with this --memory on {seen[1]}"
     return _Expected(placement, disk, seen[0], how, bound, config.miss)
 
@@ -180,8 +184,8 @@ def _document(
         "scratch_bytes": placement.scratch_bytes,
         "tiers": tiers,
         "device_memory": None if gpu is None else device_document(gpu, found.miss, found.bus),
-        "expected_tokens_per_s": round(found.tokens_per_s, 2),
-        "bound_tokens_per_s": round(found.bound, 2),
+        "expected_tokens_per_s": _rounded(found.tokens_per_s),
+        "bound_tokens_per_s": _rounded(found.bound),
         "tags": [_row(tag, row) for tag, row in rows.items()],
         "provenance": {
             "sizes": sizes,
@@ -205,7 +209,7 @@ def _row(tag: str, row: _Expected | DoesNotFit) -> dict[str, Any]:
         "min_memory_bytes": row.placement.min_memory_bytes,
         "memory_bytes": row.placement.memory_bytes,
         "experts_in_ram": row.placement.slots,
-        "expected_tokens_per_s": round(row.tokens_per_s, 2),
+        "expected_tokens_per_s": _rounded(row.tokens_per_s),
     }
 
 
@@ -232,7 +236,7 @@ def _print(
             ("threads", str(placement.threads)),
             ("RAM reads", f"{size(speeds.ram_bytes_per_s)}/s ({speeds.ram_provenance})"),
             ("disk reads", f"{size(speeds.disk_bytes_per_s)}/s ({speeds.disk_provenance})"),
-            ("expected", f"{found.tokens_per_s:.1f} tokens/s ({found.how})"),
+            ("expected", f"{_speed(found)} tokens/s ({found.how})"),
         ]
     )
     if rows:
@@ -252,5 +256,13 @@ def _line(tag: str, row: _Expected | DoesNotFit, experts: int) -> list[str]:
         format_bytes(row.disk_bytes),
         format_bytes(placement.min_memory_bytes),
         f"{placement.slots} of {experts}",
-        f"at most {row.tokens_per_s:.1f}" if row.how == _BOUND else f"{row.tokens_per_s:.1f}",
+        f"at most {_speed(row)}" if row.how == _BOUND else _speed(row),
     ]
+
+
+def _speed(row: _Expected) -> str:
+    return "?" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}"
+
+
+def _rounded(speed: float | None) -> float | None:
+    return None if speed is None else round(speed, 2)

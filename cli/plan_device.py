@@ -21,12 +21,14 @@ def device_document(gpu: DevicePlacement, miss: str, bus: Bus | None) -> dict[st
         "budget_bytes": gpu.budget_bytes,
         "peak_bytes": gpu.peak_bytes,
         "arena_bytes": gpu.arena_bytes,
+        "dense_bytes": gpu.dense_bytes,
+        "kv_bytes": gpu.kv_bytes,
         "workspace_bytes": gpu.workspace_bytes,
         "context_bytes": gpu.context_bytes,
         "bus_bytes_per_s": None if bus is None else round(bus[0]),
         "provenance": {
             "budget_bytes": gpu.provenance,
-            "workspace_bytes": "computed: a prefill chunk in float32",
+            "workspace_bytes": "computed: what a prefill chunk computes with",
             "context_bytes": "assumed",
             "bus_bytes_per_s": _bus_words(bus),
         },
@@ -41,8 +43,12 @@ def device_fields(gpu: DevicePlacement, bus: Bus | None) -> list[tuple[str, str]
     """The lines of `moeinf plan`."""
     size = format_bytes
     speed = "" if bus is None else f"{size(round(bus[0]))}/s "
+    dense = "no: they stay in RAM"
+    if gpu.inside:
+        dense = f"{size(gpu.dense_bytes)} and {size(gpu.kv_bytes)}"
     return [
         ("experts on the GPU", f"{gpu.slots}, {size(gpu.arena_bytes)} of {gpu.gpu}"),
+        ("dense weights and KV cache there", dense),
         (
             "device memory",
             f"at most {size(gpu.peak_bytes)} of {size(gpu.budget_bytes)} ({gpu.provenance}), with "

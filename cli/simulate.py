@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +10,20 @@ import typer
 
 from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
+from moeinf.cli.simulate_device import (
+    BusSpeed,
+    CpuSpeed,
+    DeviceOptions,
+    DeviceShares,
+    DeviceSpeed,
+    Misses,
+    device_model,
+    device_result,
+    expert_shares,
+)
+from moeinf.cli.simulate_output import picture, table
 from moeinf.cli.traces import Hints, hint_source, read_trace
 from moeinf.offload.policy_names import POLICY_NAMES
-
-_COLUMNS = "POLICY CAPACITY HIT READS/TOKEN MB/TOKEN INSERTIONS STALL-MS PRECISION RECALL".split()
 
 
 def simulate(
@@ -23,6 +34,11 @@ def simulate(
     capacity: Annotated[
         str, typer.Option(metavar="5%,10%", help="Shares of all experts that fit.")
     ] = "5%,10%,20%,35%",
+    device_capacity: DeviceShares = None,
+    miss: Misses = None,
+    bus_speed: BusSpeed = None,
+    cpu_speed: CpuSpeed = None,
+    device_speed: DeviceSpeed = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,7 +82,9 @@ def simulate(
     for name in names:
         if name not in (*POLICY_NAMES, "belady"):
             raise Usage(f"{name!r} is not one of {', '.join((*POLICY_NAMES, 'belady'))}")
-    shares = [_share(text) for text in capacity.split(",")]
+    shares = expert_shares(capacity)
+    asked = DeviceOptions(device_capacity, miss, bus_speed, cpu_speed, device_speed)
+    devices = asked.devices(late)
     from moeinf.offload.study import Case, interleaved, run_case, shifted
     from moeinf.offload.timing import TimeModel
 
@@ -85,15 +103,16 @@ def simulate(
             for share in shares
             for name in names
         ]
-        with out.counting(f"simulating {recording.name}", len(cases)) as advance:
-            for case in cases:
+        with out.counting(f"simulating {recording.name}", len(cases) * len(devices)) as advance:
+            for device, case in product(devices, cases):
                 gate = hint_source(hints, recording, seed)
-                outcome = run_case(recording, case, clock, gate, late)
+                outcome = run_case(recording, case, clock, gate, late, device=device)
                 results.append(
                     {
                         "policy": case.policy,
                         "capacity": case.share,
                         **case.knobs,
+                        **(device_result(device, outcome) if device is not None else {}),
                         "hit_rate": round(outcome.hit_rate, 5),
                         "reads_per_token": round(outcome.reads_per_token, 3),
                         "bytes_read_per_token": round(outcome.bytes_read_per_token),
@@ -117,28 +136,19 @@ def simulate(
             }
         )
         if not json:
-            _table(out, documents[-1])
+            table(out, documents[-1])
     model = {
         "ram_over_link": clock.ram_over_link,
         "ram_bytes_per_s": clock.ram_bytes_per_s,
         "hints": hints,
         "late": late,
+        **(device_model(devices[0]) if devices[0] is not None else {}),
     }
     if json:
         out.document({"traces": documents, "time_model": model})
     if plot is not None:
-        _plot(documents, plot)
+        picture(documents, plot)
         out.note(f"wrote {plot}")
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = -1
-    if not 0 < share <= 1:
-        raise Usage(f"{text!r} is not a share of the experts such as 10%")
-    return share
 
 
 def _settings(sweep: list[str]) -> list[dict[str, Any]]:
@@ -164,73 +174,3 @@ def _value(name: str, text: str) -> Any:
         return float(text)
     except ValueError as error:
         raise Usage(f"{name}={text} is not a number") from error
-
-
-def _table(out: Output, document: dict[str, Any]) -> None:
-    out.line(
-        f"{document['name']}: {document['layers']} layers x {document['experts']} experts, "
-        f"{document['top_k']} per token; {document['tokens']} decode tokens"
-    )
-    rows = []
-    for result in document["results"]:
-        known = {"policy", "capacity"}
-        swept = [f"{k}={v}" for k, v in result.items() if k not in known and k not in _MEASURED]
-        below = result["policy"] == "lru" and result["capacity"] < document["lru_cliff_capacity"]
-        rows.append(
-            [
-                " ".join([result["policy"], *swept]),
-                f"{result['capacity']:.0%}{' (below its cliff)' if below else ''}",
-                f"{result['hit_rate']:.1%}",
-                f"{result['reads_per_token']:.1f}",
-                f"{result['bytes_read_per_token'] / 1e6:.1f}",
-                f"{result['insertions_per_token']:.1f}",
-                f"{result['stall_ms_per_token']:.2f}",
-                _percent(result["prefetch_precision"]),
-                _percent(result["prefetch_recall"]),
-            ]
-        )
-    out.table(_COLUMNS, rows)
-    out.line()
-
-
-_MEASURED = frozenset(
-    "hit_rate reads_per_token bytes_read_per_token insertions_per_token stall_ms_per_token "
-    "prefetch_precision prefetch_recall".split()
-)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _plot(documents: list[dict[str, Any]], path: Path) -> None:
-    """Hit rate and stall over capacity, a line per policy, a row per trace."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise Usage("--plot needs matplotlib: pip install 'moeinf[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (9, 3.2 * len(documents))
-    figure, axes = pyplot.subplots(len(documents), 2, figsize=size, squeeze=False)
-    for (left, right), document in zip(axes, documents, strict=True):
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for result in document["results"]:
-            swept = [f"{k}={v}" for k, v in result.items() if k not in {*_MEASURED, *_AXES}]
-            lines.setdefault(" ".join([result["policy"], *swept]), []).append(result)
-        for label, results in lines.items():
-            shares = [100 * result["capacity"] for result in results]
-            left.plot(shares, [100 * r["hit_rate"] for r in results], "o-", ms=3, label=label)
-            right.plot(shares, [r["stall_ms_per_token"] for r in results], "o-", ms=3)
-        left.set(title=document["name"], xlabel="experts that fit, %", ylabel="hit rate, %")
-        right.set(title="", xlabel="experts that fit, %", ylabel="stall, ms per token")
-        left.legend(fontsize=7)
-        for axis in (left, right):
-            axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-_AXES = frozenset(("policy", "capacity"))

@@ -18,7 +18,8 @@ from moeinf.models.kv_cache import PassRows
 from moeinf.models.rope import rotate_half
 
 SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
-_WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB
+_WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB, in a core's own cache
+_WIDENED_ON_DEVICE = 1 << 22  # the same on a GPU, where a piece costs launches
 
 
 def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:
@@ -57,7 +58,7 @@ def attend(
     if window is not None:
         seen = min(k.shape[1], len(q) + window - 1)
         k, v = k[:, -seen:], v[:, -seen:]
-    if len(q) == 1:
+    if len(q) == 1 and (sinks is not None or q.device.type == "cpu"):
         heads = q[0].view(len(k), -1, q.shape[2])  # [G, H/G, W]
         blocks = head_blocks(len(k), heads.shape[1] * k.shape[1] * 8)
         groups = None if sinks is None else sinks.view(len(k), -1)  # [G, H/G]
@@ -69,7 +70,7 @@ def attend(
         ).view(1, -1)
     new, total = len(q), k.shape[1]
     mask = None
-    if new != total or window is not None or sinks is not None:
+    if sinks is not None or (new > 1 and (new != total or window is not None)):
         mask = causal_mask(new, total, window, q.device)
     q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
     if sinks is not None and mask is not None:  # with sinks there always is one
@@ -77,7 +78,7 @@ def attend(
         mask = functional.pad(mask, (1, 0), value=True)  # [T, 1 + S]
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # no copies
     out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+        q, k, v, attn_mask=mask, is_causal=mask is None and new > 1, scale=scale
     )
     if sinks is not None:
         out = out[..., :-1]
@@ -102,13 +103,14 @@ def attend_one(
     """The newest token, computed in float32: q [G, P, W], k [G, S, W], v [G, S, V] -> [G, P, V].
 
     sinks [G, P]: see attend.
-    Scratch is 2 · G·P·S floats of scores and _WIDENED_ITEMS of keys. Written as matmuls because
+    Scratch is 2 · G·P·S floats of scores and the widened keys. Written as matmuls because the CPU's
     scaled_dot_product_attention is slower for one row, and on widened pieces of k and v because
     torch compiles a bfloat16 matmul anew for every S. Measured on one core with 16 heads of 128,
     bfloat16, S 2048: 2.0 ms against 4.4, and 2.8 more the first time that an S is seen.
     """
     total = k.shape[1]
-    step = max(1, _WIDENED_ITEMS // (k.shape[0] * k.shape[2]))
+    items = _WIDENED_ITEMS if k.device.type == "cpu" else _WIDENED_ON_DEVICE
+    step = max(1, items // (k.shape[0] * k.shape[2]))
     pieces = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     wide = q.float() * scale
     scores = torch.cat([wide @ k[:, piece].float().mT for piece in pieces], -1)  # [G, P, S]

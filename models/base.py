@@ -42,14 +42,15 @@ class Experts(Protocol):
         ...
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Opens a pass of T rows; rows [T] int64 names the request that each row belongs to."""
+        """Opens a pass of T rows; rows [T] int64, on the CPU, names each row's request."""
         ...
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Starts layer `layer` (0 … L-1) on x [T, D] with ids [T, K] int64 and weights [T, K] f32.
 
-        An id of -1 means no expert (padding, a dropped token). Does not modify its arguments; they
-        must not change before `result`. At most one submit is outstanding at a time.
+        All three lie where the dense weights lie, and so does the result. An id of -1 means no
+        expert (padding, a dropped token). Does not modify its arguments; they must not change
+        before `result`. At most one submit is outstanding at a time.
         """
         ...
 
@@ -212,7 +213,8 @@ class Model(Protocol):
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
-        """Appends token ids to each state in one pass, and returns the logits in float32.
+        """Appends token ids to each state in one pass, and returns the logits in float32, on the
+        CPU wherever they were computed.
 
         "last": [requests, vocab], one row for the last token of each request; "all": [T, vocab] for
         every token, in batch order; "states": [T, hidden], what the last layer leaves for every

@@ -180,11 +180,11 @@ class Decoder:
         # Made outside of inference mode, so that the caller may write into them.
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
         width = self._hidden if logits == "states" else self.vocab_size
-        out = torch.empty(len(spans) if logits == "last" else count, width, device=device)
+        out = torch.empty(len(spans) if logits == "last" else count, width)
         for span in spans:
             span.cache.begin(span.count)
         with torch.inference_mode():
-            experts.begin_pass(torch.tensor(owner, device=device), _phase(decoding))
+            experts.begin_pass(torch.tensor(owner), _phase(decoding))
             try:
                 x = self._run(ids, spans, experts)  # [T, D]
                 if logits == "states":
@@ -192,7 +192,7 @@ class Decoder:
                 else:
                     self._logits(x if logits == "all" else x[last], out)
             except BaseException:
-                experts.end_pass(torch.zeros(count, dtype=torch.bool, device=device))
+                experts.end_pass(torch.zeros(count, dtype=torch.bool))
                 raise
             experts.end_pass()
         for span in spans:
@@ -217,7 +217,7 @@ class Decoder:
         """x [n, D] -> out [n, vocab] float32."""
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
-            out[rows] = self._head(self._norm(x[rows]))
+            out[rows].copy_(self._head(self._norm(x[rows])))
         if self._logits_scale != 1.0:
             out /= self._logits_scale
 

@@ -158,7 +158,7 @@ class EncoderDecoder:
         empty = KvCache(self._cache, state.capacity)
         (span,) = check_batch([(ids, empty)], self._cache, self.vocab_size)
         tokens = torch.tensor(list(ids), device=self._frame.embedding.device)
-        owner = torch.full_like(tokens, state.request)
+        owner = torch.full((len(ids),), state.request)
         with torch.inference_mode(), _Pass(experts, owner, "encode"):
             x = self._embed(tokens, torch.arange(len(ids), device=tokens.device))
             bias = self._frame.positions.bias("encoder", len(ids), len(ids))
@@ -194,11 +194,11 @@ class EncoderDecoder:
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
         rows = len(spans) if logits == "last" else len(tokens)
-        out = torch.empty(rows, self.vocab_size if logits != "states" else 0, device=device)
+        out = torch.empty(rows, self.vocab_size if logits != "states" else 0)
         with torch.inference_mode(), _Pass(experts, owner, "decode" if decoding else "prefill"):
             x = self._run(tokens, spans, memories, experts)
             if logits == "states":
-                out = self._frame.decoder_norm(x).float()
+                out = self._frame.decoder_norm(x).float().cpu()
             else:
                 self._logits(x if logits == "all" else x[last], out)
         for span in spans:
@@ -234,7 +234,7 @@ class EncoderDecoder:
         frame = self._frame
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
-            out[rows] = frame.head(frame.decoder_norm(x[rows]) * frame.head_scale)
+            out[rows].copy_(frame.head(frame.decoder_norm(x[rows]) * frame.head_scale))
 
 
 class _Pass:

@@ -6,35 +6,50 @@ installed (runtime/gpu.py asks first).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moeinf.native import OutOfDeviceMemory
+from moeinf.offload import device_linears
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.layout import ExpertLayout
-from moeinf.offload.slot_math import ExpertRunner, TorchFfn
+from moeinf.offload.slot_math import TorchFfn
+
+Piece = TypeVar("Piece")
 
 
 class CudaDevice:
-    """Device 0, and the stream that is torch's when this is made."""
+    """Device 0, and the stream that is torch's when this is made.
+
+    Its methods are those of device_tier.Device, and what dense weights compute with there.
+    """
+
+    place = torch.device("cuda", 0)
+    tiled_linear = staticmethod(device_linears.tiled_linear)
+    plain_linear = staticmethod(device_linears.plain_linear)
+    tiled_embedding = staticmethod(device_linears.tiled_embedding)
 
     def __init__(self) -> None:
-        self._device = torch.device("cuda", 0)
-        self.stream = int(torch.cuda.current_stream(self._device).cuda_stream)
+        self.stream = int(torch.cuda.current_stream(self.place).cuda_stream)
         self.out_of_memory: tuple[type[Exception], ...] = (
             torch.cuda.OutOfMemoryError, OutOfDeviceMemory,
         )  # fmt: skip
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
-    ) -> ExpertRunner:
-        arena = torch.as_tensor(_Memory(address, shape), device=self._device)
+    ) -> DeviceMath:
+        arena = torch.as_tensor(_Memory(address, shape), device=self.place)
         return DeviceMath(layout, arena, reference)
 
+    def limit(self, size_bytes: int) -> None:
+        total = torch.cuda.get_device_properties(self.place).total_memory
+        share = min(1.0, max(0, size_bytes) / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.place)
+
     def upload(self, x: Tensor) -> Tensor:
-        return x.to(self._device)  # from pageable memory: read by the time it returns
+        return x.to(self.place)  # from pageable memory: read by the time it returns
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
         return x.new_empty(count, x.shape[1])
@@ -44,6 +59,10 @@ class CudaDevice:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+    def tuned(self, piece: Piece) -> Piece:
+        """torch's own kernels compute what stands between the products."""
+        return piece
 
 
 class _Memory:

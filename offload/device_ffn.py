@@ -109,6 +109,10 @@ class DeviceMath:
         ids = slots.to(x.device, non_blocking=True).view(-1, top_k)
         self.run_routed(x, ids, self._slots, 0, rows, len(experts))
 
+    def can_route(self, rows: int) -> bool:
+        """Whether run_routed gives so many rows what `run` would give them: see MOST_ROWS."""
+        return self._form != "f32" and (not self._views or rows <= MOST_ROWS)
+
     def run_routed(
         self,
         x: Tensor,

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +34,23 @@ from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import ExpertRunner, TorchFfn
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.trace import Phase
+
+_UNASKED = 16  # experts of one batch that nobody has asked for
+
+
+class RoutedRunner(ExpertRunner, Protocol):
+    """Arithmetic that can find its experts by itself."""
+
+    def can_route(self, rows: int) -> bool:
+        """Whether run_routed gives so many rows what `run` would give them."""
+        ...
+
+    def run_routed(
+        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
+    ) -> None:
+        """Fills the rows of all pairs whose expert has a slot: ids [T, K] and the int32 table of
+        slots, expert e at first_cell + e, lie on the device, and so do x and rows [T·K, D]."""
+        ...
 
 
 class Device(Protocol):
@@ -50,8 +68,12 @@ class Device(Protocol):
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
-    ) -> ExpertRunner:
+    ) -> RoutedRunner:
         """The arithmetic over an arena of shape (slots, slot_bytes) at a device address."""
+        ...
+
+    def limit(self, size_bytes: int) -> None:
+        """From now on, what torch may hold of the device's memory: more is out of memory."""
         ...
 
     def upload(self, x: Tensor) -> Tensor:
@@ -86,15 +108,18 @@ class DeviceTier:
         reference: TorchFfn,
         host: Residency,
         stats: StoreStats,
+        memory_bytes: int | None = None,
     ) -> None:
         """make_policy: for so many slots. host: the tier below; `lock` holds its slots.
+        memory_bytes: of the arena and of all that torch holds; None: nobody counts.
 
         Raises OutOfDeviceMemory, after giving back what torch has cached and a second attempt.
         """
         self.device = device
         self._context, self._lock, self._layout = context, lock, layout
-        self._cells, self._make_policy, self._reference = cells, make_policy, reference
-        self._host, self.stats = host, stats
+        self.cells, self._make_policy, self._reference = cells, make_policy, reference
+        self._host, self.stats, self._memory_bytes = host, stats, memory_bytes
+        self._tables: dict[int, Tensor] = {}  # by first cell, of layers that nobody can leave
         self._flying: deque[tuple[int, list[int]]] = deque()  # (batch, cells pinned in the host)
         self._slots: DeviceSlots | None = None  # once `shrink` has failed
         self._pass: tuple[NDArray[np.int64], Phase] | None = None
@@ -108,9 +133,12 @@ class DeviceTier:
     def _build(self, slots: int) -> None:
         arena = DeviceSlots(self._context, self._lock, slots, self.device.stream)
         shape = (slots, arena.slot_bytes)
+        if self._memory_bytes is not None:
+            self.device.limit(self._memory_bytes - slots * arena.slot_bytes)
         self._math = self.device.math(self._layout, arena.address, shape, self._reference)
         self._slots = arena
-        self._residency = Residency(slots, self._cells)
+        self._residency = Residency(slots, self.cells)
+        self._absent = deque(range(self.cells if self.all_fit else 0))  # maybe; see bring_absent
         self.policy = self._make_policy(slots)
 
     @property
@@ -128,10 +156,30 @@ class DeviceTier:
         return self._residency.resident
 
     @property
+    def all_fit(self) -> bool:
+        """Whether nobody will ever leave."""
+        return self._residency.all_fit
+
+    def can_route(self, rows: int) -> bool:
+        """Whether `compute_routed` is right for so many rows."""
+        return self._math.can_route(rows)
+
+    @property
+    def lacks_somebody(self) -> bool:
+        """Whether everybody fits, and somebody may not be here yet."""
+        return bool(self._absent)
+
+    @property
     def bus_is_idle(self) -> bool:
         """Whether there is an arena to copy to, and no copy on its way."""
         self._settle()
         return self._slots is not None and not self._flying
+
+    @property
+    def on_their_way(self) -> int:
+        """Experts whose copies have not ended, for all that is known."""
+        self._settle()
+        return sum(len(cells) for _, cells in self._flying)
 
     def is_resident(self, cell: int) -> bool:
         return self._residency.has_slot(cell)
@@ -155,6 +203,35 @@ class DeviceTier:
             self._math.run(x, pairs, top_k, rows)
         finally:
             self._arena.end_read(slots)
+
+    def table(self, first: int, experts: int) -> Tensor | None:
+        """The slots of a layer's cells, int32 on the device, once all of them are here for good.
+
+        None before that, and always where not everybody has a slot.
+        """
+        if not self.all_fit:
+            return None
+        found = self._tables.get(first)
+        cells = range(first, first + experts)
+        if found is None and self._residency.are_resident(cells):
+            slots = [self._residency.slot_of(cell) for cell in cells]
+            self._arena.begin_read(slots)  # the only time: nobody will be copied over them
+            found = self.device.upload(torch.tensor(slots, dtype=torch.int32))
+            self._tables[first] = found
+        return found
+
+    def compute_routed(self, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor) -> None:
+        """Queues a layer of which `table` has everybody. ids [T, K] are not looked at here."""
+        self._math.run_routed(x, ids, table, 0, rows)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Queues the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
+        return self._math.combine(rows, weights)
+
+    def read(self, x: Tensor) -> Tensor:
+        """x in host memory, after everything queued has run. Raises DeviceError."""
+        self.finish()
+        return self.device.download(x)
 
     def finish(self) -> None:
         """Returns when everything queued has run. Raises DeviceError, also for a kernel's fault."""
@@ -186,6 +263,17 @@ class DeviceTier:
             self._residency.loaded(cell)
         return taken
 
+    def bring_absent(self) -> None:
+        """Where everybody fits: copies some that nobody has asked for, while the bus is idle."""
+        if not self.bus_is_idle:
+            return
+        some = [self._absent.popleft() for _ in range(min(_UNASKED, len(self._absent)))]
+        some = [cell for cell in some if not self.is_resident(cell)]
+        self._absent += (cell for cell in some if not self._host.is_resident(cell))
+        ready = [cell for cell in some if self._host.is_resident(cell)]
+        if ready:
+            self.bring(ready)
+
     def end_copies(self) -> bool:
         """Waits until no copy reads a host slot. False: none did."""
         if not self._flying:
@@ -208,7 +296,8 @@ class DeviceTier:
             return False
         self.end_copies()
         self.finish()
-        self._slots, self._residency = None, Residency(1, self._cells)
+        self._slots, self._residency = None, Residency(1, self.cells)
+        self._tables.clear()
         del self._math  # the arena goes before its successor is allocated
         self.device.release()
         while True:

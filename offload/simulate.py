@@ -15,6 +15,7 @@ layer asked; a read still on its way is a miss, but is not read again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource
+from moeinf.offload.outcome import Outcome, Token
 from moeinf.offload.policy.base import Policy, Setup, chosen_cells
 from moeinf.offload.timing import Link, TimeModel
 from moeinf.offload.trace import Pass, Recording, Tracer
@@ -42,96 +44,25 @@ class Conditions:
     collect: bool = True
 
 
-@dataclass
-class Token:
-    """One decode pass of a replay."""
+class Walk(ABC):
+    """Goes through a recording, pass by pass; what a pass does to which tiers is a subclass's.
 
-    request: int
-    age: int  # decode passes of this request before it
-    events: int = 0
-    hits: int = 0
-    reads: int = 0
-    insertions: int = 0
-    stall_seconds: float = 0.0
-    seconds: float = 0.0
+    `run` once. The policies that it tells of ended requests are in `policies`.
+    """
 
-
-@dataclass
-class Outcome:
-    """Sums over decode passes; `tokens` has them one by one. Prefetch counts too are of decode."""
-
-    expert_bytes: int
-    tokens: list[Token] = field(default_factory=list)
-    rows: int = 0  # decode tokens; more than passes when requests are batched
-    fetched_ahead: int = 0
-    used_ahead: int = 0
-    demand_reads: int = 0
-
-    def _sum(self, name: str) -> float:
-        return float(sum(getattr(token, name) for token in self.tokens))
-
-    @property
-    def hit_rate(self) -> float:
-        return self._sum("hits") / max(1.0, self._sum("events"))
-
-    @property
-    def reads_per_token(self) -> float:
-        return self._sum("reads") / max(1, self.rows)
-
-    @property
-    def bytes_read_per_token(self) -> float:
-        return self.reads_per_token * self.expert_bytes
-
-    @property
-    def insertions_per_token(self) -> float:
-        return self._sum("insertions") / max(1, self.rows)
-
-    @property
-    def stall_ms_per_token(self) -> float:
-        return 1000 * self._sum("stall_seconds") / max(1, self.rows)
-
-    @property
-    def seconds(self) -> float:
-        """Decode time that the model gives the whole replay."""
-        return self._sum("seconds")
-
-    @property
-    def prefetch_precision(self) -> float | None:
-        """Share of reads ahead that were used before they left; None without reads ahead."""
-        return self.used_ahead / self.fetched_ahead if self.fetched_ahead else None
-
-    @property
-    def prefetch_recall(self) -> float | None:
-        """Share of what was not resident in time that had been read ahead."""
-        needed = self.used_ahead + self.demand_reads
-        return self.used_ahead / needed if self.fetched_ahead and needed else None
-
-
-class Replay:
-    """One policy, one recording, one set of conditions; `run` once."""
-
-    def __init__(
-        self,
-        recording: Recording,
-        make: MakePolicy,
-        conditions: Conditions,
-        eamc: Eamc | None = None,
-    ) -> None:
+    def __init__(self, recording: Recording, conditions: Conditions, eamc: Eamc | None) -> None:
         shape = conditions.time.sized(recording.shape)
         self._recording = replace(recording, shape=shape)
         self._shape, self._conditions, self._eamc = shape, conditions, eamc
-        self.policy = make(Setup(shape, conditions.slots, eamc))
-        time = conditions.time
-        self._dense, self._expert = time.dense_seconds(shape), time.expert_seconds(shape)
-        self._link = Link(time.read_seconds(shape), self._begin_ahead)
+        self.policies: list[Policy] = []
         self._now = 0.0
-        self._resident: set[int] = set()
-        self._pinned: dict[int, None] = {}  # the first to be computed first
-        self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
         self._decoding = False
         self._token = Token(-1, 0)
-        self._most_wishes = 2 * shape.top_k
         self.outcome = Outcome(shape.expert_bytes)
+
+    @abstractmethod
+    def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
+        """One pass, hinted [L, T, H]: `_now` moves on, and `_token` is charged."""
 
     def run(self, progress: Callable[[int, int], None] = lambda _done, _all: None) -> Outcome:
         """Replays every pass. progress(passes done, passes in all) is called now and then."""
@@ -141,7 +72,8 @@ class Replay:
         for index, running in enumerate(recording.passes):
             if index % 64 == 0:
                 progress(index, len(recording.passes))
-            if running.phase == "decode":
+            self._decoding = running.phase == "decode"
+            if self._decoding:
                 request = int(running.rows[0])
                 age = ages[request] = ages.get(request, -1) + 1
                 self._token = Token(request, age)
@@ -149,7 +81,7 @@ class Replay:
                 self._token = Token(-1, 0)  # what a prompt waits for is no token's
             hinted = hints.of_pass(running) if hints is not None else None
             self._pass(running, hinted)
-            if running.phase == "decode":
+            if self._decoding:
                 self.outcome.tokens.append(self._token)
                 self.outcome.rows += len(running.rows)
             if self._eamc is not None and self._conditions.collect:
@@ -161,14 +93,36 @@ class Replay:
         return self.outcome
 
     def _end_request(self, request: int, tracer: Tracer) -> None:
-        self.policy.end_request(request)
+        for policy in self.policies:
+            policy.end_request(request)
         eam = tracer.finish(request)
         if eam is not None and self._eamc is not None:
             self._eamc.add(eam.prefill, eam.decode)
 
+
+class Replay(Walk):
+    """One policy over one tier."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        make: MakePolicy,
+        conditions: Conditions,
+        eamc: Eamc | None = None,
+    ) -> None:
+        super().__init__(recording, conditions, eamc)
+        shape, time = self._shape, conditions.time
+        self.policy = make(Setup(shape, conditions.slots, eamc))
+        self.policies = [self.policy]
+        self._dense, self._expert = time.dense_seconds(shape), time.expert_seconds(shape)
+        self._link = Link(time.read_seconds(shape), self._begin_ahead)
+        self._resident: set[int] = set()
+        self._pinned: dict[int, None] = {}  # the first to be computed first
+        self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
+        self._most_wishes = 2 * shape.top_k
+
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         policy, late = self.policy, self._conditions.late
-        self._decoding = running.phase == "decode"
         begin, insertions = self._now, policy.insertions
         policy.begin_pass(running.rows, running.phase)
         for layer, ids in enumerate(running.ids):

@@ -1,9 +1,8 @@
 """Which misses of the device are fetched over the bus, and which are computed where they lie.
 
 Does not know experts or policies. Both sides are bound by how fast they read an expert's bytes, at
-the same time: the bus beside a computing CPU, the CPU beside a busy bus. m misses end soonest when
-both take equally long: n = m · bus / (bus + CPU) of them are fetched. What rounding leaves over is
-carried to the next layer, so that the share is right over many layers of few misses.
+the same time: the bus beside a computing CPU, the CPU beside a busy bus. The bus may have others to
+carry first. So many of a layer's misses are fetched that the later of the two ends soonest.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Literal, get_args
 
 Miss = Literal["auto", "compute", "fetch"]
 MISSES: tuple[Miss, ...] = get_args(Miss)
+FEW_ROWS = 16  # of one expert: the CPU's time grows with them, the bus's does not
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,21 @@ class Contended:
 
 
 class Split:
-    """Divides one layer's misses after another. share: of those that are fetched, 0 … 1."""
+    """Divides a layer's misses. share: of those that both would take equally long for, 0 … 1."""
 
     def __init__(self, share: float) -> None:
         assert 0 <= share <= 1
-        self._share = share
-        self._carried = 0.0
+        self._bus, self._cpu = share, 1 - share  # experts that each reads in the same time
 
-    def fetched(self, misses: int) -> int:
-        """How many of these misses are fetched."""
-        wanted = misses * self._share + self._carried
-        count = min(misses, int(wanted + 1e-9))
-        self._carried = wanted - count
-        return count
+    def fetched(self, misses: int, behind: int = 0) -> int:
+        """How many of these misses are fetched. behind: experts that are on their way already."""
+        if not self._cpu:
+            return misses
+        if not self._bus:
+            return 0
+
+        def end(fetched: int) -> tuple[float, int]:
+            bus = (behind + fetched) / self._bus if fetched else 0.0
+            return max(bus, (misses - fetched) / self._cpu), -fetched  # who is fetched may stay
+
+        return min(range(misses + 1), key=end)

@@ -36,7 +36,7 @@ from moeinf.offload.ahead import ReadAhead
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
-from moeinf.offload.slot_math import ExpertMath, HostRunner, SlotMath
+from moeinf.offload.slot_math import AllThere, ExpertMath, HostRunner, SlotMath
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.throttle import Throttle
 from moeinf.offload.transfer import ExpertReadError, Transfer
@@ -119,6 +119,10 @@ class ExpertStore:
         """Reads these into empty slots, the first first, behind everything else; how many fit."""
         return self._ahead.warm(cells)
 
+    def settle(self) -> None:
+        """Between layers: what was read ahead and has arrived is resident from now on."""
+        self._ahead.settle()
+
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self.abandon()
         self._decoding = self._ahead.decoding = phase == "decode"
@@ -150,7 +154,7 @@ class ExpertStore:
         self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
         self._decided(begin)
 
-    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | _AllThere:
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | AllThere:
         """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
         if self.stopped():
             self.abandon()
@@ -165,7 +169,9 @@ class ExpertStore:
                 self._policy.routed(layer, ids.numpy())
             self._count(groups, groups)
             self._decided(begin)
-            return _AllThere(self, x, weights, groups)
+            slot_of = self._residency.slot_of
+            experts = [(slot_of(cell), places) for cell, places in groups.items()]
+            return AllThere(self._slots, x, weights, experts)
         chosen = ids.numpy()
         self._ahead.settle()
         hits, misses = list[int](), deque[int]()
@@ -186,6 +192,10 @@ class ExpertStore:
         """Ends the readers; the slots must not be used afterwards."""
         self.abandon()
         self._transfer.close()
+
+    def shrink(self) -> bool:
+        """Whether a device's memory was given back: there is none."""
+        return False
 
     def abandon(self) -> None:
         """Ends the open layer, if there is one: for a pass that an error has cut off."""
@@ -244,29 +254,6 @@ class ExpertStore:
         return True
 
 
-class _AllThere:
-    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
-    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
-    """
-
-    def __init__(
-        self, store: ExpertStore, x: Tensor, weights: Tensor, groups: dict[int, list[int]]
-    ) -> None:
-        self._store = store
-        self._x = x
-        self._mix = weights
-        self._groups = groups
-
-    def result(self) -> Tensor:
-        """[T, D]."""
-        store, mix = self._store, self._mix
-        rows = self._x.new_zeros(mix.numel(), self._x.shape[1])  # [T·K, D]
-        slot_of = store._residency.slot_of
-        experts = [(slot_of(cell), places) for cell, places in self._groups.items()]
-        store._slots.run(self._x, experts, mix.shape[1], rows)
-        return store._slots.combine(rows.view(*mix.shape, -1), mix)
-
-
 class _LayerRun:
     """One submitted layer: what is still to compute, to read, and to ask for."""
 
@@ -287,7 +274,7 @@ class _LayerRun:
         self._loading: deque[tuple[int, int]] = deque()  # (ticket, cell), slot assigned and pinned
         self._started = False
         # Places without an expert stay 0, so that their rows add nothing.
-        self._rows = x.new_zeros(weights.numel(), x.shape[1])  # [T·K, D]
+        self._rows = store._slots.rows(x, weights.numel())  # [T·K, D]
 
     def start(self) -> None:
         """Once: asks for the misses, then for what the policy wishes ahead."""

@@ -12,14 +12,18 @@ from typing import Any
 
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource
+from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy import POLICIES
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
-from moeinf.offload.simulate import Conditions, Outcome, Replay
-from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import Pass, Recording
+from moeinf.offload.simulate import Conditions, Replay
+from moeinf.offload.simulate_device import Above
+from moeinf.offload.simulate_tiers import TieredReplay
+from moeinf.offload.split import Miss
+from moeinf.offload.timing import DeviceSpeeds, TimeModel
+from moeinf.offload.trace import Pass, Recording, RoutingShape
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,15 @@ class Case:
     knobs: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """The share of all experts that a device holds, and what becomes of those that it misses."""
+
+    share: float
+    miss: Miss
+    speeds: DeviceSpeeds
+
+
 _KNOBS = frozenset(knob.name for kind in (AdaptiveKnobs, EamcKnobs) for knob in fields(kind)) | {
     "eamc_capacity"
 }
@@ -47,13 +60,15 @@ def run_case(
     hints: HintSource | None = None,
     late: bool = False,
     eamc: Eamc | None = None,
+    device: OnDevice | None = None,
 ) -> Outcome:
-    """Replays; a given EAMC of earlier requests is used and grows. ValueError: no such knob."""
+    """Replays, with a device's tier above if one is given; a given EAMC of earlier requests is used
+    and grows. ValueError: no such knob."""
     if unknown := set(case.knobs) - _KNOBS:
         known = ", ".join(sorted(_KNOBS))
         raise ValueError(f"no knob {', '.join(sorted(unknown))}; there are {known}")
     shape = recording.shape
-    slots = max(1, round(case.share * shape.layers * shape.experts))
+    slots = _slots(case.share, shape)
     capacity = case.knobs.get("eamc_capacity", case.eamc_capacity)
     if eamc is None:
         size = shape.layers, shape.experts
@@ -68,7 +83,15 @@ def run_case(
             return EamcPolicy(setup, _chosen(EamcKnobs(), case.knobs))
         return POLICIES[case.policy](setup)
 
-    return Replay(recording, make, Conditions(slots, time, hints, late), eamc).run()
+    conditions = Conditions(slots, time, hints, late)
+    if device is None:
+        return Replay(recording, make, conditions, eamc).run()
+    above = Above(_slots(device.share, shape), device.miss, device.speeds)
+    return TieredReplay(recording, make, conditions, above, eamc).run()
+
+
+def _slots(share: float, shape: RoutingShape) -> int:
+    return max(1, round(share * shape.layers * shape.experts))
 
 
 def shifted(recording: Recording, labels: str) -> Recording:

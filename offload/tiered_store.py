@@ -11,11 +11,17 @@ One layer, as time runs:
                 fetch    copied to a device slot, in batches of what there is room for, and computed
                          there: the device computes everything, so residency chooses nothing
                 compute  computed on the CPU where it lies, while the device computes its own
-                auto     so many of each that both end together (split.py); experts of many rows
-                         are always fetched, since the CPU reads weights once and computes per row
+                auto     so many of each that the later ends soonest (split.py); experts of many
+                         rows are always fetched, since the CPU reads weights once and computes per
+                         row, and all where everybody has a slot, since nobody is fetched twice
               the device's rows come down, and the K rows of a token are summed in a fixed order
     (after)   while the bus is idle, what was computed on the CPU and the policy would keep is
-              promoted: copied into a device slot, which the next layers do not wait for
+              promoted: copied into a device slot, which the next layers do not wait for. Where
+              everybody has a slot, what lies in RAM follows unasked, from pass to pass
+
+With the dense weights on the device, too (`inside`), routing is the one thing that a layer must
+read from there, and a layer whose experts are all on the device for good does not even read that:
+kernels find them through a table of slots, and its routing is counted when the pass ends.
 """
 
 from __future__ import annotations
@@ -56,8 +62,12 @@ class TieredStore:
         math: ExpertMath,
         experts: int,
         locking: PageLocking,
+        inside: bool = False,
     ) -> None:
-        """locking: of the host store's slots; ended with the store."""
+        """locking: of the host store's slots; ended with the store. inside: whether what a layer
+        is given lies on the device."""
+        self._inside = inside
+        self._uncounted: list[Tensor] = []  # routing on the device, of this pass
         self._tier, self._host, self._runner = tier, host, runner
         self._locking = locking
         self._math, self._experts = math, experts
@@ -109,14 +119,25 @@ class TieredStore:
         self._host.stopped = asked
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Into empty host slots; from there they are promoted by use."""
-        return self._host.warm(cells)
+        """Into empty host slots; from there they are promoted by use.
+
+        Where all experts have a slot on the device the others follow these: once all are there, no
+        layer has to read its routing.
+        """
+        rest = range(self._tier.cells) if self._inside and self._tier.all_fit else ()
+        return self._host.warm([*cells, *rest])
 
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self._host.begin_pass(rows, phase)
         self._tier.begin_pass(rows.numpy(), phase)
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        routed, self._uncounted = self._uncounted, []
+        if routed and accepted_rows is None:
+            self._count(int((self._tier.read(torch.cat(routed)) >= 0).sum()))
+        if self._inside and self._tier.lacks_somebody:
+            self._host.settle()
+            self._tier.bring_absent()
         self._host.end_pass(accepted_rows)
         self._tier.policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
@@ -125,6 +146,8 @@ class TieredStore:
         self._tier.policy.end_request(request)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        if self._inside:
+            ids = self._tier.read(ids)
         self._tier.policy.hinted(layer, ids.numpy())
         self._host.hint(layer, self._below(layer, ids), scores)
 
@@ -134,9 +157,15 @@ class TieredStore:
             self.abandon()
             raise Stopped
         self._runner.begin()
+        first = layer * self._experts
+        if self._inside:
+            table = self._tier.table(first, self._experts)
+            if table is not None and self._tier.can_route(len(x)):
+                self._uncounted.append(ids.flatten())
+                return _AllThere(self._tier, x, ids, weights, table)
+            ids = self._tier.read(ids)
         chosen = ids.numpy()
         self._tier.policy.routed(layer, chosen)
-        first = layer * self._experts
         there = {
             cell for cell in chosen_cells(layer, chosen, self._experts)
             if self._tier.is_resident(cell)
@@ -153,6 +182,10 @@ class TieredStore:
         """Ends the open layer; kernels that are queued still run, into rows that nobody reads."""
         self._host.abandon()
         self._runner.begin()
+
+    def shrink(self) -> bool:
+        """Gives half of the device's slots back, between layers. False: there is but one."""
+        return self._tier.shrink()
 
     def close(self) -> None:
         self._locking.close()
@@ -176,3 +209,19 @@ class TieredStore:
         else:
             stats.prefill_events += events
             stats.prefill_hits += events
+
+
+class _AllThere:
+    """One submitted layer whose experts are all on the device for good: nobody looks at its ids."""
+
+    def __init__(
+        self, tier: DeviceTier, x: Tensor, ids: Tensor, weights: Tensor, table: Tensor
+    ) -> None:
+        """Queues the kernels; rows without an expert stay 0."""
+        self._tier, self._mix = tier, weights
+        self._rows = x.new_zeros(*ids.shape, x.shape[1])
+        tier.compute_routed(x, ids, table, self._rows.view(-1, x.shape[1]))
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        return self._tier.combine(self._rows, self._mix)

@@ -6,7 +6,7 @@ Compute: all bytes that a token reads, dense included, ÷ RAM bandwidth, spread 
 a layer first takes its dense share, then routes, then takes each chosen expert's share as the
 expert is there, those that are resident first. Reads share one link of RAM bandwidth ÷
 `ram_over_link`, one after the other. Demand goes before everything that waits; a read that has
-begun ends.
+begun ends. What a device tier adds is said in simulate_tiers.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from moeinf.offload.split import Contended
 from moeinf.offload.trace import RoutingShape
 
 _UNKNOWN_EXPERT_BYTES = 1 << 20
@@ -46,6 +47,27 @@ class TimeModel:
     def read_seconds(self, shape: RoutingShape) -> float:
         """To read one expert over the link."""
         return shape.expert_bytes * self.ram_over_link / self.ram_bytes_per_s
+
+
+@dataclass(frozen=True)
+class DeviceSpeeds:
+    """Bytes per second of experts: over the bus and by the CPU, each beside the other, and by the
+    device from its own memory, which also reads the dense weights."""
+
+    bus_bytes_per_s: float = 25e9
+    cpu_bytes_per_s: float = 30e9
+    device_bytes_per_s: float = 500e9
+
+    @property
+    def fetched_share(self) -> float:
+        """Of the misses that `auto` divides."""
+        return Contended(self.bus_bytes_per_s, self.cpu_bytes_per_s).fetched_share
+
+    def floor_seconds(self, hit_bytes: float, missed_bytes: float) -> float:
+        """Of one token's experts: the device computes the hits while bus and CPU, which divide the
+        misses in the best way, both work to the end."""
+        below = missed_bytes / (self.bus_bytes_per_s + self.cpu_bytes_per_s)
+        return max(hit_bytes / self.device_bytes_per_s, below)
 
 
 class Link:

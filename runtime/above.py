@@ -6,10 +6,12 @@ Does not know dense weights, files or how a tier works. What it opens, the store
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
+from moeinf.models.base import Activation
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
-from moeinf.offload.device_tier import Device, DeviceTier
+from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
@@ -27,6 +29,7 @@ from moeinf.runtime.bus import measure_contended
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.devices import remember_gpu, remembered_contended
+from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import available_bytes
 from moeinf.runtime.processor import DeviceUnavailable
@@ -40,12 +43,17 @@ class OpenGpu:
     """A GPU in use: its context, what computes on it, and how misses are divided."""
 
     context: DeviceContext
-    device: Device
+    device: gpus.TorchDevice
     placement: DevicePlacement
     miss: Miss
-    share: float  # of misses that are fetched
+    share: float  # of misses that bus and CPU read in the same time: what the bus reads
     notes: tuple[str, ...]
     free_bytes: int  # of the device, before anything was allocated
+
+    @property
+    def dense_math(self) -> DenseMath | None:
+        """What computes with the dense weights on the device; None: they stay in RAM."""
+        return self.device if self.placement.inside else None
 
     def allocated_bytes(self) -> int:
         """What the device has less free than then, whoever took it."""
@@ -68,7 +76,8 @@ def open_gpu(
         speeds = remembered_contended(settings, found.name, manifest.dtype)
         if speeds is None:
             layout = manifest.expert_layout
-            speeds = measure_contended(context, layout, TorchMath())
+            math = TorchMath(cast(Activation, manifest.activation))
+            speeds = measure_contended(context, layout, math)
             remember_gpu(settings, found.name, contended=(manifest.dtype, speeds))
         share, notes = speeds.fetched_share, (_words(speeds),)
     free = context.memory()[0]
@@ -78,8 +87,8 @@ def open_gpu(
 def _words(speeds: Contended) -> str:
     bus, cpu = format_bytes(speeds.bus_bytes_per_s), format_bytes(speeds.cpu_bytes_per_s)
     return (
-        f"misses: {speeds.fetched_share:.0%} are fetched, the others computed by the CPU "
-        f"(beside each other the bus moves {bus}/s, the CPU reads {cpu}/s)"
+        "misses: of each layer so many are fetched, the others computed by the CPU, that both end "
+        f"together (beside each other the bus moves {bus}/s, the CPU reads {cpu}/s)"
     )
 
 
@@ -107,13 +116,17 @@ class Above:
 
         lock = HostLock(gpu.context, pool, SLICE_BYTES)
         self._tier = DeviceTier(
-            gpu.context, lock, gpu.device, layout, slots, cells, make_policy, math, host, stats
-        )
+            gpu.context, lock, gpu.device, layout, slots, cells, make_policy, math, host, stats,
+            gpu.placement.budget_bytes - gpu.placement.context_bytes,
+        )  # fmt: skip
+        self._inside = gpu.placement.inside
         self.runner = TierRunner(
-            self._tier, SlotMath(layout, pool, math), host, gpu.miss, gpu.share
+            self._tier, SlotMath(layout, pool, math), host, gpu.miss, gpu.share, self._inside
         )
         self._locking = PageLocking(lock, pool.slots, available_bytes, _HOST_HEADROOM_BYTES)
 
     def around(self, store: ExpertStore, math: TorchMath, experts: int) -> TieredStore:
         """The store of all tiers."""
-        return TieredStore(self._tier, store, self.runner, math, experts, self._locking)
+        return TieredStore(
+            self._tier, store, self.runner, math, experts, self._locking, self._inside
+        )

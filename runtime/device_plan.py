@@ -2,13 +2,17 @@
 
 Does not load anything, nor know the host's memory (plan.py). What is promised:
 
-    context + workspace + arena ≤ --device-memory       context: assumed; all else: allocated by us
+    context + workspace + dense weights + KV cache + arena ≤ --device-memory
 
-Attention, dense weights and the KV cache stay in the host's memory: only routed experts are here.
+The context is assumed, all else is allocated by us, and torch is not let have more. Dense weights
+and KV cache go first, because every token reads them; where the least number of slots would not fit
+beside them they stay in RAM, and a note says so. The rest is slots for experts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeinf.runtime.config import PREFILL_CHUNK
@@ -18,6 +22,7 @@ from moeinf.runtime.sizes import MemorySize, format_bytes
 
 CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded: assumed, not measured
 HEADROOM_BYTES = 256 << 20  # left to others, the desktop say, by the default budget
+_ROUNDING_BYTES = 32 << 20  # torch takes memory in pieces of 2 to 20 MiB
 
 
 class DeviceDoesNotFit(MemoryError):
@@ -42,36 +47,69 @@ class DevicePlacement:
     context_bytes: int
     workspace_bytes: int
     provenance: str  # of the budget
+    dense_bytes: int = 0  # 0: they stay in RAM, and so does the KV cache
+    kv_bytes: int = 0
 
     @property
     def arena_bytes(self) -> int:
         return self.slots * self.slot_bytes
 
     @property
+    def inside(self) -> bool:
+        """Whether dense weights and KV cache are on the device."""
+        return self.dense_bytes > 0
+
+    @property
     def peak_bytes(self) -> int:
         """The most that is held, within budget_bytes."""
-        return self.arena_bytes + self.context_bytes + self.workspace_bytes
+        ours = self.arena_bytes + self.dense_bytes + self.kv_bytes
+        return ours + self.context_bytes + self.workspace_bytes
 
 
-def place_on_device(manifest: Manifest, memory: MemorySize | None, gpu: Gpu) -> DevicePlacement:
-    """As many slots as the budget has room for. Raises DeviceDoesNotFit.
+class DeviceBudget:
+    """A device's memory, before it is divided. Raises DeviceDoesNotFit when nothing works in it.
 
-    A share is one of the device's whole memory. What others hold is not counted as free.
+    memory: a share is one of the device's whole memory. What others hold is not counted as free.
     """
-    slots, workspace = manifest.slots, workspace_bytes(manifest)
-    there = gpu.free_bytes + CONTEXT_BYTES  # what was free before our context
-    if memory is None:
-        budget, why = there - HEADROOM_BYTES, f"what {gpu.name} has free"
-    else:
-        budget, why = memory.of(gpu.total_bytes), "asked for"
-    fixed = CONTEXT_BYTES + workspace
-    count = min((min(budget, there) - fixed) // slots.slot_bytes, slots.experts)
-    least = min(slots.top_k, slots.experts)
-    if count < least:
-        raise DeviceDoesNotFit(max(0, min(budget, there)), fixed + least * slots.slot_bytes)
-    return DevicePlacement(
-        gpu.name, budget, count, slots.slot_bytes, CONTEXT_BYTES, workspace, why
-    )  # fmt: skip
+
+    def __init__(self, manifest: Manifest, memory: MemorySize | None, gpu: Gpu) -> None:
+        there = gpu.free_bytes + CONTEXT_BYTES  # what was free before our context
+        if memory is None:
+            self._budget, self._why = there - HEADROOM_BYTES, f"what {gpu.name} has free"
+        else:
+            self._budget, self._why = memory.of(gpu.total_bytes), "asked for"
+        self._manifest, self._gpu = manifest, gpu.name
+        self._usable = min(self._budget, there)
+        slots = manifest.slots
+        self._least = min(slots.top_k, slots.experts) * slots.slot_bytes
+        needed = CONTEXT_BYTES + workspace_bytes(manifest) + self._least
+        if self._usable < needed:
+            raise DeviceDoesNotFit(max(0, self._usable), needed)
+
+    def spare_bytes(self, context: int) -> int:
+        """What a KV cache for `context` tokens and the slots share with dense weights inside."""
+        fixed = CONTEXT_BYTES + dense_workspace_bytes(self._manifest, context)
+        return self._usable - fixed - self._manifest.dense_bytes - self._least
+
+    def place(self, context: int, kv_bytes: int) -> DevicePlacement:
+        """With dense weights and KV cache where that leaves room for the least number of slots."""
+        manifest = self._manifest
+        inside = kv_bytes <= self.spare_bytes(context)
+        workspace = (
+            dense_workspace_bytes(manifest, context) if inside else workspace_bytes(manifest)
+        )
+        dense, kv = (manifest.dense_bytes, kv_bytes) if inside else (0, 0)
+        slots = manifest.slots
+        left = self._usable - CONTEXT_BYTES - workspace - dense - kv
+        count = min(left // slots.slot_bytes, slots.experts)
+        return DevicePlacement(
+            self._gpu, self._budget, count, slots.slot_bytes, CONTEXT_BYTES, workspace, self._why,
+            dense, kv,
+        )  # fmt: skip
+
+    def inside_bytes(self, context: int, kv_bytes: int) -> int:
+        """What --device-memory must be for dense weights and KV cache to be on the device."""
+        return self._usable - self.spare_bytes(context) + kv_bytes
 
 
 def workspace_bytes(manifest: Manifest) -> int:
@@ -79,7 +117,23 @@ def workspace_bytes(manifest: Manifest) -> int:
 
     Quantised activations take less than the float32 that is counted for them.
     """
-    chunk = max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
     layout = manifest.expert_layout
     inner = layout.hidden + manifest.top_k * (layout.hidden + 2 * layout.intermediate)
-    return chunk * inner * 4
+    return _chunk(manifest) * inner * 4
+
+
+def dense_workspace_bytes(manifest: Manifest, context: int) -> int:
+    """The same where attention computes there, too: a dozen rows of D in float32 for every token of
+    a chunk, which of `context` tokens it sees, and what torch rounds up."""
+    rows = _chunk(manifest) * (12 * manifest.hidden * 4 + 4 * context)
+    return workspace_bytes(manifest) + rows + _ROUNDING_BYTES
+
+
+def _chunk(manifest: Manifest) -> int:
+    return max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
+
+
+def most_tokens(fits: Callable[[int], bool], step: int, most: int) -> int:
+    """The largest multiple of `step` up to `most` that fits; at least one step."""
+    counts = range(2, most // step + 1)
+    return step * (1 + bisect_left(counts, True, key=lambda count: not fits(count * step)))

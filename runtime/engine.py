@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from moeinf.models.base import Experts, State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
+from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.trace import Recording
 from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
@@ -32,12 +34,14 @@ from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.measure import drive_of
-from moeinf.runtime.memory import available_bytes, core_count, return_large_blocks, rss_bytes
+from moeinf.runtime.memory import available_bytes, core_count, keep_heap_small, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.tracing import Recorder, routing_shape
+
+Result = TypeVar("Result")
 
 # oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
 # in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
@@ -59,7 +63,7 @@ class Engine:
         start = time.perf_counter()
         for variable in _CODE_CACHES:
             os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
-        return_large_blocks()
+        keep_heap_small()
         registry = Registry(settings.run)
         self.manifest = manifest
         self._digest = manifest.digest
@@ -91,13 +95,14 @@ class Engine:
             self.sampling = model_defaults(folder)
             drive = drive_of(settings, folder, manifest)
             reading = DEFAULT_READING if drive is None else drive.reading
-            self.model = load_model(folder, manifest, config, reading)
-            self._told: set[str] = set()
-            self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
-            past = self._open_past(settings) if config.trace else None
             self.gpu: OpenGpu | None = None
             if self.placement.on_device is not None:
                 self.gpu = open_gpu(self.placement.on_device, manifest, config, settings)
+            inside = None if self.gpu is None else self.gpu.dense_math
+            self.model = load_model(folder, manifest, config, reading, inside)
+            self._told: set[str] = set()
+            self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
+            past = self._open_past(settings) if config.trace else None
             self.store = open_store(
                 folder, manifest, self.placement, config, reading, past, self.gpu
             )
@@ -105,8 +110,9 @@ class Engine:
             self.choices = (*self.placement.notes, f"disk: {how}", *_kernels(manifest))
             self.choices += () if self.gpu is None else self.gpu.notes
             undo.callback(self.store.close)
-            if past is not None and (warm := self.store.warm(past.probable_cells())):
-                self.choices += (f"reading ahead {warm} experts that past requests used most",)
+            warm = self.store.warm([] if past is None else past.probable_cells())
+            if warm:
+                self.choices += (f"reading ahead {warm} experts, what past requests used first",)
             self._opened = undo.pop_all()
         registration.publish(self._figures)
         self._requests = itertools.count()
@@ -144,8 +150,8 @@ class Engine:
         )
 
     def new_state(self) -> State:
-        """An empty KV cache of the context that was planned."""
-        return self.model.new_state(self.placement.context)
+        """An empty KV cache of the context that was planned. Raises OutOfMemory."""
+        return self._with_memory(lambda: self.model.new_state(self.placement.context))
 
     @property
     def reads_sources(self) -> bool:
@@ -155,8 +161,9 @@ class Engine:
     def encode(self, state: State, ids: Sequence[int]) -> None:
         """Reads a source, whole; the state holds no other tokens afterwards. Raises Stopped."""
         assert isinstance(self.model, EncoderDecoder)
+        model = self.model
         self._give_torch_threads(len(ids))
-        self.model.encode(ids, state, self.experts)
+        self._with_memory(lambda: model.encode(ids, state, self.experts))
 
     def extend(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
         """Appends ids to the state and returns the logits [vocab] after the last one.
@@ -177,9 +184,8 @@ class Engine:
         At most PREFILL_CHUNK ids. Raises like `extend`.
         """
         self._give_torch_threads(len(ids))
-        values: NDArray[np.float32] = self.model.extend(
-            [(ids, state)], self.experts, "states"
-        ).numpy()
+        found = self._with_memory(lambda: self.model.extend([(ids, state)], self.experts, "states"))
+        values: NDArray[np.float32] = found.numpy()
         return values
 
     def step(self, tokens: Sequence[tuple[State, int]]) -> NDArray[np.float32]:
@@ -195,8 +201,23 @@ class Engine:
 
     def _pass(self, batch: Sequence[tuple[Sequence[int], State]]) -> Tensor:
         """One pass of the model; one that an error cuts off leaves nothing pinned."""
+        return self._with_memory(lambda: self.model.extend(batch, self.experts))
+
+    def _with_memory(self, compute: Callable[[], Result]) -> Result:
+        """compute(), which changes nothing when it fails; once more where a device had no memory
+        for it, with fewer experts there. Raises OutOfMemory the second time."""
+        scarce = () if self.gpu is None else self.gpu.device.out_of_memory
         try:
-            return self.model.extend(batch, self.experts)
+            try:
+                return compute()
+            except scarce:
+                self.store.abandon()
+                if not self.store.shrink():
+                    raise
+            return compute()
+        except scarce as error:
+            self.store.abandon()
+            raise OutOfMemory(f"no device memory is left for a pass: {error}") from error
         except BaseException:
             self.store.abandon()
             raise

@@ -9,13 +9,17 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moeinf.native import DRIVER_LIBRARY, DeviceContext, DeviceError, Driver, NoDriver
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
+    from moeinf.runtime.linears import DenseMath
+
+    class TorchDevice(Device, DenseMath, Protocol):
+        """What computes on a GPU: experts in slots, and dense weights."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def missing_for_kernels() -> str | None:
     return None if torch.cuda.is_available() else "this torch cannot use it"
 
 
-def torch_device() -> Device:
+def torch_device() -> TorchDevice:
     """torch's CUDA device with our kernels. Needs missing_for_kernels() to be None."""
     from moeinf.offload.cuda_device import CudaDevice  # imports torch's CUDA parts and Triton
 

@@ -5,14 +5,51 @@ Does not know names of tensors or files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.base import Embedding, Linear
+from moeinf.models.base import Linear, Piece
 from moeinf.native import LinearKernel, gather_rows
 
 MOST_ROWS = 16  # of bf16: more are faster in torch; up to here a row does not see the others
+
+
+Rows = Callable[[Tensor], Tensor]  # ids [T] -> [T, width]
+
+
+class DenseMath(Protocol):
+    """How dense weights compute where they lie. Tensors that it is given lie there already."""
+
+    @property
+    def place(self) -> torch.device:
+        """Where that is."""
+        ...
+
+    def upload(self, x: Tensor) -> Tensor:
+        """x there; the host's may be changed as soon as this returns."""
+        ...
+
+    def tiled_linear(
+        self, tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
+    ) -> Linear:
+        """x [T, in] -> [T, out] from Q8 or Q4 tiles, whatever T is."""
+        ...
+
+    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """x [T, in] -> [T, out] from weight [out, in]."""
+        ...
+
+    def tiled_embedding(self, tiles: Tensor, form: str, count: int, width: int) -> Rows:
+        """Rows of Q8 or Q4 tiles, as exact as bfloat16 can say them."""
+        ...
+
+    def tuned(self, piece: Piece) -> Piece:
+        """See models.base.Parts.tuned."""
+        ...
 
 
 def tiled_linear(
@@ -28,7 +65,7 @@ def tiled_linear(
     return apply
 
 
-def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Embedding:
+def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Rows:
     """Rows of Q8 or Q4 tiles, as exact as bfloat16 can say them."""
 
     def rows(ids: Tensor) -> Tensor:
@@ -40,7 +77,7 @@ def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Embeddi
         )  # fmt: skip
         return out
 
-    return Embedding(rows, torch.bfloat16, tiles.device)
+    return rows
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:

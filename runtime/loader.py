@@ -38,14 +38,15 @@ from moeinf.runtime.checkpoint import (
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.cpu_math import CpuMath
 from moeinf.runtime.drive import Reading
-from moeinf.runtime.linears import plain_linear, tiled_embedding, tiled_linear
+from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
-from moeinf.runtime.tuned import tuned
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights
+_PIECES_TO_DEVICE = 8  # of them that wait in RAM
 _SAMPLED_SHARDS = 16
 _CACHED_SHARE = 0.5  # above this, what is missing from the page cache is read through it
 _WORTH_SHARE = 0.05  # of decode time; who waits less reads nothing ahead of demand
@@ -55,13 +56,20 @@ class DenseWeights:
     """The `Parts` of a pulled model: views of one buffer that holds dense.safetensors."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, config: EngineConfig, reading: Reading
+        self,
+        folder: Path,
+        manifest: Manifest,
+        config: EngineConfig,
+        reading: Reading,
+        math: DenseMath | None = None,
     ) -> None:
+        """math: what computes with the weights, and where they are to lie; None: the CPU."""
+        self._math: DenseMath = math or CpuMath()
         record = manifest.file(DENSE)
         path = folder / DENSE
         try:
             self._tensors = read_header(path)
-            self._buffer, checksum = _read_dense(folder, record, config, reading)
+            self._buffer, checksum = _read_dense(folder, record, config, reading, self._math)
         except (BadCheckpoint, OSError) as error:
             raise DamagedModel(f"{manifest.model}: {error}") from error
         if checksum != record.crc32c:
@@ -80,13 +88,15 @@ class DenseWeights:
         offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
         tiles = self._tiles(f"{prefix}.weight", out_features, in_features)
         if tiles is not None:
-            return tiled_linear(*tiles, out_features, in_features, offset)
-        return plain_linear(self.tensor(f"{prefix}.weight", out_features, in_features), offset)
+            return self._math.tiled_linear(*tiles, out_features, in_features, offset)
+        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
+        return self._math.plain_linear(weight, offset)
 
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
         tiles = self._tiles(f"{prefix}.weight", count, width)
         if tiles is not None:
-            return tiled_embedding(*tiles, count, width)
+            rows = self._math.tiled_embedding(*tiles, count, width)
+            return Embedding(rows, torch.bfloat16, self._math.place)
         return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
 
     def _tiles(self, name: str, rows: int, columns: int) -> tuple[Tensor, str] | None:
@@ -103,31 +113,42 @@ class DenseWeights:
         return self._buffer[start : start + found.size_bytes]
 
     def tuned(self, piece: Piece) -> Piece:
-        return tuned(piece)
+        return self._math.tuned(piece)
 
 
 def _read_dense(
-    folder: Path, record: FileRecord, config: EngineConfig, reading: Reading
+    folder: Path, record: FileRecord, config: EngineConfig, reading: Reading, math: DenseMath
 ) -> tuple[Tensor, int]:
-    """The data of the dense file and its CRC-32C, read in pieces by the readers of experts.
+    """The data of the dense file where `math` is, and its CRC-32C, read by the readers of experts.
 
-    The pieces are the slots of a pool, which lie one after the other on huge pages. The checksum of
-    one is computed while the next are on their way.
+    In RAM the pieces are the slots of a pool, which lie one after the other on huge pages. The
+    checksum of one is computed while the next are on their way. To a device they go through a few
+    slots, so that RAM never holds them all.
     """
     pieces = [
         replace(record, data_offset=at, size_bytes=min(at + _PIECE, record.size_bytes), crc32c=None)
         for at in range(record.data_offset, record.size_bytes, _PIECE)
     ]
-    pool = SlotPool(len(pieces), _PIECE)
-    buffer = torch.frombuffer(pool, dtype=torch.uint8)[: record.data_bytes]
+    inside = math.place.type != "cpu"
+    pool = SlotPool(min(_PIECES_TO_DEVICE, len(pieces)) if inside else len(pieces), _PIECE)
+    slots = torch.frombuffer(pool, dtype=torch.uint8).view(-1, _PIECE)
+    buffer = slots.flatten()[: record.data_bytes]
+    if inside:
+        buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=math.place)
     direct = _past_the_cache(config, reading, [folder / record.path])
     readers = config.readers or reading.readers
     transfer = Transfer(folder, pieces, pool, readers=readers, direct_io=direct)
     try:
-        checksum, tickets = 0, transfer.demand(range(len(pieces)), range(len(pieces)))
-        for number, piece in enumerate(torch.split(buffer, _PIECE)):
+        checksum, tickets = 0, transfer.demand(range(pool.slots), range(pool.slots))
+        for number, there in enumerate(torch.split(buffer, _PIECE)):
+            slot = number % pool.slots
             transfer.wait(tickets[number], number)
+            piece = slots[slot, : len(there)]
             checksum = crc32c(memory_of(piece), checksum)
+            if inside:
+                there.copy_(piece)
+                if (following := number + pool.slots) < len(pieces):
+                    tickets += transfer.demand([following], [slot])
     finally:
         transfer.close()
     return buffer, checksum
@@ -153,11 +174,17 @@ def check_small_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
 
 
-def load_model(folder: Path, manifest: Manifest, config: EngineConfig, reading: Reading) -> Model:
-    """The family's model with its dense weights. Raises DamagedModel."""
+def load_model(
+    folder: Path,
+    manifest: Manifest,
+    config: EngineConfig,
+    reading: Reading,
+    math: DenseMath | None = None,
+) -> Model:
+    """The family's model with its dense weights, where `math` is. Raises DamagedModel."""
     values = read_json(folder / CONFIG)
-    family = family_of(values)
-    return family.build(family.parse(values), DenseWeights(folder, manifest, config, reading))
+    family, weights = family_of(values), DenseWeights(folder, manifest, config, reading, math)
+    return family.build(family.parse(values), weights)
 
 
 def open_store(

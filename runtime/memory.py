@@ -12,7 +12,8 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_ARENAS = 2
 _LARGE_BLOCK_BYTES = (1 << 20) + 4096  # decode's scratch of 1 MiB stays on the heap
 
 
@@ -60,16 +61,26 @@ def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) 
     return spares
 
 
-def return_large_blocks() -> None:
-    """Makes glibc give blocks above 1 MiB back to the system as soon as they are freed.
+def keep_heap_small() -> None:
+    """Makes glibc give blocks above 1 MiB back to the system as soon as they are freed, and keeps
+    threads that start from now on to two heaps.
 
     Left alone it raises that border to what it has seen freed, up to 32 MiB, and the heap keeps the
-    holes: 7 to 23 MiB after a long prefill (docs/log.md). Other C libraries have no such border.
+    holes: 7 to 23 MiB after a long prefill; and it has up to eight heaps per core, each of which
+    keeps the most that it ever held (docs/log.md). Other C libraries have no such knobs.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             mallopt(parameter, _LARGE_BLOCK_BYTES)
+        mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def return_free_pages() -> None:
+    """Gives back what the heaps hold and nobody uses, from between what is used, too."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def core_count() -> int:

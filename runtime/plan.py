@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
-from moeinf.runtime.device_plan import DevicePlacement, place_on_device
+from moeinf.runtime.device_plan import DeviceBudget, DevicePlacement, most_tokens
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds
 from moeinf.runtime.processor import choose_processor
@@ -50,8 +50,10 @@ class Placement:
 
     @property
     def peak_bytes(self) -> int:
-        """The most the process will hold beyond its imports."""
-        return self.experts_bytes + self.dense_bytes + self.kv_bytes + self.scratch_bytes
+        """The most the process will hold in RAM beyond its imports."""
+        inside = self.on_device is not None and self.on_device.inside
+        dense = 0 if inside else self.dense_bytes + self.kv_bytes
+        return self.experts_bytes + dense + self.scratch_bytes
 
 
 def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores: int) -> Placement:
@@ -62,34 +64,29 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     """
     processor = choose_processor(config.device, config.device_memory, config.libcuda)
     notes = [str(processor)]
-    slots, on_device = manifest.slots, None
+    slots = manifest.slots
+    device = None
     if processor.gpu is not None:
-        on_device = place_on_device(manifest, config.device_memory, processor.gpu)
-        promised = f"{format_bytes(on_device.peak_bytes)} of {format_bytes(on_device.budget_bytes)}"
-        notes.append(
-            f"device memory {promised} ({on_device.provenance}): {on_device.slots} experts, "
-            f"workspace, and {format_bytes(on_device.context_bytes)} assumed for CUDA itself"
-        )
+        device = DeviceBudget(manifest, config.device_memory, processor.gpu)
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
     asked = config.memory.of(slots.max_bytes) if config.memory is not None else None
-    if config.context is None:
-        left = available_bytes - fixed
-        share = left * _CONTEXT_SHARE if asked is None else left - min(asked, slots.max_bytes)
-        affordable = max(0, int(share) - config.parallel * manifest.state_bytes)
-        per_token = config.parallel * manifest.kv_bytes_per_token
-        tokens = affordable // per_token // _CONTEXT_STEP * _CONTEXT_STEP
-        context = min(manifest.max_context, max(tokens, _CONTEXT_STEP))
-        why = "the model's" if context == manifest.max_context else "what memory affords"
-        notes.append(f"context {context} tokens ({why})")
-    else:
-        context = config.context
-        if context > manifest.max_context:
-            raise BadContext(
-                f"{manifest.model} has a context of {manifest.max_context} tokens, "
-                f"not {config.context}"
-            )
+    left = available_bytes - fixed
+    spare = left * _CONTEXT_SHARE if asked is None else left - min(asked, slots.max_bytes)
+    context, why = _context(manifest, config, int(spare), device)
+    notes += [] if why is None else [f"context {context} tokens ({why})"]
     kv = config.parallel * manifest.kv_bytes(context)
+    on_device = None if device is None else device.place(context, kv)
+    if device is not None and on_device is not None:
+        notes.append(_on_device_words(on_device))
+        if on_device.inside:
+            fixed, kv = fixed - manifest.dense_bytes, 0
+        else:
+            wanted = format_bytes(device.inside_bytes(context, kv))
+            notes.append(
+                "dense weights and KV cache stay in RAM: to be on the GPU, too, they need "
+                f"--device-memory {wanted}, or a smaller --ctx"
+            )
     if config.memory is None:
         budget = min(slots.max_bytes, available_bytes - fixed - kv)
         if budget < slots.min_bytes:
@@ -105,7 +102,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
             f"{count} slots are fewer than the {layer_width} experts that one token uses: "
             "every expert will be read anew for every token"
         )
-    total = count * slots.slot_bytes + manifest.dense_bytes + kv + scratch
+    total = count * slots.slot_bytes + fixed - HEADROOM_BYTES + kv
     if total > available_bytes:
         notes.append(
             f"{format_bytes(total)} will be needed in all, {format_bytes(available_bytes)} are "
@@ -117,13 +114,55 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         slot_bytes=slots.slot_bytes,
         min_memory_bytes=slots.min_bytes,
         context=context,
-        kv_bytes=kv,
+        kv_bytes=config.parallel * manifest.kv_bytes(context),
         dense_bytes=manifest.dense_bytes,
         scratch_bytes=scratch,
         threads=config.threads or min(cores, threads_worth_having(manifest)),
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),
+    )
+
+
+def _context(
+    manifest: Manifest, config: EngineConfig, spare_bytes: int, device: DeviceBudget | None
+) -> tuple[int, str | None]:
+    """Tokens of a KV cache, and why so many; None: they were asked for. Raises BadContext.
+
+    spare_bytes: of RAM. Where the dense weights have room on a device, the cache goes there, too.
+    """
+    if config.context is not None:
+        if config.context > manifest.max_context:
+            raise BadContext(
+                f"{manifest.model} has a context of {manifest.max_context} tokens, "
+                f"not {config.context}"
+            )
+        return config.context, None
+
+    def inside(context: int, share: float = 1.0) -> bool:
+        taken = config.parallel * manifest.kv_bytes(context)
+        return device is not None and taken <= share * device.spare_bytes(context)
+
+    what = "memory"
+    if inside(_CONTEXT_STEP):
+        tokens = most_tokens(
+            lambda context: inside(context, _CONTEXT_SHARE), _CONTEXT_STEP, manifest.max_context
+        )
+        what = "device memory"
+    else:
+        affordable = max(0, spare_bytes - config.parallel * manifest.state_bytes)
+        per_token = config.parallel * manifest.kv_bytes_per_token
+        tokens = max(affordable // per_token // _CONTEXT_STEP, 1) * _CONTEXT_STEP
+    context = min(manifest.max_context, tokens)
+    return context, "the model's" if context == manifest.max_context else f"what {what} affords"
+
+
+def _on_device_words(plan: DevicePlacement) -> str:
+    dense = "dense weights, KV cache, " if plan.inside else ""
+    return (
+        f"device memory {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} "
+        f"({plan.provenance}): {dense}{plan.slots} experts, workspace, and "
+        f"{format_bytes(plan.context_bytes)} assumed for CUDA itself"
     )
 
 
@@ -158,14 +197,15 @@ def seconds_per_token(
 
     Every byte of the dense weights and of L·K experts is read from RAM; of the experts, the share
     that has no slot is read from disk first. Real routing repeats itself: hits are more frequent.
-    Experts in device slots are not read from RAM, and what the device itself takes for them is
-    unknown; the others are read by the bus, by the CPU, or by both at once. A bus that was never
-    measured counts as infinitely fast to fetch, and not at all to `auto`.
+    What is on a device is not read from RAM, and what the device itself takes for it is unknown;
+    the others are read by the bus, by the CPU, or by both at once. A bus that was never measured
+    counts as infinitely fast to fetch, and not at all to `auto`. 0: all is on the device.
     """
     slots, above = manifest.slots, placement.on_device
     routed = manifest.layers * manifest.top_k * slots.slot_bytes
     disk = routed * (1 - placement.slots / slots.experts) / speeds.disk_bytes_per_s
-    ram = manifest.dense_bytes / speeds.ram_bytes_per_s
+    inside = above is not None and above.inside
+    ram = 0.0 if inside else manifest.dense_bytes / speeds.ram_bytes_per_s
     if above is None:
         return ram + routed / speeds.ram_bytes_per_s + disk
     below = 1 - above.slots / slots.experts

@@ -27,7 +27,7 @@ from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_js
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, write_manifest
-from moeinf.runtime.memory import return_large_blocks
+from moeinf.runtime.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.picked import MXFP4
 from moeinf.runtime.sizes import format_bytes
@@ -126,7 +126,7 @@ def repack(
     Raises ModelDataError or BadCheckpoint before anything is written when the checkpoint does not
     hold exactly a model that we can run; ModelInUse, PullInProgress; OSError (disk full).
     """
-    return_large_blocks()
+    keep_heap_small()
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     dtype = DTYPE_OF_TAG[name.tag]
     _check_format(source, inventory, dtype)

@@ -12,6 +12,7 @@ Marks may be split across pieces at any place; what could be the beginning of on
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -40,7 +41,7 @@ class Parser(Protocol):
         ...
 
 
-class _Marked:
+class _Marked(ABC):
     """Cuts a stream at marks: subclasses say which marks count now and what a mark means."""
 
     def __init__(self, kind: Kind | None) -> None:
@@ -90,15 +91,16 @@ class _Marked:
     def _become(self, kind: Kind | None) -> None:
         self._kind, self._fresh = kind, True
 
+    @abstractmethod
     def _marks(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        """Which marks count now."""
 
     def _is_mark(self, mark: str, before: str) -> bool:
         return True
 
+    @abstractmethod
     def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
         """The text goes on as something else; gives what has become whole by that."""
-        raise NotImplementedError
 
 
 class ThinkParser(_Marked):

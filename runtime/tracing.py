@@ -7,7 +7,12 @@ wanted, keeps the events themselves, with weights and hints.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
@@ -66,9 +71,10 @@ class Recorder:
         accepted = None if accepted_rows is None else accepted_rows.numpy(force=True)
         if accepted is not None and not np.any(accepted):
             return  # it broke off
-        for layer, ids, weights in self._routed:
-            mix = None if weights is None else weights.numpy(force=True)
-            builder.routed(layer, ids.numpy(force=True), mix)
+        ids = _on_host([ids for _, ids, _ in self._routed])
+        weights = _on_host([mix for _, _, mix in self._routed if mix is not None])
+        for n, (layer, _, mix) in enumerate(self._routed):
+            builder.routed(layer, ids[n], None if mix is None else weights[n])
         self._routed.clear()
         done = builder.end(accepted)
         self._uncounted.append(done)
@@ -86,6 +92,13 @@ class Recorder:
         for done in self._uncounted:
             self._tracer.add(done)
         self._uncounted.clear()
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """The same in host memory: from a device in one piece, for each piece is a wait."""
+    if not tensors or tensors[0].device.type == "cpu" or len({x.shape for x in tensors}) > 1:
+        return [x.numpy(force=True) for x in tensors]
+    return list(torch.stack(list(tensors)).numpy(force=True))
 
 
 def routing_shape(manifest: Manifest) -> RoutingShape:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from moeinf.offload.hints import HintSource, ModelledHints, RecordedHints
+from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy import POLICIES, Policy, Setup
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
-from moeinf.offload.simulate import Outcome
 from moeinf.offload.trace import Recording
 from scripts.study_policies import ABLATED, COMPARED, Case, Way, knobs
 

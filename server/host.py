@@ -16,6 +16,7 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.memory import return_free_pages
 from moeinf.runtime.names import ModelName
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moeinf.server.worker import Worker
 
 _LOOK_EVERY_S = 1.0
+_TRIM_EVERY_S = 30.0
 
 
 @dataclass
@@ -81,10 +83,15 @@ class Host:
         return found is not None
 
     async def run(self) -> None:
-        """Unloads what has expired, until it is cancelled; then everything."""
+        """Unloads what has expired, and gives free memory back, until it is cancelled; then
+        unloads everything."""
+        trimmed = time.monotonic()
         try:
             while True:
                 await asyncio.sleep(_LOOK_EVERY_S)
+                if time.monotonic() - trimmed >= _TRIM_EVERY_S:
+                    await asyncio.to_thread(return_free_pages)
+                    trimmed = time.monotonic()
                 for key, one in list(self._loaded.items()):
                     if one.expired:
                         del self._loaded[key]

@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.memory import keep_heap_small
 from moeinf.server.app import create_app
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
@@ -50,6 +51,7 @@ class Deadlines(H11Protocol):
 
 def make_server(settings: Settings, server: ServerSettings, config: EngineConfig) -> uvicorn.Server:
     """A server that is not running yet. Port 0: any that is free."""
+    keep_heap_small()  # before there are threads
     return uvicorn.Server(
         uvicorn.Config(
             create_app(settings, server, config),

@@ -7,39 +7,43 @@ has written are NaN, so that whoever reads too early sees it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moeinf.models.moe import group
 from moeinf.native import OutOfDeviceMemory
+from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime import gpu as gpus
+from moeinf.runtime.cpu_math import CpuMath
 from tests.native.fake_cuda import Fake
 
 
-class FakeDevice:
-    """`no_memory`: how many computations from now on find none."""
+class FakeDevice(CpuMath):
+    """`no_memory`: how many computations from now on find none. limits: what torch was told."""
 
     def __init__(self, fake: Fake) -> None:
         self._fake = fake
         self.stream = 0
         self.out_of_memory: tuple[type[Exception], ...] = (OutOfDeviceMemory,)
         self.no_memory = 0
+        self.limits: list[int] = []
         self.released = 0
         self._errors: list[Exception] = []
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
-    ) -> ExpertRunner:
+    ) -> RoutedRunner:
         kind = type("Arena", (ctypes.c_char * (shape[0] * shape[1]),), {"slots": 0})
         arena = kind.from_address(address)
         arena.slots, arena.slot_bytes = shape
         return self.later(SlotMath(layout, arena, reference))
 
-    def later(self, math: ExpertRunner) -> ExpertRunner:
+    def later(self, math: ExpertRunner) -> RoutedRunner:
         """The same arithmetic, when the stream comes to it."""
         return _FakeMath(math, self)
 
@@ -50,18 +54,23 @@ class FakeDevice:
         return torch.full((count, x.shape[1]), torch.nan, dtype=x.dtype)
 
     def download(self, rows: Tensor) -> Tensor:
+        self.synchronise()
+        return rows
+
+    def synchronise(self) -> None:
+        """What is queued has run."""
         self._fake.synchronise(self.stream)
         if self._errors:
             raise self._errors.pop()
-        return rows
+
+    def limit(self, size_bytes: int) -> None:
+        self.limits.append(size_bytes)
 
     def release(self) -> None:
         self.released += 1
 
-    def launch(
-        self, math: ExpertRunner, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int,
-        rows: Tensor,
-    ) -> None:  # fmt: skip
+    def launch(self, work: Callable[[], None]) -> None:
+        """Queues a "kernel"."""
         if self.no_memory > 0:
             self.no_memory -= 1
             raise OutOfDeviceMemory("a test's: no memory")
@@ -71,7 +80,8 @@ class FakeDevice:
         def kernel() -> None:
             torch.set_num_threads(threads)  # OpenMP counts per thread, and float32 bits follow it
             try:
-                math.run(x, experts, top_k, rows)
+                with torch.inference_mode():
+                    work()
             except Exception as error:  # a callback cannot raise
                 self._errors.append(error)
 
@@ -87,9 +97,23 @@ class _FakeMath:
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
-        self._device.launch(self._math, x, experts, top_k, rows)
+        self._device.launch(lambda: self._math.run(x, experts, top_k, rows))
+
+    def can_route(self, rows: int) -> bool:
+        return True
+
+    def run_routed(
+        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
+    ) -> None:
+        def work() -> None:
+            places = group(ids, len(table) - first_cell)
+            experts = [(int(table[first_cell + e]), some) for e, some in places]
+            self._math.run(x, experts, ids.shape[1], rows)
+
+        self._device.launch(work)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        self._device.synchronise()  # in the fake, torch does not wait for its turn in the stream
         return self._math.combine(rows, weights)
 
 

@@ -72,9 +72,6 @@ def main(arguments: list[str]) -> None:
             or results.is_noisy(job[0], _name(job[1]), o.again_above)
         )
     ]
-    for job, why in problems.items():
-        if why is not None:
-            results.put(job[0], _name(job[1]), {"status": why})
     limit_s = o.row_limit or (_QUICK_ROW_S if o.quick else _MOST_S / max(60, len(waiting)))
     layers = model.race.config["num_hidden_layers"]
     expected = sum(min(limit_s, _expected_s(job, layers)) for job in waiting)
@@ -85,6 +82,9 @@ def main(arguments: list[str]) -> None:
     )
     if o.dry_run:
         return
+    for job, why in problems.items():
+        if why is not None:
+            results.put(job[0], _name(job[1]), {"status": why})
     model.manifest()
     for weights in sorted(formats - {"served"}):
         model.file(weights)

@@ -50,6 +50,7 @@ def test_a_row(
     assert found["device_hit_rate"] + found["cpu_share"] == pytest.approx(1, abs=1e-3)
     assert found["tpot_ms"] > 0 < found["floor_ms"]
     assert found["over_floor"] > 1
+    assert found["dense_weights_on"] == "device"
     assert found["device_allocated_bytes"] <= found["device_promised_bytes"] <= 600 << 20
     assert list(tmp_path.iterdir()) == []
 

@@ -52,15 +52,22 @@ def test_a_plan_says_where_its_figures_come_from(
     device, ram, disk = plan["tiers"]
     assert (device["name"], ram["name"], disk["name"]) == ("device", "ram", "disk")
     memory = plan["device_memory"]
-    parts = ("arena_bytes", "workspace_bytes", "context_bytes")
+    parts = ("arena_bytes", "dense_bytes", "kv_bytes", "workspace_bytes", "context_bytes")
     assert memory["peak_bytes"] == sum(memory[part] for part in parts)
     assert memory["peak_bytes"] <= memory["budget_bytes"] == 600 << 20
     assert memory["provenance"]["context_bytes"] == "assumed"
     assert memory["bus_bytes_per_s"] is None
+    assert memory["dense_bytes"] == plan["dense_bytes"]
+    assert plan["expected_tokens_per_s"] is plan["bound_tokens_per_s"] is None
     assert answer(line) == 0
     text = capsys.readouterr().out
     assert "of Fake GPU" in text
     assert "(never measured: `moeinf devices` does)" in text
+    assert "? tokens/s (everything is on the GPU, whose own memory was not measured)" in text
+    assert answer(["plan", "demo", "--device", "cuda", "--device-memory", "520MiB"]) == 0
+    said = capsys.readouterr()
+    assert "no: they stay in RAM" in said.out
+    assert "to be on the GPU, too, they need --device-memory" in said.err
 
 
 def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

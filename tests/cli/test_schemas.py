@@ -38,6 +38,7 @@ DOCUMENTS = (
     ("simulate", "simulate TRACE --capacity 10%,20%"),
     ("bench", "bench demo --replay TRACE --rounds 1 --memory 30% --hints recorded"),
     ("simulate", "simulate TRACE --policies adaptive --sweep hysteresis=0,0.5 --hints 0.9,0.9"),
+    ("simulate", "simulate TRACE --policies lru --device-capacity 5%,10% --miss auto,fetch"),
     ("eamc-clear", "eamc clear demo"),
     ("verify", "verify demo"),
     ("cp", "cp demo other"),

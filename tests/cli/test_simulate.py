@@ -69,6 +69,46 @@ def test_hints_and_late_events(moeinf: Command, recorded: Path) -> None:
     assert hinted < plain
 
 
+DEVICE = ["--policies", "lru", "--capacity", "50%,100%", "--device-capacity", "25%"]
+
+
+def test_a_device(moeinf: Command, recorded: Path) -> None:
+    """Its slots, misses and speeds: what each way costs, and a table of the same."""
+    speeds = ["--bus-speed", "10GB", "--cpu-speed", "30GB/s", "--device-speed", "1TB"]
+    options = [*DEVICE, "--miss", "compute,fetch, auto", *speeds]
+    run = moeinf("simulate", str(recorded), *options, "--json")
+    assert run.code == 0, run.err
+    document = json.loads(run.out)
+    model, results = document["time_model"], document["traces"][0]["results"]
+    assert (model["bus_bytes_per_s"], model["device_bytes_per_s"]) == (1e10, 1e12)
+    assert model["fetched_share"] == 0.25
+    assert [(r["miss"], r["capacity"]) for r in results] == [
+        (miss, share) for miss in ("compute", "fetch", "auto") for share in (0.5, 1)
+    ]
+    for result in results:
+        assert result["device_capacity"] == 0.25
+        assert result["hit_rate"] == pytest.approx(
+            result["device_hit_rate"] + result["host_hit_rate"], abs=1e-4
+        )
+        assert (result["cpu_share"] == 0) == (result["miss"] == "fetch")
+        assert 0 < result["floor_ms_per_token"] <= result["ms_per_token"]
+    fetched = next(r for r in results if r["miss"] == "fetch")
+    assert fetched["bus_bytes_per_token"] == pytest.approx(
+        6 * 1000 * (1 - fetched["device_hit_rate"]), abs=1
+    )
+    table = moeinf("simulate", str(recorded), *options).out
+    assert table.splitlines()[1].split()[:4] == ["POLICY", "CAPACITY", "DEVICE", "MISS"]
+    assert "lru       50%         25%       compute" in table
+
+
+def test_without_a_device_nothing_is_said_of_one(moeinf: Command, recorded: Path) -> None:
+    run = moeinf("simulate", str(recorded), "--policies", "lru", "--json")
+    document = json.loads(run.out)
+    said = {*document["time_model"], *document["traces"][0]["results"][0]}
+    assert not [name for name in said if "device" in name or "bus" in name or "floor" in name]
+    assert "DEVICE" not in moeinf("simulate", str(recorded), "--policies", "lru").out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -76,6 +116,13 @@ def test_hints_and_late_events(moeinf: Command, recorded: Path) -> None:
         (["--capacity", "0%"], "'0%' is not a share"),
         (["--sweep", "bogus=1"], "no knob bogus"),
         (["--hints", "recorded"], "was recorded without hints"),
+        (["--miss", "fetch"], "--miss is about a device: say --device-capacity 10%, too"),
+        (["--bus-speed", "9GB"], "--bus-speed is about a device"),
+        ([*DEVICE, "--miss", "best"], "--miss best: there are auto, compute, fetch"),
+        ([*DEVICE, "--late"], "told at once"),
+        ([*DEVICE, "--cpu-speed", "fast"], "'fast' is not a size"),
+        ([*DEVICE, "--cpu-speed", "0GB"], "nothing would ever arrive"),
+        (["--device-capacity", "8GB"], "'8GB' is not a share"),
         (["--shift", "a,c"], "no request is labelled 'c'; two has a, b"),
     ],
 )
@@ -96,7 +143,7 @@ def test_not_a_trace(moeinf: Command, tmp_path: Path) -> None:
 def test_a_picture(moeinf: Command, recorded: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"
-    options = ["--policies", "lru", "--plot", str(picture)]
+    options = [*DEVICE, "--miss", "auto,fetch", "--plot", str(picture)]
     assert moeinf("simulate", str(recorded), *options).code == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
 

@@ -1,13 +1,14 @@
 // A libcuda without a GPU: device memory is host memory, streams run late and in any allowed order.
 // Does not know of slots. Built as a shared library by the tests; the product loads it as libcuda.
 //
-// Two ways to run what is queued (fake_configure, or the environment variable FAKE_CUDA):
+// Three ways to run what is queued (fake_configure, or the environment variable FAKE_CUDA):
 //
 //   deferred   nothing runs until a call must wait for it; then, and a little at random in other
 //              calls, the heads of the streams run in a seeded random order. Replays exactly.
+//   at_once    everything runs when it is queued: a device that is never behind.
 //   threads    a thread per stream runs its queue, after random delays.
 //
-// Both keep what CUDA promises, and nothing more: a stream's operations run in order; a wait holds
+// All keep what CUDA promises, and nothing more: a stream's operations run in order; a wait holds
 // its stream until the event's record that was the latest when the wait was queued; a copy from
 // registered memory reads its source when it runs, one from pageable memory reads it at once. So a
 // wait that is missing, or a source that is overwritten too early, shows as wrong bytes.
@@ -76,7 +77,7 @@ void fake_reset(const char* words) {
     s.counts.clear();
     s.sticky = kOk;
     s.fault_next = false;
-    s.threads = false;
+    s.threads = s.at_once = false;
     s.memory_bytes = std::size_t{1} << 30;
     s.context_bytes = std::size_t{8} << 20;
     s.lockable_bytes = ~std::size_t{0};

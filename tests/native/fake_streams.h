@@ -56,7 +56,7 @@ struct Failure {
 struct State {
     std::mutex mutex;
     std::condition_variable changed;
-    bool threads = false;
+    bool threads = false, at_once = false;
     std::mt19937 random{1};
     std::size_t memory_bytes = std::size_t{1} << 30, context_bytes = std::size_t{8} << 20;
     std::size_t lockable_bytes = ~std::size_t{0};
@@ -82,7 +82,10 @@ struct State {
             const auto at = item.find('=');
             const std::string key = item.substr(0, at);
             const std::string value = at == std::string::npos ? "" : item.substr(at + 1);
-            if (key == "mode") threads = value == "threads";
+            if (key == "mode") {
+                threads = value == "threads";
+                at_once = value == "at_once";
+            }
             if (key == "seed") random.seed(static_cast<unsigned>(std::stoul(value)));
             if (key == "memory") memory_bytes = std::stoull(value);
             if (key == "context") context_bytes = std::stoull(value);
@@ -174,6 +177,8 @@ inline int wait_until(const std::function<bool()>& reached, Lock& lock) {
 // A moment in which the device may, or may not, get on with its work.
 inline void pass_time(Lock& lock) {
     if (state().threads) return;
+    while (state().at_once && run_one(lock)) {
+    }
     for (unsigned steps = state().random() % 4 == 0 ? state().random() % 3 : 0; steps > 0; --steps)
         if (!run_one(lock)) return;
 }

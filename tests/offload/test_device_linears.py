@@ -60,6 +60,6 @@ def test_shapes_types_and_biases_are_those_of_the_cpus_face():
 def test_an_embedding_reads_the_rows_that_the_cpu_reads(form):
     data, there, _ = matrix(form, 40, 550)
     ids = torch.tensor([39, 0, 17, 17])
-    wanted = on_cpu.tiled_embedding(data, form.upper(), 40, 550).rows(ids)
+    wanted = on_cpu.tiled_embedding(data, form.upper(), 40, 550)(ids)
     found = on_device.tiled_embedding(there, form.upper(), 40, 550)(ids.to(DEVICE))
     assert torch.equal(found.cpu(), wanted)

@@ -304,7 +304,8 @@ def test_page_locking_ends_with_a_reason(fake: Fake, shards: Shards) -> None:
 
 def test_shares_of_misses() -> None:
     assert Contended(12e9, 36e9).fetched_share == 0.25
-    split = Split(0.25)
-    assert [split.fetched(2) for _ in range(6)] == [0, 1, 0, 1, 0, 1]
-    assert Split(1).fetched(7) == 7
+    split = Split(0.25)  # the CPU computes three while the bus moves one
+    assert [split.fetched(misses) for misses in range(10)] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert [split.fetched(8, behind) for behind in range(7)] == [2, 1, 0, 0, 0, 0, 0]
+    assert Split(1).fetched(7, 5) == 7
     assert Split(0).fetched(7) == 0

@@ -99,7 +99,7 @@ def test_shared_steps_agree(
 def test_bandwidths_are_measured_once(open_gpu_engine: Open) -> None:
     engine = open_gpu_engine(8, "auto")
     (line,) = [line for line in engine.choices if line.startswith("misses:")]
-    assert "are fetched, the others computed by the CPU" in line
+    assert "so many are fetched, the others computed by the CPU" in line
     home = Settings(engine.folder.parents[2])
     speeds = remembered_contended(home, "Fake GPU", "BF16")
     assert speeds is not None

@@ -1,8 +1,14 @@
-"""Free memory as the machine and its control groups state it, on file trees made here."""
+"""Free memory as the machine and its control groups state it, on trees made here; the heaps."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from moeinf.runtime.memory import available_bytes, peak_rss_bytes, rss_bytes
 
@@ -61,3 +67,43 @@ def test_this_process() -> None:
     assert rss_bytes() - before > 60 * MIB
     assert peak_rss_bytes() >= before + 60 * MIB
     del block
+
+
+_HEAPS = """
+import ctypes, os, threading
+from moeinf.runtime.memory import keep_heap_small, return_free_pages, rss_bytes
+
+keep_heap_small()
+kept, held = [], threading.Barrier(8)
+
+def work():
+    mine = [bytes(60_000) for _ in range(200)]  # 12 MB, below the border of large blocks
+    held.wait()
+    kept.append(mine[::20])
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+before = rss_bytes()
+return_free_pages()
+libc = ctypes.CDLL(None)
+libc.fopen.restype, libc.fclose.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+out = libc.fopen(os.environ["OUT"].encode(), b"w")
+libc.malloc_info(0, out)
+libc.fclose(out)
+print(before - rss_bytes())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="not glibc")
+def test_threads_share_two_heaps_and_give_holes_back(tmp_path: Path) -> None:
+    info = tmp_path / "info.xml"
+    done = subprocess.run(
+        [sys.executable, "-c", _HEAPS],
+        env={**os.environ, "OUT": str(info)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert info.read_text().count("<heap nr=") == 2
+    assert int(done.stdout) > 30 << 20  # of 96 MB, a twentieth is in use

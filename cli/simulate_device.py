@@ -1,0 +1,118 @@
+"""What `moeinf simulate` is told of a device above the host's memory, and what it says of it.
+
+Does not know how a replay goes. Without --device-capacity there is no device, and nothing is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeinf.cli.options import Usage
+from moeinf.offload.split import MISSES
+from moeinf.runtime.sizes import parse_size
+
+if TYPE_CHECKING:
+    from moeinf.offload.outcome import Outcome
+    from moeinf.offload.study import OnDevice
+
+
+def _speed(text: str) -> int:
+    try:
+        speed = parse_size(text.removesuffix("/s"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if speed == 0:
+        raise typer.BadParameter("nothing would ever arrive")
+    return speed
+
+
+def _option(words: str) -> Any:
+    return typer.Option(parser=_speed, metavar="SIZE", help=words, show_default=False)
+
+
+DeviceShares = Annotated[
+    str | None,
+    typer.Option(
+        metavar="5%,10%", help="Shares of all experts in a device's memory.", show_default=False
+    ),
+]
+Misses = Annotated[
+    str | None,
+    typer.Option(
+        metavar=",".join(MISSES),
+        help="What the device misses: computed by the CPU, or fetched. Default: auto.",
+        show_default=False,
+    ),
+]
+BusSpeed = Annotated[int | None, _option("Bytes a second to the device. Default: 25GB.")]
+CpuSpeed = Annotated[int | None, _option("Of experts that the CPU computes. Default: 30GB.")]
+DeviceSpeed = Annotated[int | None, _option("Of the device's memory. Default: 500GB.")]
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """As they were typed; None: not at all."""
+
+    device_capacity: str | None
+    miss: str | None
+    bus_speed: int | None
+    cpu_speed: int | None
+    device_speed: int | None
+
+    def devices(self, late: bool) -> list[OnDevice | None]:
+        """Every device that is to be replayed; None: none. Raises Usage."""
+        if self.device_capacity is None:
+            for option in fields(self):
+                if getattr(self, option.name) is not None:
+                    flag = option.name.replace("_", "-")
+                    raise Usage(f"--{flag} is about a device: say --device-capacity 10%, too")
+            return [None]
+        if late:
+            raise Usage("--late has no --device-capacity: with a device routing is told at once")
+        from moeinf.offload.study import OnDevice
+        from moeinf.offload.timing import DeviceSpeeds
+
+        known = {"bus": self.bus_speed, "cpu": self.cpu_speed, "device": self.device_speed}
+        speeds = DeviceSpeeds(
+            **{f"{name}_bytes_per_s": float(speed) for name, speed in known.items() if speed}
+        )
+        shares, wanted = expert_shares(self.device_capacity), (self.miss or "auto").split(",")
+        misses = [miss for name in wanted for miss in MISSES if miss == name.strip()]
+        if len(misses) < len(wanted):
+            raise Usage(f"--miss {self.miss}: there are {', '.join(MISSES)}")
+        return [OnDevice(share, miss, speeds) for share in shares for miss in misses]
+
+
+def expert_shares(text: str) -> list[float]:
+    """`5%,10%` as fractions. Raises Usage."""
+    shares = []
+    for part in text.split(","):
+        try:
+            shares.append(float(part.strip().removesuffix("%")) / 100)
+        except ValueError:
+            shares.append(-1)
+        if not 0 < shares[-1] <= 1:
+            raise Usage(f"{part!r} is not a share of the experts such as 10%")
+    return shares
+
+
+def device_result(device: OnDevice, outcome: Outcome) -> dict[str, Any]:
+    """What a result of --json has besides."""
+    return {
+        "device_capacity": device.share,
+        "miss": device.miss,
+        "device_hit_rate": round(outcome.device_hit_rate, 5),
+        "host_hit_rate": round(outcome.host_hit_rate, 5),
+        "cpu_share": round(outcome.cpu_share, 5),
+        "bus_bytes_per_token": round(outcome.bus_bytes_per_token),
+        "ms_per_token": outcome.ms_per_token,
+        "floor_ms_per_token": outcome.floor_ms_per_token,
+    }
+
+
+def device_model(device: OnDevice) -> dict[str, Any]:
+    """What the time model of --json has besides."""
+    return {**asdict(device.speeds), "fetched_share": round(device.speeds.fetched_share, 5)}

@@ -1,0 +1,274 @@
+"""The tiered store and its replay, event for event: what is simulated is what runs with a device.
+
+The store is the real one, over a fake libcuda that carries out at once what it is given, and reads
+that have ended when they are asked for. A replay whose bus and link take no time must then count
+the same: device hits, host hits, what the CPU computed, copies over the bus, reads from the disk.
+The other extreme is a bus that ends a copy only when somebody waits for it, so that it is hardly
+ever idle, and copies pin host slots for long. Only the arithmetic is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeinf.native import DeviceContext, DeviceSlots, Driver, HostLock, SlotPool
+from moeinf.offload.device_tier import DeviceTier
+from moeinf.offload.eamc import Eamc
+from moeinf.offload.hints import HintSource, ModelledHints
+from moeinf.offload.page_lock import PageLocking
+from moeinf.offload.policy import POLICIES, Policy, Setup
+from moeinf.offload.residency import Residency
+from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.simulate import Conditions
+from moeinf.offload.simulate_device import Above
+from moeinf.offload.simulate_tiers import TieredReplay
+from moeinf.offload.slot_math import SlotMath
+from moeinf.offload.split import FEW_ROWS, MISSES, Miss
+from moeinf.offload.stats import StoreStats
+from moeinf.offload.store import ExpertStore
+from moeinf.offload.tier_runner import TierRunner
+from moeinf.offload.tiered_store import TieredStore
+from moeinf.offload.timing import DeviceSpeeds, TimeModel
+from moeinf.offload.trace import PassBuilder, Recording, RoutingShape, Tracer
+from tests.fake_device import FakeDevice
+from tests.native.fake_cuda import Fake
+from tests.offload.test_store_is_the_replay import LAYOUT, TRACE, AtOnce, NoMath
+
+SHAPE = RoutingShape(layers=4, experts=16, top_k=2, expert_bytes=1, dense_bytes=4)
+AT_ONCE, LATE = DeviceSpeeds(bus_bytes_per_s=inf), DeviceSpeeds(bus_bytes_per_s=1e-30)
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """One case: who decides, slots, what becomes of misses, and whether anything is read ahead."""
+
+    policy: str
+    device_slots: int
+    host_slots: int
+    miss: Miss
+    share: float = 0.4
+    late: bool = False  # the bus
+    wishes: int = 0
+    hinted: float = 0  # recall and precision of a gate; 0: none
+
+    def hints(self) -> HintSource | None:
+        """Of its own for each way: they are drawn in turn."""
+        return ModelledHints(self.hinted, self.hinted, SHAPE.experts) if self.hinted else None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of decode passes; all but the reads one by one."""
+
+    events: list[int]
+    hits: list[int]
+    device_hits: list[int]
+    cpu_events: list[int]
+    copies: list[int]
+    reads: int
+
+
+class LateSlots:
+    """DeviceSlots in which a copy is not done before somebody has waited for it, or for a kernel
+    that has."""
+
+    def __init__(self, slots: DeviceSlots) -> None:
+        self._slots, self._batch_in = slots, dict[int, int]()
+        self._awaited, self._done = 0, 0  # batches: that kernels wait for, that have ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slots, name)
+
+    def copy(self, host: Sequence[int], slots: Sequence[int], size: int) -> int:
+        batch = self._slots.copy(host, slots, size)
+        self._batch_in.update(dict.fromkeys(slots, batch))
+        return batch
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        self._slots.begin_read(slots)
+        self._awaited = max(self._awaited, *(self._batch_in[slot] for slot in slots))
+
+    def finish(self) -> None:
+        self._slots.finish()
+        self._done = max(self._done, self._awaited)
+
+    def wait(self, batch: int) -> None:
+        self._slots.wait(batch)
+        self._done = max(self._done, batch)
+
+    def done(self, batch: int) -> bool:
+        return batch <= self._done
+
+
+def in_the_store(fake: Fake, recording: Recording, case: Tiers) -> Counts:
+    fake.reset("mode=at_once")
+    shape, math, stats = recording.shape, NoMath(), StoreStats()
+    cells = shape.layers * shape.experts
+    eamc, tracer = Eamc(64, shape.layers, shape.experts), Tracer(shape)
+
+    def make(slots: int) -> Policy:
+        return POLICIES[case.policy if slots < cells else "lru"](Setup(shape, slots, eamc))
+
+    context, host = DeviceContext(Driver(fake.path)), Residency(case.host_slots, cells)
+    pool = SlotPool(case.host_slots, LAYOUT.slot_bytes)
+    lock = HostLock(context, pool, 64 * LAYOUT.slot_bytes)
+    locking = PageLocking(lock, case.host_slots, lambda: 1 << 40, 0)
+    locking.wait()
+    tier = DeviceTier(
+        context, lock, FakeDevice(fake), LAYOUT, case.device_slots, cells, make, math, host, stats
+    )
+    if case.late:
+        tier._slots = LateSlots(tier._arena)  # type: ignore[assignment]
+    runner = TierRunner(tier, SlotMath(LAYOUT, pool, math), host, case.miss, case.share)
+    below = ExpertStore(
+        LAYOUT, shape.experts, pool, host, AtOnce(), make(case.host_slots), math,  # type: ignore[arg-type]
+        wishes=case.wishes, hints=case.hinted > 0, runner=runner, stats=stats,
+    )  # fmt: skip
+    store = TieredStore(tier, below, runner, math, shape.experts, locking)
+    hints, passes, last = case.hints(), list[StoreStats](), recording.last_pass()
+    for index, running in enumerate(recording.passes):
+        before = stats.copy()
+        hinted = hints.of_pass(running) if hints is not None else None
+        store.begin_pass(torch.from_numpy(running.rows), running.phase)
+        x, weights = torch.zeros(len(running.rows), 1), torch.ones(running.ids.shape[1:])
+        for layer, ids in enumerate(running.ids):
+            if (ids < 0).all():
+                continue
+            pending = store.submit(layer, x, torch.from_numpy(ids).long(), weights)
+            if hinted is not None and store.wants_hints and layer + 1 < len(hinted):
+                store.hint(layer + 1, torch.from_numpy(hinted[layer + 1]).long(), weights)
+            pending.result()
+        store.end_pass(torch.from_numpy(running.accepted))
+        if running.phase == "decode":
+            passes.append(stats.since(before))
+        tracer.add(running)
+        for request in running.requests:
+            if last[request] == index:
+                store.end_request(request)
+                eam = tracer.finish(request)
+                if eam is not None:
+                    eamc.add(eam.prefill, eam.decode)
+    store.close()
+    return Counts(
+        [p.decode_events for p in passes],
+        [p.decode_hits for p in passes],
+        [p.decode_device_hits for p in passes],
+        [p.decode_cpu_events for p in passes],
+        [p.decode_bus_bytes // LAYOUT.data_bytes for p in passes],
+        stats.decode_loads,
+    )
+
+
+def in_the_replay(recording: Recording, case: Tiers) -> Counts:
+    shape = recording.shape
+    conditions = Conditions(case.host_slots, TimeModel(ram_over_link=0), case.hints())
+    speeds = LATE if case.late else AT_ONCE
+    above = Above(case.device_slots, case.miss, speeds, case.share)
+    eamc = Eamc(64, shape.layers, shape.experts)
+    replay = TieredReplay(recording, POLICIES[case.policy], conditions, above, eamc)
+    replay._most_wishes = case.wishes
+    tokens = replay.run().tokens
+    return Counts(
+        [t.events for t in tokens],
+        [t.hits for t in tokens],
+        [t.device_hits for t in tokens],
+        [t.cpu_events for t in tokens],
+        [t.copies for t in tokens],
+        sum(t.reads for t in tokens),
+    )
+
+
+@cache
+def requests(batch: int = 1, layers: int = 4) -> Recording:
+    """Requests of their own habits: a long prompt, a short one, answers of `batch` rows a pass."""
+    shape = replace(SHAPE, layers=layers)
+    recording, random = Recording("requests", shape), np.random.default_rng(5)
+    for request in range(5):
+        habit = random.dirichlet(np.full(16, 0.3), size=(3, layers))[request % 3] + 1e-3
+        for rows in (40 if request % 2 else 7, *[batch] * 9):
+            phase = "decode" if rows == batch else "prefill"
+            builder = PassBuilder(shape, np.full(rows, request), phase)
+            for layer, chances in enumerate(habit):
+                ids = [
+                    random.choice(16, 2, replace=False, p=chances / chances.sum())
+                    for _ in range(rows)
+                ]
+                builder.routed(layer, np.array(ids))
+            recording.add(builder.end())
+    return recording
+
+
+@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 30), (64, 20)])
+def test_demand(fake: Fake, policy: str, miss: Miss, device: int, host: int) -> None:
+    recording, case = requests(), Tiers(policy, device, host, miss)
+    found = in_the_store(fake, recording, case)
+    assert found == in_the_replay(recording, case)
+    assert sum(found.events) == 5 * 9 * 4 * 2
+    if miss == "fetch":
+        assert sum(found.cpu_events) == 0
+        assert sum(found.copies) == sum(found.events) - sum(found.device_hits)
+    elif device < 64:
+        assert sum(found.cpu_events) > 0
+
+
+@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 64)])
+def test_a_bus_that_is_late(fake: Fake, policy: str, miss: Miss, device: int, host: int) -> None:
+    recording, case = requests(), Tiers(policy, device, host, miss, late=True)
+    found = in_the_store(fake, recording, case)
+    assert found == in_the_replay(recording, case)
+    if miss == "compute" and device > 1:
+        in_time = in_the_replay(recording, replace(case, late=False))
+        assert sum(found.copies) < sum(in_time.copies)
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize(("layers", "device", "host"), [(4, 10, 30), (1, 2, 5)])
+def test_several_rows_to_an_expert(
+    fake: Fake, policy: str, layers: int, device: int, host: int
+) -> None:
+    """Prompts of 40 rows have experts that `auto` always fetches, batches count every row, and a
+    layer may need more experts than there are slots, some of which are there."""
+    recording, case = requests(3, layers), Tiers(policy, device, host, "auto", 0.25)
+    prompt = recording.passes[10]
+    assert np.bincount(prompt.ids[0].ravel()).max() > FEW_ROWS
+    found = in_the_store(fake, recording, case)
+    assert found == in_the_replay(recording, case)
+    assert sum(found.events) == 3 * 5 * 9 * layers * 2
+
+
+@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("policy", ["adaptive", "eamc"])
+def test_reads_ahead(fake: Fake, policy: str, miss: Miss) -> None:
+    """The host's policy looks ahead, and wishes nothing that the device has."""
+    recording, case = requests(), Tiers(policy, 9, 24, miss, wishes=4)
+    assert in_the_store(fake, recording, case) == in_the_replay(recording, case)
+
+
+@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("quality", [1.0, 0.7])
+def test_hints(fake: Fake, quality: float, miss: Miss) -> None:
+    recording, case = requests(), Tiers("adaptive", 9, 24, miss, wishes=4, hinted=quality)
+    assert in_the_store(fake, recording, case) == in_the_replay(recording, case)
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_real_trace(fake: Fake, policy: str) -> None:
+    recording = read_route_csv(TRACE)
+    del recording.passes[12:]
+    cells = recording.shape.layers * recording.shape.experts
+    case = Tiers(policy, cells * 15 // 100, cells * 40 // 100, "auto", 25 / 55)
+    found = in_the_store(fake, recording, case)
+    assert found == in_the_replay(recording, case)
+    assert min(map(sum, (found.device_hits, found.cpu_events, found.copies))) > 100

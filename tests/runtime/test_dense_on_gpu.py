@@ -1,0 +1,234 @@
+"""Dense weights and KV cache on a device, for every family: the reference's tokens.
+
+Without a GPU: the fake libcuda copies, the CPU's kernels compute experts, torch all else; and no
+tensor of the device may meet one of the host (tests/strict_device.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.offload.split import MISSES, Miss
+from moeinf.offload.tier_runner import OutOfMemory
+from moeinf.runtime import gpu as gpus
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sizes import format_bytes, parse_memory
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import pull
+from tests.native.fake_cuda import Fake
+from tests.runtime.test_encoder_decoders import checkpoint
+from tests.runtime.test_families import CONFIGS, GREEDY
+from tests.strict_device import Strict
+from tests.strict_fake import StrictFake
+from tests.tiny import save_tiny, tiny_reference
+
+
+@pytest.fixture
+def devices() -> list[StrictFake]:
+    """Of the engines that were opened."""
+    return []
+
+
+@pytest.fixture
+def strict(
+    fake: Fake, devices: list[StrictFake], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Strict]:
+    fake.reset("mode=deferred,seed=3,memory=2000000000")
+
+    def device() -> StrictFake:
+        devices.append(StrictFake(fake))
+        return devices[-1]
+
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
+    monkeypatch.setattr(gpus, "torch_device", device)
+    with Strict() as mode:
+        yield mode
+
+
+def config_of(
+    fake: Fake, manifest: Manifest, slots: int | None = None, memory: str = "100%",
+    miss: Miss = "fetch", context: int | None = None,
+) -> EngineConfig:  # fmt: skip
+    """slots: beside dense weights and KV cache on the device; None: what it has room for."""
+    budget = None
+    if slots is not None:
+        assert context is not None
+        fixed = CONTEXT_BYTES + manifest.dense_bytes + manifest.kv_bytes(context)
+        fixed += dense_workspace_bytes(manifest, context) + slots * manifest.slots.slot_bytes
+        budget = parse_memory(str(fixed))
+    return EngineConfig(
+        memory=parse_memory(memory), device="cuda", miss=miss, libcuda=fake.path,
+        device_memory=budget, context=context,
+    )  # fmt: skip
+
+
+def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    plan = engine.placement.on_device
+    assert plan is not None
+    assert plan.inside
+    engine.ends = frozenset()
+    sampler = Sampler(GREEDY, SamplingOptions())
+    generation = Generation(engine, engine.new_state(), prompt, sampler, Limits(count))
+    list(generation)
+    assert engine.store.idle
+    return generation.tokens
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_equals_transformers_token_for_token(
+    name: str, fake: Fake, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    save_tiny(name, tmp_path / "checkpoint", seed=3, dtype=torch.float32)
+    byte_tokenizer().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
+    settings = Settings(tmp_path / "home")
+    manifest = pull(tmp_path / "checkpoint", settings, "tiny:f32")
+    model = tiny_reference(name, seed=3)
+    prompt = [(7 * i + 3) % model.config.vocab_size for i in range(23)]
+    expected = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None
+    )[0, len(prompt) :].tolist()
+    request.getfixturevalue("strict")
+    folder, sizes = Library(settings).folder(manifest.model), manifest.slots
+    for size, miss in zip((sizes.max_bytes, 0, sizes.max_bytes // 2), MISSES, strict=True):
+        config = config_of(fake, manifest, None, str(max(size, sizes.min_bytes)), miss)
+        with Engine(manifest, folder, config, settings) as engine:
+            assert greedy(engine, prompt, 8) == expected
+
+
+@pytest.mark.parametrize("name", ["switch", "nllb"])
+def test_encoder_decoders(
+    name: str, fake: Fake, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint(name, tmp_path / "checkpoint", eos_token_id=None)
+    settings = Settings(tmp_path / "home")
+    manifest = pull(tmp_path / "checkpoint", settings, "tiny:f32")
+    folder = Library(settings).folder(manifest.model)
+
+    def answer(config: EngineConfig) -> list[int]:
+        with Engine(manifest, folder, config, settings) as engine:
+            assert isinstance(engine.model, EncoderDecoder)
+            state, tokens = engine.new_state(), [engine.model.start_token]
+            engine.encode(state, list(b"seventeen and twenty-five"))
+            for _ in range(8):
+                tokens.append(int(engine.extend(state, tokens[-1:]).argmax()))
+            assert engine.store.idle
+            return tokens
+
+    expected = answer(EngineConfig())
+    request.getfixturevalue("strict")
+    for memory, miss in (("100%", "fetch"), (str(manifest.slots.min_bytes), "auto")):
+        assert answer(config_of(fake, manifest, None, memory, miss)) == expected
+
+
+@pytest.mark.parametrize("form", ["bf16", "q8"])
+def test_residency_chooses_nothing(
+    form: str, fake: Fake, devices: list[StrictFake], tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """The fake computes an expert as the CPU does: then neither slots nor misses change a bit."""
+    settings = Settings(tmp_path / "home")
+    manifest = pull(DEMO_CHECKPOINT, settings, f"demo:{form}")
+    folder = Library(settings).folder(manifest.model)
+    request.getfixturevalue("strict")
+    prompt, found = list(b"17+25="), []
+    for slots, memory, miss in (
+        (None, "100%", "fetch"), (4, "30%", "fetch"), (30, "30%", "compute"), (60, "10%", "auto"),
+    ):  # fmt: skip
+        config = config_of(fake, manifest, slots, memory, miss, 64)
+        with Engine(manifest, folder, config, settings) as engine:
+            found.append(greedy(engine, prompt, 12))
+            plan = engine.placement.on_device
+            assert plan is not None
+            assert slots is None or plan.slots == slots
+            assert plan.arena_bytes == fake.count("allocated")
+            torchs = plan.budget_bytes - plan.context_bytes - plan.arena_bytes
+            assert devices[-1].limits == [torchs]
+    assert found == found[:1] * 4
+
+
+def test_no_memory_between_experts(
+    fake: Fake, devices: list[StrictFake], demo_home: Path, request: pytest.FixtureRequest
+) -> None:
+    """Dense weights find no memory: half of the slots go, torch may have theirs, once a pass."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    request.getfixturevalue("strict")
+    with Engine(manifest, folder, config_of(fake, manifest, 9, context=64), settings) as engine:
+        first = greedy(engine, list(b"17+25="), 6)
+        device = devices[-1]
+        device.scarce = 1
+        assert greedy(engine, list(b"17+25="), 6) == first
+        assert engine.store.device_slots == 4
+        assert device.limits[1] - device.limits[0] == 5 * manifest.slots.slot_bytes
+        device.scarce = 1 << 30
+        with pytest.raises(OutOfMemory, match="no device memory is left for a pass"):
+            greedy(engine, list(b"17+25="), 6)
+        device.scarce = 0
+        assert greedy(engine, list(b"17+25="), 6) == first
+
+
+def test_too_little_for_dense_weights_keeps_them_in_ram(
+    fake: Fake, demo_home: Path, request: pytest.FixtureRequest
+) -> None:
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    request.getfixturevalue("strict")
+    fits = config_of(fake, manifest, manifest.slots.top_k, context=64)
+    assert fits.device_memory is not None
+    less = replace(fits, device_memory=parse_memory(str(fits.device_memory.of(0) - 1)))
+    plans = []
+    for config in (fits, less):
+        with Engine(manifest, folder, config, settings) as engine:
+            plans.append(engine.placement)
+    inside, outside = (plan.on_device for plan in plans)
+    assert inside is not None
+    assert outside is not None
+    assert (inside.inside, outside.inside) == (True, False)
+    assert inside.slots == manifest.slots.top_k < outside.slots
+    assert plans[1].peak_bytes - plans[0].peak_bytes == manifest.dense_bytes + manifest.kv_bytes(64)
+    (note,) = (note for note in plans[1].notes if "stay in RAM" in note)
+    assert f"--device-memory {format_bytes(inside.budget_bytes)}" in note
+
+
+@pytest.fixture
+def demo(
+    fake: Fake, demo_home: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Engine, Strict]]:
+    """The demo, all of it on the device once it has been read; it has cut its teeth on a prompt."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    config = config_of(fake, manifest)
+    strict: Strict = request.getfixturevalue("strict")
+    with Engine(manifest, folder, config, settings) as engine:
+        yield engine, strict
+
+
+def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
+    demo: tuple[Engine, Strict],
+) -> None:
+    engine, strict = demo
+    state = engine.new_state()
+    request = engine.begin_request(state)
+    engine.extend(state, list(range(5, 25)))
+    events, tokens = 0, 0
+    while engine.store.device_resident < engine.manifest.slots.experts or tokens < 3:
+        before, events = strict.waits.copy(), engine.store.stats.decode_events
+        engine.extend(state, [7])
+        tokens = tokens + 1 if engine.store.device_resident == engine.manifest.slots.experts else 0
+    assert strict.waits - before == {"cpu": 1, "copy_": 1, "numpy": 1}  # counts, logits, the trace
+    layer = engine.manifest.top_k * engine.manifest.layers
+    assert engine.store.stats.decode_events - events == layer
+    assert engine.store.stats.bus_bytes == engine.manifest.slots.max_bytes
+    engine.end_request(request, counts=True)

@@ -1,0 +1,120 @@
+"""A torch device that is none: tensors remember that they lie on it, and may not meet others.
+
+Does not know the driver or kernels. Within `Strict()`, what is made on `PLACE`, or from something
+that was, counts as there, though its bytes are in host memory. An operation on tensors from both
+sides raises what torch would raise, and what makes the host wait for a device is counted. So what
+would only break on a GPU breaks here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+PLACE = torch.device("cuda", 0)
+_CROSSES = {"copy_", "to", "cpu"}
+_WAITS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
+_MARK = "_lies_there"
+
+
+class Strict(TorchFunctionMode):
+    """waits: how often the host had to wait for the device, by the name of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if getattr(func, "__self__", None) is Tensor.device:
+            return PLACE if lies_there(args[0]) else func(*args)
+        if name in ("__get__", "size", "dim", "numel", "data_ptr", "__len__"):
+            return _marked(func(*args, **named)) if lies_there(args[0]) else func(*args, **named)
+        mine = args and isinstance(args[0], Tensor) and lies_there(args[0])
+        if name in _CROSSES:
+            return self._cross(func, name, args, named, bool(mine))
+        wanted = named.get("device")
+        there = wanted is not None and torch.device(wanted).type == PLACE.type
+        if there:
+            named["device"] = "cpu"
+        given = [x for x in _tensors((args, named)) if x.dim() > 0]
+        anywhere = {lies_there(x) for x in given}
+        if name in ("__getitem__", "__setitem__") and mine:
+            values = (x for x in _tensors(args[2:]) if x.dim() > 0)
+            anywhere = {True, *map(lies_there, values)}  # indices may be the host's: a copy
+        if len(anywhere) > 1:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+        there = there or True in anywhere or bool(mine)
+        if there and name == "numpy":
+            if not named.get("force"):
+                raise TypeError("can't convert a device's tensor to numpy")
+            self.waits[name] += 1
+            return func(*args, **named)
+        if there and name in _WAITS:
+            self.waits[name] += 1
+        if (
+            there
+            and name == "__getitem__"
+            and any(x.dtype == torch.bool for x in _tensors(args[1:]) if x.dim() > 0)
+        ):
+            self.waits["a mask as index"] += 1
+        found = func(*args, **named)
+        if name == "__iter__":
+            return iter([_marked(x) for x in found]) if there else found
+        return _marked(found) if there else found
+
+    def _cross(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any],
+        mine: bool,
+    ) -> Any:  # fmt: skip
+        """Between the sides: copies, which the host waits for when they come down."""
+        if name == "copy_":
+            if lies_there(args[1]) and not mine:
+                self.waits[name] += 1
+            return func(*args, **named)
+        places = [x for x in (*args[1:], *named.values()) if isinstance(x, (str, torch.device))]
+        there = mine if name == "to" else False
+        if places:
+            there = torch.device(places[0]).type == PLACE.type
+        if there == mine:
+            rest = [x for x in args[1:] if not isinstance(x, (str, torch.device))]
+            named.pop("device", None)
+            named.pop("non_blocking", None)
+            found = func(args[0], *rest, **named) if rest or named else args[0]
+            return _marked(found) if mine else found
+        if mine:
+            self.waits[name] += 1
+        moved = args[0].clone()
+        setattr(moved, _MARK, there)
+        return moved
+
+
+def lies_there(x: Tensor) -> bool:
+    return bool(getattr(x, _MARK, False))
+
+
+def _marked(found: Any) -> Any:
+    for x in _tensors(found):
+        setattr(x, _MARK, True)
+    return found
+
+
+def _tensors(of: Any) -> Iterator[Tensor]:
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, Mapping):
+        yield from _tensors(of.values())
+    elif isinstance(of, (list, tuple, ValuesView)):
+        for one in of:
+            yield from _tensors(one)

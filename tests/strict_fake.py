@@ -1,0 +1,120 @@
+"""The fake device in a strict world: its tensors count as the device's, its kernels do not look.
+
+Does not know what calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moeinf.models.base import Linear
+from moeinf.native import OutOfDeviceMemory
+from moeinf.offload.device_tier import RoutedRunner
+from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.slot_math import TorchFfn
+from moeinf.runtime import linears
+from tests.fake_device import FakeDevice
+from tests.native.fake_cuda import Fake
+from tests.strict_device import PLACE, lies_there
+
+Piece = TypeVar("Piece")
+
+
+class StrictFake(FakeDevice):
+    """What stands between the products is the models' torch, as on a GPU.
+
+    `scarce`: how many products of dense weights from now on find no memory.
+    """
+
+    place = PLACE
+
+    def __init__(self, fake: Fake) -> None:
+        super().__init__(fake)
+        self.scarce = 0
+
+    def upload(self, x: Tensor) -> Tensor:
+        return x.to(PLACE)
+
+    def empty_rows(self, x: Tensor, count: int) -> Tensor:
+        return x.new_full((count, x.shape[1]), torch.nan)
+
+    def download(self, rows: Tensor) -> Tensor:
+        super().download(rows)
+        return rows.cpu()
+
+    def tuned(self, piece: Piece) -> Piece:
+        return piece
+
+    def tiled_linear(self, *given: Any) -> Linear:
+        return _native(linears.tiled_linear, *given)
+
+    def plain_linear(self, *given: Any) -> Linear:
+        linear = _native(linears.plain_linear, *given)
+
+        def compute(x: Tensor) -> Tensor:
+            if self.scarce > 0:
+                self.scarce -= 1
+                raise OutOfDeviceMemory("a test's: no memory")
+            return linear(x)
+
+        return compute
+
+    def tiled_embedding(self, *given: Any) -> linears.Rows:
+        return _native(linears.tiled_embedding, *given)
+
+    def math(
+        self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
+    ) -> RoutedRunner:
+        return _There(super().math(layout, address, shape, reference))
+
+    def launch(self, work: Callable[[], None]) -> None:
+        def unseen() -> None:
+            with torch._C.DisableTorchFunction():
+                work()
+
+        super().launch(unseen)
+
+
+class _There:
+    """Takes nothing but what lies on the device."""
+
+    def __init__(self, math: RoutedRunner) -> None:
+        self._math = math
+        self.can_route = math.can_route
+
+    def run(
+        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
+    ) -> None:
+        assert lies_there(x)
+        assert lies_there(rows)
+        self._math.run(x, experts, top_k, rows)
+
+    def run_routed(
+        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
+    ) -> None:
+        assert all(map(lies_there, (x, ids, table, rows)))
+        self._math.run_routed(x, ids, table, first_cell, rows)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        assert lies_there(rows)
+        assert lies_there(weights)
+        return self._math.combine(rows, weights)
+
+
+def _native(make: Callable[..., Callable[[Tensor], Tensor]], *given: Any) -> Linear:
+    """The CPU's function over weights that lie there, for rows that do."""
+    assert all(lies_there(x) for x in given if isinstance(x, Tensor))
+    with torch._C.DisableTorchFunction():
+        made = make(*given)
+
+    def compute(x: Tensor) -> Tensor:
+        assert lies_there(x)
+        with torch._C.DisableTorchFunction():
+            found = made(x)
+        return found.to(PLACE)
+
+    return compute
