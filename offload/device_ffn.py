@@ -2,7 +2,9 @@
 
 Does not know which experts are resident, nor how bytes came into the slots; that is the tier's
 business. It reads the bytes that the CPU's kernels read and gives their bits: in tiles for any
-number of rows, in bf16 for up to 16 of an expert.
+number of rows, in bf16 for up to 16 of an expert. Up to 16 tokens, each pair of a token and an
+expert is computed by itself (device_kernels.py); of more, pairs that share an expert in tiles go
+through tensor cores together (device_gemm.py).
 
 Work is launched on torch's current stream and nothing is read back, so the host never waits:
 `run_routed` takes ids and slot table as they lie on the device. The caller keeps the slots' bytes
@@ -18,6 +20,8 @@ import triton
 from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS, GROUP, TILE_COLUMNS, is_gated
+from moeinf.offload.device_gemm import grouped_down, grouped_inner
+from moeinf.offload.device_groups import blocks_of
 from moeinf.offload.device_kernels import combine_rows, expert_down, expert_inner, quantise_rows
 from moeinf.offload.device_tiles import FUSION
 from moeinf.offload.layout import ExpertLayout, is_tiled
@@ -25,7 +29,8 @@ from moeinf.offload.slot_math import TorchFfn, slot_views
 
 INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)
 STAGES = 4  # of loads in flight per program: 16 KiB of q4 in `expert_inner`
-MOST_ROWS = 16  # of a bf16 expert: more are faster in torch, as on the CPU
+MOST_ROWS = 16  # of tokens, for which pairs go alone; of a bf16 expert: torch takes more
+LANES = 128  # outputs of a program on tensor cores
 _OUTPUTS = 32  # of a program of `expert_down`, and columns of F of one of `expert_inner`
 _GROUPS = 8  # quantised by one program
 _COLUMNS = 512  # combined by one program
@@ -102,20 +107,65 @@ class DeviceMath:
         if self._form == "f32" or not (slots >= 0).any():
             return
         ids = slots.to(x.device, non_blocking=True).view(-1, top_k)
-        self.run_routed(x, ids, self._slots, 0, rows)
+        self.run_routed(x, ids, self._slots, 0, rows, len(experts))
 
     def can_route(self, rows: int) -> bool:
         """Whether run_routed gives so many rows what `run` would give them: see MOST_ROWS."""
         return self._form != "f32" and (not self._views or rows <= MOST_ROWS)
 
     def run_routed(
-        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
+        self,
+        x: Tensor,
+        ids: Tensor,
+        table: Tensor,
+        first_cell: int,
+        rows: Tensor,
+        experts: int | None = None,
     ) -> None:
         """Fills the rows of the pairs whose expert is on the device, and leaves the others alone.
 
         x [T, D] bf16 or float32, ids [T, K] int32 or int64, -1 for no expert; table int32: the slot
-        of expert e of the layer at first_cell + e, -1 for none; rows [T·K, D] of x's type.
+        of expert e of the layer at first_cell + e, -1 for none; rows [T·K, D] of x's type. experts:
+        of at most how many the ids are, if the caller knows; it spares empty programs.
         """
+        if self._form == "bf16" or len(x) <= MOST_ROWS:
+            self._run_pairs(x, ids, table, first_cell, rows)
+            return
+        most = min(len(table) - first_cell, len(self._slots))
+        self._run_blocks(x, ids, table[first_cell:], rows, min(most, experts or most))
+
+    def _run_blocks(
+        self, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor, experts: int
+    ) -> None:
+        """Pairs that share an expert together, of tokens in any number."""
+        shape, form = self._layout, self._form
+        d, f, pairs, ids = shape.hidden, shape.intermediate, ids.numel(), ids.flatten()
+        slots = torch.where(ids < 0, -1, table[ids.clamp(min=0)])
+        blocks = blocks_of(slots, experts, rows_of_block(pairs, experts))
+        inputs = Activations.of(x, form)
+        middle = Activations(pairs, f, form, x.device)
+        shared = (
+            blocks.begins, blocks.slots, blocks.order,
+            self._words, self._plain, self._words.shape[1],
+        )  # fmt: skip
+        fixed = {"BIASED": shape.biased, "STAGES": STAGES, "FORM": form, "ROWS": blocks.rows}
+        warps = warps_of(blocks.rows)
+        grouped_inner[(tiles_of(f), blocks.most)](
+            *shared, self._matrix // 4, self._inner_bias // 2,
+            d, f, tiles_of(d), padded_groups(f), len(ids) // len(x), pairs,
+            inputs.codes, inputs.scales, middle.codes, middle.scales,
+            ACTIVATION=shape.activation, num_warps=warps, **fixed, **FUSION,
+        )  # fmt: skip
+        grouped_down[(triton.cdiv(d, LANES), blocks.most)](
+            *shared, self._down // 4, self._down_bias // 2, d, tiles_of(f), pairs,
+            middle.codes, middle.scales, rows,
+            LANES=LANES, num_warps=warps, **fixed, **FUSION,
+        )  # fmt: skip
+
+    def _run_pairs(
+        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
+    ) -> None:
+        """Every pair by itself."""
         shape, form, place = self._layout, self._form, ids.contiguous()
         d, f, pairs = shape.hidden, shape.intermediate, ids.numel()
         inputs = Activations.of(x, form)
@@ -150,6 +200,16 @@ class DeviceMath:
 def tiles_of(columns: int) -> int:
     """Tiles of a row block."""
     return -(-columns // TILE_COLUMNS)
+
+
+def rows_of_block(rows: int, experts: int = 1) -> int:
+    """Of a program on tensor cores: what an expert gets on average, but 16, 32 or 64."""
+    return int(min(64, max(16, triton.next_power_of_2(triton.cdiv(rows, max(1, experts))))))
+
+
+def warps_of(rows: int) -> int:
+    """Of a program of so many rows by LANES outputs: up to 32 sums per thread."""
+    return 4 if rows <= 32 else 8
 
 
 assert 2 * BLOCK_ROWS == GROUP == _OUTPUTS

@@ -13,12 +13,22 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.offload.device_ffn import INTERPRETED, STAGES, Activations, tiles_of
+from moeinf.offload.device_ffn import (
+    INTERPRETED,
+    LANES,
+    STAGES,
+    Activations,
+    rows_of_block,
+    tiles_of,
+    warps_of,
+)
+from moeinf.offload.device_gemm import linear_many
 from moeinf.offload.device_kernels import gather_rows, linear_rows
 from moeinf.offload.device_tiles import FUSION
 
-MOST_ROWS = 16  # of bf16: more are faster in torch; up to here a row does not see the others
-_OUTPUTS = 32  # of one program
+MOST_ROWS = 16  # of bf16, more are faster in torch, and a row sees the others; of tiles, more
+# go through tensor cores, with the same bits
+_OUTPUTS = 32  # of one program of up to that many rows
 _COLUMNS = 512  # of an embedding that one program reads
 
 
@@ -66,6 +76,13 @@ def _run(
     inputs = Activations.of(x.reshape(-1, in_features), form)
     out = x.new_empty(*x.shape[:-1], out_features)
     count = out.numel() // out_features
+    if form != "bf16" and count > MOST_ROWS:
+        rows = rows_of_block(count)
+        linear_many[(triton.cdiv(out_features, LANES), triton.cdiv(count, rows))](
+            words, inputs.codes, inputs.scales, out, count, out_features, tiles_of(in_features),
+            FORM=form, ROWS=rows, LANES=LANES, STAGES=STAGES, num_warps=warps_of(rows), **FUSION,
+        )  # fmt: skip
+        return out if bias is None else out + bias
     rows = min(16, triton.next_power_of_2(count))
     linear_rows[(triton.cdiv(out_features, _OUTPUTS), triton.cdiv(count, rows))](
         words, inputs.words, inputs.starts, inputs.scales, out,

@@ -3,8 +3,10 @@
     python scripts/check_device_kernels.py [--only REGEX] [sm_80 sm_86 sm_90 …]
 
 Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. A line per kernel and variant:
-registers per thread, bytes spilled to local memory, bytes of shared memory, warps. It does not know
-how fast a kernel is. Ends with 1 when a kernel spills.
+registers per thread, bytes spilled to local memory, bytes of shared memory, warps; in the PTX,
+products on tensor cores, and copies to shared memory that may be under way while others are waited
+for. It does not know how fast a kernel is. Ends with 1 when a kernel spills, or one for many rows
+has no such product.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moeinf.offload import device_gemm as gemm
 from moeinf.offload import device_kernels as kernels
 from moeinf.offload.device_tiles import FUSION
 
@@ -30,7 +33,8 @@ POINTERS = {
     "ids": "*i64", "table": "*i32", "words": "*i32", "plain": "*bf16",
     "x_words": "*i32", "x_starts": "*i32", "x_scales": "*fp32", "codes": "*i8", "starts": "*i32",
     "scales": "*fp32", "sizes": "*fp32", "out": "*bf16", "x": "*bf16", "rows": "*bf16",
-    "weights": "*fp32", "bytes_of": "*u8",
+    "weights": "*fp32", "bytes_of": "*u8", "x_codes": "*i8", "begins": "*i64", "slots": "*i32",
+    "order": "*i64",
 }  # fmt: skip
 # What a model's shapes make multiples of 16, and Triton then takes for granted.
 ROUND = (
@@ -57,12 +61,26 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             constants = {**common, "ROWS": rows, "LANES": 32}
             yield f"linear_rows {form} {rows}", kernels.linear_rows, constants, 4 if rows < 8 else 8
         if form != "bf16":
+            yield from on_tensor_cores(form)
             constants = {"FORM": form, "GROUPS": 8}
             yield f"quantise_rows {form}", kernels.quantise_rows, constants, 1
         if form in ("q4", "q8"):
             constants = {"FORM": form, "COLUMNS": 512}
             yield f"gather_rows {form}", kernels.gather_rows, constants, 4
     yield "combine_rows", kernels.combine_rows, {"COLUMNS": 512}, 4
+
+
+def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """The same of kernels for many rows."""
+    for rows, warps in ((16, 4), (32, 4), (64, 8)):
+        common = {"FORM": form, "STAGES": 4, "ROWS": rows}
+        for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
+            constants = {**common, "ACTIVATION": activation, "BIASED": biased}
+            yield f"grouped_inner {form} {activation} {rows}", gemm.grouped_inner, constants, warps
+        constants = {**common, "LANES": 128}
+        yield f"linear_many {form} {rows}", gemm.linear_many, constants, warps
+        constants = {**constants, "BIASED": True}
+        yield f"grouped_down {form} {rows}", gemm.grouped_down, constants, warps
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
@@ -100,23 +118,37 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def products(ptx: str) -> int:
+    """Instructions that multiply 8-bit integers on tensor cores."""
+    found = r"^\s*(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k32\S*\.s32\.s8\.s8"
+    return len(re.findall(found, ptx, re.M))
+
+
+def groups_ahead(ptx: str) -> int:
+    """Groups of copies that may be under way beyond those that are waited for."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
-    parser.add_argument("architectures", nargs="*", default=["sm_80", "sm_90"])
-    options, spilled = parser.parse_args(), 0
+    parser.add_argument("architectures", nargs="*", default=["sm_80", "sm_86", "sm_90"])
+    options, failed = parser.parse_args(), False
     chosen = [v for v in variants() if re.search(options.only, v[0])]
     for arch in [int(name.removeprefix("sm_")) for name in options.architectures]:
         for name, kernel, constants, warps in chosen:
             made = compiled(kernel, constants, warps, arch)
             registers, stack = usage(made.asm["cubin"])
+            multiplied, ahead = products(made.asm["ptx"]), groups_ahead(made.asm["ptx"])
             print(
                 f"sm_{arch} {name:36} {registers:4} registers {stack:6} spilled "
-                f"{made.metadata.shared:7} shared {warps:3} warps",
+                f"{made.metadata.shared:7} shared {warps:3} warps {multiplied:4} mma "
+                f"{ahead:3} ahead",
                 flush=True,
             )
-            spilled += stack > 0
-    return 1 if spilled else 0
+            many = kernel in (gemm.grouped_inner, gemm.grouped_down, gemm.linear_many)
+            failed |= stack > 0 or (many and multiplied == 0)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,21 @@ def test_kernels_compile_for_ampere_and_hopper_without_spilling(tmp_path):
     assert all(int(registers) <= 128 for *_, registers in lines)
 
 
+def test_many_rows_go_through_tensor_cores_with_two_turns_of_loads_under_way(tmp_path):
+    run = ended(
+        os.fspath(ROOT / "scripts" / "check_device_kernels.py"),
+        "--only", "grouped_inner q4 swiglu 64|grouped_down q8 32|linear_many mxfp4 16",
+        "sm_80", "sm_90",
+        TRITON_CACHE_DIR=os.fspath(tmp_path),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = re.findall(r"^sm_\d+ .* +0 spilled .* (\d+) mma +(\d+) ahead", run.stdout, re.M)
+    assert len(found) == 6
+    for products, ahead in found:
+        assert int(products) > 0
+        assert int(ahead) >= 2 * 8  # of one turn: weights, codes and both their scales, twice
+
+
 def test_without_a_device_nothing_imports_triton():
     program = (
         "import sys, moeinf.runtime.engine, moeinf.offload.store, moeinf.runtime.linears\n"

@@ -1,0 +1,198 @@
+"""Triton kernels for many rows: experts and dense layers on tensor cores, with the bits of the few.
+
+Does not know who owns the memory, nor how pairs were sorted; device_ffn.py and device_linears.py
+launch these.
+
+The sum of a group of 32 is one step of an int8 product on tensor cores, K = 32, and an exact
+integer like that of `dp4a`. Then come the scales and one fused step per group, in the order of the
+groups. So a row's bits are those of device_tiles.py and of the CPU, in whatever block it travels.
+
+A tile's words are what a thread holds of such a product's operand (four k of one row of weights),
+so codes are prepared as words and never shuffled. Tensor cores take signed bytes:
+
+    q8      code - 128                                flips a bit
+    q4      16 · (code - 8)                           a nibble moved up; the sum is divided by 16
+    mxfp4   twice the number, which is whole          as in `dp4a`'s form, without the 12
+
+so nothing is left to take off for the zeros, and `starts` is not read. What bounds these kernels is
+float32: three operations per group, row and output, which is why sums do not go through a
+conversion: they begin at the bits of 1.5 · 2^23, whose last 22 bits count (|sum| ≤ 2^19).
+
+An expert's program takes one block of up to ROWS pairs that share the expert. The weights are read
+once per block, and by neighbouring programs: an expert's blocks follow one another.
+"""
+
+# ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moeinf.offload.device_tiles import (
+    activated,
+    quantised,
+    scales_of,
+    stored,
+    tile_words,
+)
+
+FLIP = tl.constexpr(-0x7F7F7F80)  # the upper bit of each byte
+UPPER = tl.constexpr(-0x0F0F0F10)  # the upper nibble of each
+
+
+@triton.jit
+def doubled_numbers(words):
+    """Eight codes of E2M1 a word -> twice their numbers as signed bytes: low nibbles, high ones.
+
+    `doubled_e2m1` takes four codes at once and more instructions, but fewer registers.
+    """
+    number = words & 0x77777777
+    upper = (words >> 2) & 0x11111111  # from 4 on, 0, 1, 2, 5 are missing
+    value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
+    minus, high_minus = ((words >> 3) & 0x01010101) * 255, ((words >> 7) & 0x01010101) * 255
+    low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: no byte carries in the end
+    high = (((value >> 4) & 0x0F0F0F0F) ^ high_minus) - high_minus + FLIP
+    return low ^ FLIP, high ^ FLIP
+
+
+@triton.jit
+def signed_bytes(low, high, LANES: tl.constexpr):
+    """Words [L, 4] of the first and of the last 16 of a group -> its bytes, int8 [32, L]."""
+    words = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (LANES, 8))
+    even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
+    odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
+    return tl.trans(tl.reshape(tl.join(even, odd), (LANES, 32)))
+
+
+@triton.jit
+def product_sums(
+    words, block_at, there, tiles, x_codes, x_scales, x_row,
+    FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `tile_sums`, on tensor cores: [R, L] float32. x_codes are bytes, not words.
+
+    Nothing is masked: lanes that are not `there` read the first row block, and x_row [R] names rows
+    that there are.
+    """
+    WORDS: tl.constexpr = 8 if FORM == "q8" else 4
+    TILE: tl.constexpr = tile_words(FORM)
+    UNIT: tl.constexpr = 0.0625 if FORM == "q4" else 1.0
+    lane, k = tl.arange(0, LANES), tl.arange(0, 32)
+    block_at = tl.where(there, block_at, 0)
+    word_at = block_at[:, None] + (lane % 16)[:, None] + tl.arange(0, 4)[None, :] * 16
+    x_group = x_row.to(tl.int64) * (2 * tiles)
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        for half in tl.static_range(2):
+            at = words + tile * TILE + half * (16 * WORDS) + word_at
+            low = tl.load(at)
+            if FORM == "q8":
+                low, high = low ^ FLIP, tl.load(at + 64) ^ FLIP
+            elif FORM == "q4":
+                low, high = ((low << 4) & UPPER) ^ FLIP, (low & UPPER) ^ FLIP
+            else:
+                low, high = doubled_numbers(low)
+            x_at = x_group + tile * 2 + half
+            codes = tl.load(x_codes + x_at[:, None] * 32 + k[None, :])
+            sums = tl.dot(
+                codes, signed_bytes(low, high, LANES),
+                tl.full((ROWS, LANES), 0x4B400000, tl.int32), out_dtype=tl.int32,
+            )  # fmt: skip
+            exact = tl.fma(sums.to(tl.float32, bitcast=True), UNIT, -12582912.0 * UNIT)
+            sizes = scales_of(words, tile * TILE + block_at, lane % 16, half, True, FORM)
+            x_sizes = tl.load(x_scales + x_at)
+            total = tl.fma(exact, sizes[None, :] * x_sizes[:, None], total)
+    return tl.where(there[None, :], total, 0.0)
+
+
+@triton.jit
+def block_rows(slots, order, begin, slot, pairs, ROWS: tl.constexpr):
+    """Pairs [R] of the block that begins at a place of the sorted order, or 0; which there are."""
+    at = begin + tl.arange(0, ROWS)
+    there = tl.load(slots + at, at < pairs, -1) == slot
+    return tl.load(order + at, there, 0).to(tl.int32), there
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_inner(
+    begins, slots, order, words, plain, slot_words, matrix_words, bias_at,
+    hidden, inner, hidden_tiles, inner_groups, top_k, pairs,
+    x_codes, x_scales, codes, sizes,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """activation(gate · x, up · x) of a tile of 64 columns of F: two groups of the pairs' rows."""
+    begin = tl.load(begins + tl.program_id(1))
+    if begin == pairs:
+        return
+    slot = tl.load(slots + begin)
+    pair, there = block_rows(slots, order, begin, slot, pairs, ROWS)
+    arena = slot.to(tl.int64) * slot_words
+    LANES: tl.constexpr = 64 if ACTIVATION == "relu" else 128  # gate's rows, then up's
+    tile, lane = tl.program_id(0), tl.arange(0, LANES)
+    matrix, block = lane // 64, tile * 4 + lane // 16 - lane // 64 * 4
+    found = product_sums(
+        words + arena, matrix * matrix_words + block * (hidden_tiles * tile_words(FORM)),
+        block * 16 < inner, hidden_tiles, x_codes, x_scales, pair // top_k,
+        FORM, ROWS, LANES, STAGES,
+    )  # fmt: skip
+    if BIASED:
+        row = block * 16 + lane % 16
+        bias = tl.load(plain + arena * 2 + bias_at + matrix * inner + row, row < inner, 0.0)
+        found += bias.to(tl.float32)[None, :]
+    if ACTIVATION == "relu":
+        values = activated(found, found, ACTIVATION)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(found, (ROWS, 2, 64)), (0, 2, 1)))
+        values = activated(gate, up, ACTIVATION)
+    found_codes, _, size = quantised(tl.reshape(values, (ROWS * 2, 32)), FORM)
+    half, k = tl.arange(0, 2), tl.arange(0, 64)
+    group = pair.to(tl.int64) * inner_groups + tile * 2  # [R]
+    found_codes = tl.reshape(found_codes, (ROWS, 64)).to(tl.int8)
+    tl.store(codes + group[:, None] * 32 + k[None, :], found_codes, there[:, None])
+    tl.store(sizes + group[:, None] + half[None, :], tl.reshape(size, (ROWS, 2)), there[:, None])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_down(
+    begins, slots, order, words, plain, slot_words, down_words, bias_at,
+    hidden, inner_tiles, pairs, x_codes, x_scales, out,
+    FORM: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """down · (what grouped_inner left), LANES outputs of a block's pairs, into their rows."""
+    begin = tl.load(begins + tl.program_id(1))
+    if begin == pairs:
+        return
+    slot = tl.load(slots + begin)
+    pair, there = block_rows(slots, order, begin, slot, pairs, ROWS)
+    arena = slot.to(tl.int64) * slot_words
+    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    found = product_sums(
+        words + arena + down_words, row // 16 * (inner_tiles * tile_words(FORM)),
+        row // 16 * 16 < hidden, inner_tiles, x_codes, x_scales, pair,
+        FORM, ROWS, LANES, STAGES,
+    )  # fmt: skip
+    if BIASED:
+        bias = tl.load(plain + arena * 2 + bias_at + row, row < hidden, 0.0)
+        found += bias.to(tl.float32)[None, :]
+    at = pair[:, None].to(tl.int64) * hidden + row[None, :]
+    inside = there[:, None] & (row[None, :] < hidden)
+    tl.store(out + at, stored(found, out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def linear_many(
+    words, x_codes, x_scales, out, count, outputs, tiles,
+    FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """LANES outputs of a dense matrix in tiles for ROWS rows of activations."""
+    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    x_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    found = product_sums(
+        words, row.to(tl.int64) // 16 * (tiles * tile_words(FORM)), row // 16 * 16 < outputs, tiles,
+        x_codes, x_scales, tl.where(x_row < count, x_row, 0), FORM, ROWS, LANES, STAGES,
+    )  # fmt: skip
+    at = x_row[:, None].to(tl.int64) * outputs + row[None, :]
+    inside = (x_row[:, None] < count) & (row[None, :] < outputs)
+    tl.store(out + at, stored(found, out.dtype.element_ty), inside)
