@@ -90,7 +90,7 @@ class Host:
             while True:
                 await asyncio.sleep(_LOOK_EVERY_S)
                 if time.monotonic() - trimmed >= _TRIM_EVERY_S:
-                    await asyncio.to_thread(return_free_pages)
+                    return_free_pages()
                     trimmed = time.monotonic()
                 for key, one in list(self._loaded.items()):
                     if one.expired:
