@@ -84,7 +84,7 @@ def test_a_signal_at_every_token(
         raise AssertionError("the answer has no end")
     assert last > 15
     assert "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits())) == right
-    assert held() == before
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
