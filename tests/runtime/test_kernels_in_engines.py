@@ -1,7 +1,7 @@
 """Whole engines on the device's own kernels, in Triton's interpreter: the bits of the CPU's.
 
-Everything but the GPU is the product's: dense layers, experts found by list and by table, sums. Both
-sides have torch between the products, and what a device's tensor may meet (tests/strict_device.py).
+Everything but the GPU is the product's: dense layers, experts found by list and by table, sums.
+Both sides have torch between the products, in the world of tests/strict_device.py.
 """
 
 from __future__ import annotations
