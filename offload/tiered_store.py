@@ -133,11 +133,12 @@ class TieredStore:
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         routed, self._uncounted = self._uncounted, []
-        if routed and accepted_rows is None:
-            self._count(int((self._tier.read(torch.cat(routed)) >= 0).sum()))
-        if self._inside and self._tier.lacks_somebody:
-            self._host.settle()
-            self._tier.bring_absent()
+        if self._inside and accepted_rows is None:  # else it broke off: nothing new may fail
+            if routed:
+                self._count(int((self._tier.read(torch.cat(routed)) >= 0).sum()))
+            if self._tier.lacks_somebody:
+                self._host.settle()
+                self._tier.bring_absent()
         self._host.end_pass(accepted_rows)
         self._tier.policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 

@@ -206,21 +206,20 @@ class Engine:
     def _with_memory(self, compute: Callable[[], Result]) -> Result:
         """compute(), which changes nothing when it fails; once more where a device had no memory
         for it, with fewer experts there. Raises OutOfMemory the second time."""
-        scarce = () if self.gpu is None else self.gpu.device.out_of_memory
-        try:
+        scarce, words = () if self.gpu is None else self.gpu.device.out_of_memory, ""
+        for attempt in range(2):
             try:
                 return compute()
-            except scarce:
+            except scarce as error:
+                words = str(error)
+            except BaseException:
                 self.store.abandon()
-                if not self.store.shrink():
-                    raise
-            return compute()
-        except scarce as error:
+                raise
+            # Here the traceback is gone, and with it what the pass had computed.
             self.store.abandon()
-            raise OutOfMemory(f"no device memory is left for a pass: {error}") from error
-        except BaseException:
-            self.store.abandon()
-            raise
+            if attempt or not self.store.shrink():
+                break
+        raise OutOfMemory(f"no device memory is left for a pass: {words}")
 
     def _give_torch_threads(self, rows: int) -> None:
         """Few rows are the native kernels' work: torch's threads would spin beside theirs.

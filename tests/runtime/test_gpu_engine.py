@@ -92,7 +92,7 @@ def test_shared_steps_agree(
     assert [tokens(gpu, prompt) for prompt in PROMPTS] == expected
     stats = gpu.store.stats
     assert stats.decode_device_hits > 0
-    assert stats.decode_cpu_events > 0
+    assert stats.decode_cpu_events > 0 or miss == "auto"  # which goes by what was measured
     assert stats.decode_bus_bytes > 0  # promotions
 
 
