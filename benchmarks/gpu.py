@@ -45,7 +45,7 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sizes import parse_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures
-_CEILING_BYTES, _CEILING_ROUNDS = 128 << 20, 10
+_CEILING_BYTES, _CEILING_SUMS, _CEILING_ROUNDS = 512 << 20, 4, 3
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,16 @@ ROWS: Mapping[str, Row] = {
 
 
 def device_ceiling() -> float:
-    """Bytes per second that the device reads from its own memory, by torch's sum over 128 MiB."""
+    """Bytes per second that the device reads from its own memory, by sums over half a GiB that are
+    queued together."""
     device = gpus.torch_device()
     x = torch.ones(_CEILING_BYTES // 4, device=device.place)
     best = 0.0
     for _ in range(_CEILING_ROUNDS):
         start = time.perf_counter()
-        float(x.sum())
-        best = max(best, _CEILING_BYTES / (time.perf_counter() - start))
+        sums = [x.sum() for _ in range(_CEILING_SUMS)]
+        float(sums[-1])
+        best = max(best, _CEILING_SUMS * _CEILING_BYTES / (time.perf_counter() - start))
     del x
     device.release()
     return best
@@ -94,8 +96,9 @@ def measure(
     """One prompt and its forced continuation, on an engine that has answered the same before."""
     gpu = engine.gpu
     assert gpu is not None
+    state = engine.new_state()
     for _ in range(2):  # the first fills the tiers, and compiles kernels
-        state = engine.new_state()
+        state.truncate(0)
         logits, first_s = prefill(engine, state, prompt)
         before = engine.store.stats.copy()
         _, seconds = decode(engine, state, logits, len(text), text)
@@ -126,7 +129,7 @@ def measure(
         "contended_cpu_bytes_per_s": round(both.cpu_bytes_per_s),
         "ram_bytes_per_s": round(ram),
         "device_allocated_bytes": gpu.allocated_bytes(),
-        "device_promised_bytes": gpu.placement.peak_bytes,
+        "device_promised_bytes": gpu.placement.peak_bytes - gpu.placement.context_bytes,
         "page_locked": engine.store.note or "all host slots",
         "choices": engine.choices,
     }

@@ -19,6 +19,7 @@ from moeinf.models.rope import rotate_half
 
 SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
 _WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB, in a core's own cache
+_FUSED_WIDTHS = 8  # a GPU's fused attention takes heads of multiples of it
 _WIDENED_ON_DEVICE = 1 << 22  # the same on a GPU, where a piece costs launches
 
 
@@ -68,7 +69,7 @@ def attend(
                 for b in blocks
             ]
         ).view(1, -1)
-    new, total = len(q), k.shape[1]
+    new, total, width = len(q), k.shape[1], v.shape[2]
     mask = None
     if sinks is not None or (new > 1 and (new != total or window is not None)):
         mask = causal_mask(new, total, window, q.device)
@@ -80,20 +81,21 @@ def attend(
     out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None and new > 1, scale=scale
     )
-    if sinks is not None:
-        out = out[..., :-1]
-    return out.permute(2, 0, 1, 3).flatten(1)
+    return out[..., :width].permute(2, 0, 1, 3).flatten(1)
 
 
 def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One more dimension, and before all keys one with no value whose product with q is the sink.
 
-    q [G, P, T, W], k and v [G, S, W] and sinks [G·P] -> W + 1 and S + 1. torch's fused attention
+    q [G, P, T, W], k and v [G, S, W] and sinks [G·P] -> W + 1, or what a GPU's fused kernels take,
+    and S + 1. torch's fused attention
     has no sinks; as a mask they would be T × S × H numbers.
     """
+    more = 1 if q.device.type == "cpu" else _FUSED_WIDTHS
     extra = sinks.to(q.dtype).view(len(k), -1, 1, 1).expand(-1, -1, q.shape[2], 1)
-    k, v = (functional.pad(x, (0, 1, 1, 0)) for x in (k, v))
-    k[:, 0, -1] = 1
+    extra = functional.pad(extra, (0, more - 1))
+    k, v = (functional.pad(x, (0, more, 1, 0)) for x in (k, v))
+    k[:, 0, -more] = 1
     return torch.cat((q, extra), -1), k, v
 
 

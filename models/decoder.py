@@ -233,20 +233,24 @@ def check_batch(
             raise ValueError("the state was not made by this model")
         if any(state is span.cache for span in spans):
             raise ValueError("a state appears twice in one batch")
-        if not len(ids):
-            raise ValueError("no tokens to extend a state with")
-        if not (min(ids) >= 0 and max(ids) < vocab):
-            raise ValueError(f"token ids must lie in 0 … {vocab - 1}")
-        if state.length + len(ids) > state.capacity:
-            raise ContextFull(
-                f"{len(ids)} more tokens after {state.length} do not fit "
-                f"into a context of {state.capacity}"
-            )
+        check_ids(ids, state.length, state.capacity, vocab)
         spans.append(Span(state, slice(start, start + len(ids)), state.length))
         start += len(ids)
     if not spans:
         raise ValueError("an empty batch")
     return tuple(spans)
+
+
+def check_ids(ids: Sequence[int], held: int, capacity: int, vocab: int) -> None:
+    """ValueError, or ContextFull, unless these can follow `held` tokens."""
+    if not len(ids):
+        raise ValueError("no tokens to extend a state with")
+    if not (min(ids) >= 0 and max(ids) < vocab):
+        raise ValueError(f"token ids must lie in 0 … {vocab - 1}")
+    if held + len(ids) > capacity:
+        raise ContextFull(
+            f"{len(ids)} more tokens after {held} do not fit into a context of {capacity}"
+        )
 
 
 def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:

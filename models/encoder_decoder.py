@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeinf.models.base import Embedding, Experts, Linear, MoeShape, State
 from moeinf.models.cross_attention import Memory, MemoryAttention, SelfAttention, SourceAttention
-from moeinf.models.decoder import check_batch
+from moeinf.models.decoder import check_batch, check_ids
 from moeinf.models.kv_cache import CacheLayout, KvCache, Span
 
 _HEAD_ROWS = 64  # rows of logits computed at once
@@ -155,8 +155,7 @@ class EncoderDecoder:
         was. Raises ContextFull for more tokens than its capacity, ValueError for unknown ids.
         """
         assert isinstance(state, SourceState), "the state was not made by this model"
-        empty = KvCache(self._cache, state.capacity)
-        (span,) = check_batch([(ids, empty)], self._cache, self.vocab_size)
+        check_ids(ids, 0, state.capacity, self.vocab_size)
         tokens = torch.tensor(list(ids), device=self._frame.embedding.device)
         owner = torch.full((len(ids),), state.request)
         with torch.inference_mode(), _Pass(experts, owner, "encode"):
@@ -164,7 +163,7 @@ class EncoderDecoder:
             bias = self._frame.positions.bias("encoder", len(ids), len(ids))
             for block in self._encoder:
                 x = x + block.attention(block.attention_norm(x), bias)
-                x = x + block.ffn(block.ffn_norm(x), experts, [span.rows])
+                x = x + block.ffn(block.ffn_norm(x), experts, [slice(0, len(ids))])
             x = self._frame.encoder_norm(x)
             memory = tuple(block.memory.read(x) for block in self._decoder)
         state.truncate(0)

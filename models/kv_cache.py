@@ -14,14 +14,12 @@ Layers whose memory does not grow with the text have theirs beside it: see recur
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moeinf.models.recurrent import RecurrentLayout, RecurrentMemory
+from moeinf.models.recurrent import RecurrentLayout, RecurrentMemory, tensors_of_layers
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class KvCache:
         if layout.recurrent is not None:
             self.recurrent = RecurrentMemory(layout.recurrent, layout.device)
         shapes = [(heads, capacity, width) for heads, width in layout.planes]
-        self._layers = [tuple(layer) for layer in _tensors(layout, shapes)]
+        self._layers = tensors_of_layers(layout.layers, shapes, layout.dtype, layout.device)
 
     @property
     def length(self) -> int:
@@ -119,20 +117,6 @@ class KvCache:
         if self.recurrent is not None:
             self.recurrent.commit()
         self._length += tokens
-
-
-def _tensors(layout: CacheLayout, shapes: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
-    """One tensor of every shape for each layer; on a GPU all in one piece, for torch rounds the
-    pieces of 1 to 10 MiB that single planes often are up by a quarter."""
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=layout.dtype, device=layout.device)
-
-    if layout.device.type == "cpu":
-        return [[empty(*shape) for shape in shapes] for _ in range(layout.layers)]
-    sizes = [math.prod(shape) for shape in shapes] * layout.layers
-    parts = iter(empty(sum(sizes)).split(sizes))
-    return [[next(parts).view(shape) for shape in shapes] for _ in range(layout.layers)]
 
 
 @dataclass(frozen=True)

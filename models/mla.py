@@ -114,7 +114,7 @@ class MlaCore:
         out = q.new_empty(len(q), shape.heads, shape.value)
         singles = [i for i, span in enumerate(rows.spans) if span.count == 1]
         if singles:
-            at = [rows.spans[i].rows.start for i in singles]
+            at = _rows([rows.spans[i].rows.start for i in singles])
             out[at] = self._absorbed(q_nope[at], q_rope[at], [past[i] for i in singles])
         for span, memory in zip(rows.spans, past, strict=True):
             if span.count > 1:
@@ -157,6 +157,12 @@ class MlaCore:
             q = functional.pad(q, (0, width - q.shape[-1]))  # [T, h, width]
             done = torch.unflatten(attend(q, k, v, shape.scale), -1, (heads, width))
             out[span.rows, block] = done[..., : shape.value]
+
+
+def _rows(places: list[int]) -> slice | list[int]:
+    """Neighbours as a slice: as an index a list has to be copied to where the rows are."""
+    first, last = places[0], places[-1]
+    return slice(first, last + 1) if last - first + 1 == len(places) else places
 
 
 def _query(shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> Callable[[Tensor], Tensor]:

@@ -6,7 +6,7 @@ installed (runtime/gpu.py asks first).
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class CudaDevice:
     plain_linear = staticmethod(device_linears.plain_linear)
     tiled_embedding = staticmethod(device_linears.tiled_embedding)
 
+    _limits: ClassVar[dict[int, int]] = {}  # of every engine here: torch knows one for the process
+
     def __init__(self) -> None:
         self.stream = int(torch.cuda.current_stream(self.place).cuda_stream)
         self.out_of_memory: tuple[type[Exception], ...] = (
@@ -44,12 +46,16 @@ class CudaDevice:
         return DeviceMath(layout, arena, reference)
 
     def limit(self, size_bytes: int) -> None:
+        self._limits[id(self)] = max(0, size_bytes)
+        if size_bytes <= 0:
+            del self._limits[id(self)]
         total = torch.cuda.get_device_properties(self.place).total_memory
-        share = min(1.0, max(0, size_bytes) / total)
+        share = min(1.0, sum(self._limits.values()) / total) if self._limits else 1.0
         torch.cuda.set_per_process_memory_fraction(share, self.place)
 
     def upload(self, x: Tensor) -> Tensor:
-        return x.to(self.place)  # from pageable memory: read by the time it returns
+        # The driver has read, or staged, pageable memory by the time it returns.
+        return x.to(self.place, non_blocking=True)
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
         return x.new_empty(count, x.shape[1])

@@ -100,7 +100,7 @@ class DeviceMath:
         slots = torch.full((len(rows),), -1, dtype=torch.int32)
         for slot, places in experts:
             if self._views and (self._form == "f32" or len(places) > MOST_ROWS):
-                at = torch.tensor(places, device=x.device)
+                at = torch.tensor(places).to(x.device, non_blocking=True)
                 rows[at] = self._reference.ffn(x[at // top_k], *self._views[slot])
             else:
                 slots[places] = slot

@@ -73,11 +73,12 @@ class Device(Protocol):
         ...
 
     def limit(self, size_bytes: int) -> None:
-        """From now on, what torch may hold of the device's memory: more is out of memory."""
+        """What torch may hold of the device's memory for this engine from now on, beside others'
+        shares; more is out of memory. 0: the engine has ended."""
         ...
 
     def upload(self, x: Tensor) -> Tensor:
-        """x on the device; the host's may be changed only after the next download."""
+        """x on the device; the host's may be changed as soon as this returns."""
         ...
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
@@ -124,11 +125,14 @@ class DeviceTier:
         self._slots: DeviceSlots | None = None  # once `shrink` has failed
         self._pass: tuple[NDArray[np.int64], Phase] | None = None
         self.decoding = False
-        try:
-            self._build(slots)
-        except device.out_of_memory:
-            device.release()
-            self._build(slots)
+        for attempt in range(2):
+            try:
+                self._build(slots)
+                break
+            except device.out_of_memory:
+                if attempt:
+                    raise
+            device.release()  # here nothing holds a first arena any more
 
     def _build(self, slots: int) -> None:
         arena = DeviceSlots(self._context, self._lock, slots, self.device.stream)
@@ -187,6 +191,10 @@ class DeviceTier:
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self._pass, self.decoding = (rows, phase), phase == "decode"
         self.policy.begin_pass(rows, phase)
+
+    def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
+        self._pass = None
+        self.policy.end_pass(accepted)
 
     def compute(
         self,

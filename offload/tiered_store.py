@@ -19,9 +19,10 @@ One layer, as time runs:
               promoted: copied into a device slot, which the next layers do not wait for. Where
               everybody has a slot, what lies in RAM follows unasked, from pass to pass
 
-With the dense weights on the device, too (`inside`), routing is the one thing that a layer must
-read from there, and a layer whose experts are all on the device for good does not even read that:
-kernels find them through a table of slots, and its routing is counted when the pass ends.
+With the dense weights on the device, too (`inside`), a layer reads its routing from there, and x
+where the CPU may compute some of it, before anything is queued. A layer whose experts are all on
+the device for good does not even read that: kernels find them through a table of slots, and its
+routing is counted when the pass ends.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class TieredStore:
     ) -> None:
         """locking: of the host store's slots; ended with the store. inside: whether what a layer
         is given lies on the device."""
-        self._inside = inside
+        self._inside, self._planned = inside, tier.slots
         self._uncounted: list[Tensor] = []  # routing on the device, of this pass
         self._tier, self._host, self._runner = tier, host, runner
         self._locking = locking
@@ -96,7 +97,10 @@ class TieredStore:
 
     @property
     def note(self) -> str | None:
-        """What could not be page-locked, and why; None: nothing to say, yet."""
+        """What could not be page-locked, or was given up, and why; None: nothing to say, yet."""
+        if self._tier.slots < self._planned:
+            words = f"the GPU ran out of memory: it holds {self._tier.slots} experts now, "
+            return words + f"not {self._planned}; give it less, or --device-memory less"
         return self._locking.note
 
     @property
@@ -121,8 +125,8 @@ class TieredStore:
     def warm(self, cells: Iterable[int]) -> int:
         """Into empty host slots; from there they are promoted by use.
 
-        Where all experts have a slot on the device the others follow these: once all are there, no
-        layer has to read its routing.
+        Where all experts have a slot on the device the others follow these, as far as there is
+        room: once all are there, no layer has to read its routing.
         """
         rest = range(self._tier.cells) if self._inside and self._tier.all_fit else ()
         return self._host.warm([*cells, *rest])
@@ -133,14 +137,16 @@ class TieredStore:
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         routed, self._uncounted = self._uncounted, []
-        if self._inside and accepted_rows is None:  # else it broke off: nothing new may fail
-            if routed:
-                self._count(int((self._tier.read(torch.cat(routed)) >= 0).sum()))
-            if self._tier.lacks_somebody:
-                self._host.settle()
-                self._tier.bring_absent()
-        self._host.end_pass(accepted_rows)
-        self._tier.policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
+        try:
+            if self._inside and accepted_rows is None:  # else it broke off: nothing new may fail
+                if routed:
+                    self._count(int((self._tier.read(torch.cat(routed)) >= 0).sum()))
+                if self._tier.lacks_somebody:
+                    self._host.settle()
+                    self._tier.bring_absent()
+        finally:
+            self._host.end_pass(accepted_rows)
+            self._tier.end_pass(None if accepted_rows is None else accepted_rows.numpy())
 
     def end_request(self, request: int) -> None:
         self._host.end_request(request)
@@ -167,10 +173,10 @@ class TieredStore:
             ids = self._tier.read(ids)
         chosen = ids.numpy()
         self._tier.policy.routed(layer, chosen)
-        there = {
-            cell for cell in chosen_cells(layer, chosen, self._experts)
-            if self._tier.is_resident(cell)
-        }  # fmt: skip
+        cells = list(chosen_cells(layer, chosen, self._experts))
+        there = {cell for cell in cells if self._tier.is_resident(cell)}
+        if self._inside and self._runner.computes_below and len(there) < len(cells):
+            self._runner.begin(self._tier.device.download(x))
         if there:
             groups = self._math.group(ids, self._experts)
             hits = [(first + e, places) for e, places in groups if first + e in there]

@@ -55,6 +55,11 @@ class OpenGpu:
         """What computes with the dense weights on the device; None: they stay in RAM."""
         return self.device if self.placement.inside else None
 
+    def close(self) -> None:
+        """Gives back what torch keeps; nothing that lies on the device is used afterwards."""
+        self.device.limit(0)
+        self.device.release()
+
     def allocated_bytes(self) -> int:
         """What the device has less free than then, whoever took it."""
         return max(0, self.free_bytes - self.context.memory()[0])
@@ -80,8 +85,9 @@ def open_gpu(
             speeds = measure_contended(context, layout, math)
             remember_gpu(settings, found.name, contended=(manifest.dtype, speeds))
         share, notes = speeds.fetched_share, (_words(speeds),)
-    free = context.memory()[0]
-    return OpenGpu(context, gpus.torch_device(), placement, config.miss, share, notes, free)
+    device, free = gpus.torch_device(), context.memory()[0]
+    device.limit(placement.budget_bytes - placement.context_bytes)
+    return OpenGpu(context, device, placement, config.miss, share, notes, free)
 
 
 def _words(speeds: Contended) -> str:
@@ -109,9 +115,9 @@ class Above:
     ) -> None:
         """Raises DeviceError."""
         cells, slots = shape.layers * shape.experts, gpu.placement.slots
-        name = "lru" if slots >= cells else policy
 
         def make_policy(slots: int) -> Policy:
+            name = "lru" if slots >= cells else policy  # nobody leaves: then a policy only costs
             return POLICIES[name](Setup(shape, slots, past if name in USE_PAST else None))
 
         lock = HostLock(gpu.context, pool, SLICE_BYTES)

@@ -100,8 +100,9 @@ def bench(engine: Engine, prompt_tokens: int, new_tokens: int, rounds: int) -> M
     """The same prompt and its greedy continuation, `rounds` times. Ends of text are passed over."""
     prompt = prompt_of(engine, prompt_tokens)
     measured = Measured(prompt_tokens)
+    state = engine.new_state()
     for _ in range(rounds):
-        state = engine.new_state()
+        state.truncate(0)
         logits, seconds = prefill(engine, state, prompt)
         measured.prefill_seconds.append(seconds)
         before = engine.store.stats.copy()

@@ -6,7 +6,6 @@ Does not know names of tensors or files.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from moeinf.runtime import linears
 from moeinf.runtime.tuned import tuned
@@ -20,6 +19,3 @@ class CpuMath:
     plain_linear = staticmethod(linears.plain_linear)
     tiled_embedding = staticmethod(linears.tiled_embedding)
     tuned = staticmethod(tuned)
-
-    def upload(self, x: Tensor) -> Tensor:
-        return x

@@ -22,7 +22,7 @@ from moeinf.runtime.sizes import MemorySize, format_bytes
 
 CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded: assumed, not measured
 HEADROOM_BYTES = 256 << 20  # left to others, the desktop say, by the default budget
-_ROUNDING_BYTES = 32 << 20  # torch takes memory in pieces of 2 to 20 MiB
+_TORCH_BYTES = 64 << 20  # pieces of 2 to 20 MiB that torch takes, and up to 32 MiB for cuBLAS
 
 
 class DeviceDoesNotFit(MemoryError):
@@ -115,18 +115,19 @@ class DeviceBudget:
 def workspace_bytes(manifest: Manifest) -> int:
     """What a prefill chunk computes with: its rows, K outputs each, and K inner rows, in float32.
 
-    Quantised activations take less than the float32 that is counted for them.
+    Quantised activations take less than the float32 that is counted for them. And what torch takes
+    in any case.
     """
     layout = manifest.expert_layout
     inner = layout.hidden + manifest.top_k * (layout.hidden + 2 * layout.intermediate)
-    return _chunk(manifest) * inner * 4
+    return _chunk(manifest) * inner * 4 + _TORCH_BYTES
 
 
 def dense_workspace_bytes(manifest: Manifest, context: int) -> int:
     """The same where attention computes there, too: a dozen rows of D in float32 for every token of
-    a chunk, which of `context` tokens it sees, and what torch rounds up."""
+    a chunk, and which of `context` tokens it sees."""
     rows = _chunk(manifest) * (12 * manifest.hidden * 4 + 4 * context)
-    return workspace_bytes(manifest) + rows + _ROUNDING_BYTES
+    return workspace_bytes(manifest) + rows
 
 
 def _chunk(manifest: Manifest) -> int:
@@ -134,6 +135,6 @@ def _chunk(manifest: Manifest) -> int:
 
 
 def most_tokens(fits: Callable[[int], bool], step: int, most: int) -> int:
-    """The largest multiple of `step` up to `most` that fits; at least one step."""
-    counts = range(2, most // step + 1)
+    """The largest multiple of `step` that fits, the last the first from `most` on; at least one."""
+    counts = range(2, -(-most // step) + 1)
     return step * (1 + bisect_left(counts, True, key=lambda count: not fits(count * step)))

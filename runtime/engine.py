@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeinf.models.base import Experts, State
+from moeinf.models.base import Experts, Model, State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
@@ -99,7 +99,11 @@ class Engine:
             if self.placement.on_device is not None:
                 self.gpu = open_gpu(self.placement.on_device, manifest, config, settings)
             inside = None if self.gpu is None else self.gpu.dense_math
-            self.model = load_model(folder, manifest, config, reading, inside)
+            if self.gpu is not None:
+                undo.callback(self.gpu.close)
+            self.model = self._loaded(lambda: load_model(folder, manifest, config, reading, inside))
+            if self.gpu is not None:
+                undo.callback(lambda: delattr(self, "model"))  # before the GPU is given back
             self._told: set[str] = set()
             self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
             past = self._open_past(settings) if config.trace else None
@@ -112,7 +116,8 @@ class Engine:
             undo.callback(self.store.close)
             warm = self.store.warm([] if past is None else past.probable_cells())
             if warm:
-                self.choices += (f"reading ahead {warm} experts, what past requests used first",)
+                first = "" if past is None else ", what past requests used first"
+                self.choices += (f"reading ahead {warm} experts{first}",)
             self._opened = undo.pop_all()
         registration.publish(self._figures)
         self._requests = itertools.count()
@@ -188,6 +193,11 @@ class Engine:
         values: NDArray[np.float32] = found.numpy()
         return values
 
+    def all_logits(self, state: State, ids: Sequence[int]) -> Tensor:
+        """Appends one chunk of ids, and returns the logits after each: [T, vocab]. As `states`."""
+        self._give_torch_threads(len(ids))
+        return self._with_memory(lambda: self.model.extend([(ids, state)], self.store, "all"))
+
     def step(self, tokens: Sequence[tuple[State, int]]) -> NDArray[np.float32]:
         """Appends one token to each of several states in one pass; logits [requests, vocab].
 
@@ -203,21 +213,36 @@ class Engine:
         """One pass of the model; one that an error cuts off leaves nothing pinned."""
         return self._with_memory(lambda: self.model.extend(batch, self.experts))
 
+    @property
+    def _scarce(self) -> tuple[type[Exception], ...]:
+        """What is raised when a device has no memory left."""
+        return () if self.gpu is None else self.gpu.device.out_of_memory
+
+    def _loaded(self, load: Callable[[], Model]) -> Model:
+        try:
+            return load()
+        except self._scarce as error:
+            words = f"no device memory is left for dense weights: {error}"
+            raise OutOfMemory(words) from error
+
     def _with_memory(self, compute: Callable[[], Result]) -> Result:
         """compute(), which changes nothing when it fails; once more where a device had no memory
         for it, with fewer experts there. Raises OutOfMemory the second time."""
-        scarce, words = () if self.gpu is None else self.gpu.device.out_of_memory, ""
+        words = ""
         for attempt in range(2):
             try:
                 return compute()
-            except scarce as error:
+            except self._scarce as error:
                 words = str(error)
             except BaseException:
                 self.store.abandon()
                 raise
             # Here the traceback is gone, and with it what the pass had computed.
             self.store.abandon()
-            if attempt or not self.store.shrink():
+            try:
+                if attempt or not self.store.shrink():
+                    break
+            except self._scarce:
                 break
         raise OutOfMemory(f"no device memory is left for a pass: {words}")
 
@@ -278,7 +303,10 @@ class Engine:
             self.store.stopped = lambda: False
 
     def close(self) -> None:
-        """Ends readers and worker, and takes the engine off the register."""
+        """Ends readers and worker, and takes the engine off the register.
+
+        States must be let go of first: on a GPU their memory is given back here.
+        """
         self._opened.close()
 
     def __enter__(self) -> Engine:

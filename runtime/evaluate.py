@@ -96,7 +96,6 @@ def _score_window(engines: Sequence[Engine], ids: Sequence[int], sums: _Sums) ->
         rows = ids[first : min(first + _ROWS, len(ids) - 1)]
         targets = torch.tensor(ids[first + 1 : first + 1 + len(rows)])
         found = [
-            engine.model.extend([(rows, state)], engine.store, "all")
-            for engine, state in zip(engines, states, strict=True)
+            engine.all_logits(state, rows) for engine, state in zip(engines, states, strict=True)
         ]
         sums.add(found[0], found[1] if len(found) > 1 else None, targets)

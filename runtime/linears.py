@@ -29,10 +29,6 @@ class DenseMath(Protocol):
         """Where that is."""
         ...
 
-    def upload(self, x: Tensor) -> Tensor:
-        """x there; the host's may be changed as soon as this returns."""
-        ...
-
     def tiled_linear(
         self, tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
     ) -> Linear:

@@ -82,7 +82,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         if on_device.inside:
             fixed, kv = fixed - manifest.dense_bytes, 0
         else:
-            wanted = format_bytes(device.inside_bytes(context, kv))
+            wanted = f"{-(-device.inside_bytes(context, kv) >> 20)}MiB"
             notes.append(
                 "dense weights and KV cache stay in RAM: to be on the GPU, too, they need "
                 f"--device-memory {wanted}, or a smaller --ctx"

@@ -118,13 +118,13 @@ class ForcedRouting:
         self._experts.begin_pass(rows, phase)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        forced = self._ids[layer]
+        forced = self._ids[layer].to(x.device)
         return self._experts.submit(layer, x, forced, weights[:, : forced.shape[1]].contiguous())
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         assert self._hints is not None
-        forced = self._hints[layer]
-        self._experts.hint(layer, forced, torch.ones(forced.shape))  # surer ones are not known
+        forced = self._hints[layer].to(ids.device)
+        self._experts.hint(layer, forced, forced.new_ones(forced.shape).float())  # none is surer
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self._experts.end_pass(accepted_rows)

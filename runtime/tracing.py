@@ -64,18 +64,18 @@ class Recorder:
             self._experts.hint(layer, ids, scores)
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        self._experts.end_pass(accepted_rows)
         builder, self._pass = self._pass, None
+        routed, self._routed = self._routed, []
+        self._experts.end_pass(accepted_rows)
         if builder is None:
             return
         accepted = None if accepted_rows is None else accepted_rows.numpy(force=True)
         if accepted is not None and not np.any(accepted):
             return  # it broke off
-        ids = _on_host([ids for _, ids, _ in self._routed])
-        weights = _on_host([mix for _, _, mix in self._routed if mix is not None])
-        for n, (layer, _, mix) in enumerate(self._routed):
+        ids = _on_host([ids for _, ids, _ in routed])
+        weights = _on_host([mix for _, _, mix in routed if mix is not None])
+        for n, (layer, _, mix) in enumerate(routed):
             builder.routed(layer, ids[n], None if mix is None else weights[n])
-        self._routed.clear()
         done = builder.end(accepted)
         self._uncounted.append(done)
         if len(self._uncounted) == _PASSES:

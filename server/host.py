@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import return_free_pages
@@ -106,7 +107,7 @@ class Host:
         """Tries once more without the idle models when memory is short."""
         try:
             return await self._started(key)
-        except DoesNotFit:
+        except (DoesNotFit, DeviceDoesNotFit):
             idle = [other for other, one in self._loaded.items() if one.worker.idle]
             if not idle:
                 raise

@@ -138,6 +138,7 @@ class Worker:
                     self._round(engine)
                 for one in list(self._running):
                     self._fail(engine, one, end)
+                self._free.clear()  # states go before their engine
         except Exception as error:
             end = self._failure = error
         with self._changed:

@@ -64,7 +64,7 @@ def test_a_plan_says_where_its_figures_come_from(
     assert "of Fake GPU" in text
     assert "(never measured: `moeinf devices` does)" in text
     assert "? tokens/s (everything is on the GPU, whose own memory was not measured)" in text
-    assert answer(["plan", "demo", "--device", "cuda", "--device-memory", "520MiB"]) == 0
+    assert answer(["plan", "demo", "--device", "cuda", "--device-memory", "578MiB"]) == 0
     said = capsys.readouterr()
     assert "no: they stay in RAM" in said.out
     assert "to be on the GPU, too, they need --device-memory" in said.err

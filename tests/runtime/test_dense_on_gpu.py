@@ -24,7 +24,7 @@ from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import Sampler, SamplingOptions
-from moeinf.runtime.sizes import format_bytes, parse_memory
+from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
@@ -154,7 +154,8 @@ def test_residency_chooses_nothing(
             assert slots is None or plan.slots == slots
             assert plan.arena_bytes == fake.count("allocated")
             torchs = plan.budget_bytes - plan.context_bytes - plan.arena_bytes
-            assert devices[-1].limits == [torchs]
+            assert devices[-1].limits[1:] == [torchs]
+        assert devices[-1].limits[-1] == 0  # it has ended
     assert found == found[:1] * 4
 
 
@@ -171,7 +172,11 @@ def test_no_memory_between_experts(
         device.scarce = 1
         assert greedy(engine, list(b"17+25="), 6) == first
         assert engine.store.device_slots == 4
-        assert device.limits[1] - device.limits[0] == 5 * manifest.slots.slot_bytes
+        assert device.limits[2] - device.limits[1] == 5 * manifest.slots.slot_bytes
+        assert engine.take_notes() == [
+            "the GPU ran out of memory: it holds 4 experts now, not 9; give it less, or "
+            "--device-memory less"
+        ]
         device.scarce = 1 << 30
         with pytest.raises(OutOfMemory, match="no device memory is left for a pass"):
             greedy(engine, list(b"17+25="), 6)
@@ -199,7 +204,7 @@ def test_too_little_for_dense_weights_keeps_them_in_ram(
     assert inside.slots == manifest.slots.top_k < outside.slots
     assert plans[1].peak_bytes - plans[0].peak_bytes == manifest.dense_bytes + manifest.kv_bytes(64)
     (note,) = (note for note in plans[1].notes if "stay in RAM" in note)
-    assert f"--device-memory {format_bytes(inside.budget_bytes)}" in note
+    assert f"--device-memory {-(-inside.budget_bytes >> 20)}MiB," in note
 
 
 @pytest.fixture

@@ -113,9 +113,11 @@ def test_device_memory_is_a_promise(fake: Fake, open_gpu_engine: Open) -> None:
         engine = open_gpu_engine(slots, extra=SLOT - 1)
         plan = engine.placement.on_device
         assert plan is not None
-        assert (plan.slots, plan.arena_bytes) == (slots, fake.count("allocated"))
+        assert plan.inside == (slots == 100)  # dense weights and KV cache have room then
+        assert plan.inside or plan.slots == slots
+        assert plan.arena_bytes == fake.count("allocated")
         assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + SLOT
-        assert any(f"{slots} experts, workspace" in line for line in engine.choices)
+        assert any(f"{plan.slots} experts, workspace" in line for line in engine.choices)
         engine.close()
 
 
