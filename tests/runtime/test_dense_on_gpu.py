@@ -6,9 +6,10 @@ tensor of the device may meet one of the host (tests/strict_device.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +238,35 @@ def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
     assert engine.store.stats.decode_events - events == layer
     assert engine.store.stats.bus_bytes == engine.manifest.slots.max_bytes
     engine.end_request(request, counts=True)
+
+
+@pytest.mark.parametrize("miss", ["compute", "auto"])
+def test_the_cpu_does_not_wait_for_what_the_device_computes(
+    miss: Miss, fake: Fake, devices: list[StrictFake], demo_home: Path,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """In a layer everything comes down before the first kernel of its experts is queued."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    request.getfixturevalue("strict")
+    config = replace(config_of(fake, manifest, 40, "30%", miss, 64), policy="lru")  # no hints
+    with Engine(manifest, folder, config, settings) as engine:
+        device, store, seen = devices[-1], engine.store, ""
+        launch, download, submit = device.launch, device.download, store.submit
+
+        def note(letter: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*given: Any) -> Any:
+                nonlocal seen
+                seen += letter
+                return call(*given)
+
+            return noted
+
+        monkeypatch.setattr(device, "launch", note("k", launch))
+        monkeypatch.setattr(device, "download", note("d", download))
+        monkeypatch.setattr(store, "submit", note(".", submit))
+        greedy(engine, list(b"17+25="), 12)
+        layers = seen.split(".")[1:]
+        assert any("d" in layer and "k" in layer for layer in layers)
+        assert not any("kd" in layer for layer in layers)
+        assert store.stats.decode_cpu_events > 0 or miss == "auto"
