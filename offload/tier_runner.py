@@ -54,7 +54,8 @@ class TierRunner:
         self._x: Tensor | None = None  # on the device, once anything needs it
         self._rows: Tensor | None = None
         self._places: list[int] = []  # of rows that the device computes
-        self._below: tuple[Tensor, list[Tensor]] | None = None  # inside: x and the CPU's rows
+        self._below_x: Tensor | None = None  # inside: x in RAM, for the CPU
+        self._below_rows: Tensor | None = None  # inside: what the CPU has made of it
         self._computed: list[int] = []  # inside: places of the CPU's rows
         self._promotable: list[int] = []  # cells that the CPU has computed
         self._shrunk = False  # in this layer
@@ -67,8 +68,8 @@ class TierRunner:
     def begin(self, x: Tensor | None = None) -> None:
         """A layer is submitted; what an error has left of the last is forgotten. x: inside, in
         RAM, for the CPU: read before anything is queued, or the CPU would wait for all of it."""
-        self._x = self._rows = None
-        self._below = None if x is None else (x, [])
+        self._x = self._rows = self._below_rows = None
+        self._below_x = x
         self._places, self._computed, self._promotable, self._shrunk = [], [], [], False
 
     def rows(self, x: Tensor, count: int) -> Tensor:
@@ -129,9 +130,9 @@ class TierRunner:
         """rows [T, K, D] and weights [T, K] -> [T, D], where x is."""
         flat = rows.view(-1, rows.shape[-1])
         if self._inside:
-            if self._below is not None and self._computed:
+            if self._below_rows is not None:
                 places, upload = torch.tensor(self._computed), self._tier.device.upload
-                flat.index_copy_(0, upload(places), upload(self._below[1][0][places]))
+                flat.index_copy_(0, upload(places), upload(self._below_rows[places]))
             out = self._tier.combine(rows, weights)
         else:
             if self._rows is not None and self._places:
@@ -150,12 +151,11 @@ class TierRunner:
     ) -> None:
         """On the CPU, where the host's slots are."""
         if self._inside:
-            if self._below is None:
-                self._below = self._tier.read(x), []
-            x, made = self._below
-            if not made:
-                made.append(torch.empty(rows.shape, dtype=rows.dtype))
-            rows = made[0]
+            if self._below_x is None:  # the tier has lost its slots since the layer was submitted
+                self._below_x = self._tier.read(x)
+            if self._below_rows is None:
+                self._below_rows = torch.empty(rows.shape, dtype=rows.dtype)
+            x, rows = self._below_x, self._below_rows
             self._computed += [place for _, places in experts for place in places]
         self._cpu.run(x, experts, top_k, rows)
 
