@@ -101,8 +101,9 @@ def _seen(make: Any, *given: Any) -> Linear:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake's memory is not the GPU's")
-@pytest.mark.parametrize(("name", "form"), [("qwen3", "q4"), ("deepseek-lite", "q8"),
-                                            ("gpt-oss", "q4"), ("olmoe-yarn", "bf16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "form"), [("deepseek-lite", "q8"), ("gpt-oss", "q4"), ("olmoe-yarn", "bf16")]
+)
 def test_the_cpus_logits(
     name: str, form: str, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
