@@ -50,10 +50,10 @@ class StrictFake(FakeDevice):
         return piece
 
     def tiled_linear(self, *given: Any) -> Linear:
-        return _native(linears.tiled_linear, *given)
+        return made_there(linears.tiled_linear, *given)
 
     def plain_linear(self, *given: Any) -> Linear:
-        linear = _native(linears.plain_linear, *given)
+        linear = made_there(linears.plain_linear, *given)
 
         def compute(x: Tensor) -> Tensor:
             if self.scarce > 0:
@@ -64,7 +64,7 @@ class StrictFake(FakeDevice):
         return compute
 
     def tiled_embedding(self, *given: Any) -> linears.Rows:
-        return _native(linears.tiled_embedding, *given)
+        return made_there(linears.tiled_embedding, *given)
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
@@ -105,7 +105,7 @@ class _There:
         return self._math.combine(rows, weights)
 
 
-def _native(make: Callable[..., Callable[[Tensor], Tensor]], *given: Any) -> Linear:
+def made_there(make: Callable[..., Callable[[Tensor], Tensor]], *given: Any) -> Linear:
     """The CPU's function over weights that lie there, for rows that do."""
     assert all(lies_there(x) for x in given if isinstance(x, Tensor))
     with torch._C.DisableTorchFunction():

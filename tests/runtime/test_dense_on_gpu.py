@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.offload.split import MISSES, Miss
@@ -26,14 +25,12 @@ from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
 from tests.runtime.test_encoder_decoders import checkpoint
-from tests.runtime.test_families import CONFIGS, GREEDY
+from tests.runtime.test_families import CONFIGS, GREEDY, pulled
 from tests.strict_device import Strict
 from tests.strict_fake import StrictFake
-from tests.tiny import save_tiny, tiny_reference
 
 
 @pytest.fixture
@@ -91,15 +88,7 @@ def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
 def test_float32_equals_transformers_token_for_token(
     name: str, fake: Fake, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    save_tiny(name, tmp_path / "checkpoint", seed=3, dtype=torch.float32)
-    byte_tokenizer().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
-    settings = Settings(tmp_path / "home")
-    manifest = pull(tmp_path / "checkpoint", settings, "tiny:f32")
-    model = tiny_reference(name, seed=3)
-    prompt = [(7 * i + 3) % model.config.vocab_size for i in range(23)]
-    expected = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None
-    )[0, len(prompt) :].tolist()
+    settings, manifest, prompt, expected = pulled(name, tmp_path, 8)
     request.getfixturevalue("strict")
     folder, sizes = Library(settings).folder(manifest.model), manifest.slots
     for size, miss in zip((sizes.max_bytes, 0, sizes.max_bytes // 2), MISSES, strict=True):

@@ -11,6 +11,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library import Library
+from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
@@ -26,17 +27,23 @@ CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window
 GREEDY = SamplingOptions(temperature=0)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) -> None:
-    save_tiny(name, tmp_path / "checkpoint", seed=3, dtype=torch.float32)
-    byte_tokenizer().save(str(tmp_path / "checkpoint" / "tokenizer.json"))
-    settings = Settings(tmp_path / "home")
-    manifest = pull(tmp_path / "checkpoint", settings, "tiny:f32")
+def pulled(name: str, folder: Path, count: int) -> tuple[Settings, Manifest, list[int], list[int]]:
+    """A tiny model in float32, a prompt, and the tokens that transformers continues it with."""
+    save_tiny(name, folder / "checkpoint", seed=3, dtype=torch.float32)
+    byte_tokenizer().save(str(folder / "checkpoint" / "tokenizer.json"))
+    settings = Settings(folder / "home")
+    manifest = pull(folder / "checkpoint", settings, "tiny:f32")
     model = tiny_reference(name, seed=3)
     prompt = [(7 * i + 3) % model.config.vocab_size for i in range(23)]
     expected = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=30, eos_token_id=None
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=None
     )[0, len(prompt) :].tolist()
+    return settings, manifest, prompt, expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) -> None:
+    settings, manifest, prompt, expected = pulled(name, tmp_path, 30)
     for memory in ("100%", str(manifest.slots.min_bytes)):
         config = EngineConfig(memory=parse_memory(memory))
         folder = Library(settings).folder(manifest.model)

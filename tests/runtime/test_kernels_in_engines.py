@@ -33,8 +33,8 @@ from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
 from tests.offload.device import DEVICE
-from tests.strict_device import PLACE, Strict, lies_there
-from tests.strict_fake import StrictFake
+from tests.strict_device import PLACE, Strict
+from tests.strict_fake import StrictFake, made_there
 from tests.tiny import save_tiny
 
 
@@ -44,13 +44,13 @@ class KernelFake(StrictFake):
     routed = 0
 
     def tiled_linear(self, *given: Any) -> Linear:
-        return _seen(device_linears.tiled_linear, *given)
+        return made_there(device_linears.tiled_linear, *given)
 
     def plain_linear(self, *given: Any) -> Linear:
-        return _seen(device_linears.plain_linear, *given)
+        return made_there(device_linears.plain_linear, *given)
 
     def tiled_embedding(self, *given: Any) -> linears.Rows:
-        return _seen(device_linears.tiled_embedding, *given)
+        return made_there(device_linears.tiled_embedding, *given)
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
@@ -84,20 +84,6 @@ class _Later:
         with torch._C.DisableTorchFunction():
             found = self._math.combine(rows, weights)
         return found.to(PLACE)
-
-
-def _seen(make: Any, *given: Any) -> Linear:
-    assert all(lies_there(x) for x in given if isinstance(x, Tensor))
-    with torch._C.DisableTorchFunction():
-        made = make(*given)
-
-    def compute(x: Tensor) -> Tensor:
-        assert lies_there(x)
-        with torch._C.DisableTorchFunction():
-            found: Tensor = made(x)
-        return found.to(PLACE)
-
-    return compute
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake's memory is not the GPU's")
