@@ -52,12 +52,8 @@ def find_source(
     if asked.name == DEMO:
         return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
 
-    from moeinf.runtime.hub import (
-        HubSource,
-        cached_checkpoint,
-        is_offline,
-        look_up,
-    )
+    from moeinf.runtime.cached import CachedSource, cached_checkpoint, lacking
+    from moeinf.runtime.hub import HubSource, fetcher_of, is_offline, look_up
 
     repository = model.partition(":")[0]
     short = _short_name(model)
@@ -72,12 +68,20 @@ def find_source(
     found = None if is_offline() else look_up(repository, revision, token)
     commit = found.commit if found is not None else revision
     cached = cached_checkpoint(repository, commit)
+    aside = downloads_of(Library(settings).folder(wanted))
     if cached is not None:
         note(f"{repository} is in the Hugging Face cache and is used from there")
+        if found is not None:
+            return wanted, CachedSource(cached, found, aside, fetcher_of(token))
+        if missing := lacking(cached.folder):
+            note(
+                f"the cache has no {', '.join(missing)}; whether the repository has cannot be "
+                "known offline"
+            )
         return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
     if found is None:
         found = look_up(repository, revision, token)  # says that we are offline
-    return wanted, HubSource(found, downloads_of(Library(settings).folder(wanted)), token, workers)
+    return wanted, HubSource(found, aside, token, workers)
 
 
 def _short_name(model: str) -> tuple[str, str] | None:
