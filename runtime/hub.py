@@ -34,7 +34,6 @@ from moeinf.runtime.checkpoint import (
     SAFETENSORS,
     SINGLE,
     BadCheckpoint,
-    Checkpoint,
     SourceTensor,
     header_length,
     indexed_files,

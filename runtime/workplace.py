@@ -155,7 +155,7 @@ def taken_bytes(folder: Path) -> int:
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                total += 512 * os.lstat(os.path.join(place, name)).st_blocks
+                total += 512 * Path(place, name).lstat().st_blocks
     return total
 
 
