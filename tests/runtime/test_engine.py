@@ -148,6 +148,7 @@ def test_a_flipped_byte_in_a_shard_is_never_a_wrong_token(own_home: Path) -> Non
         conversation = Conversation(engine)
         with pytest.raises(ExpertReadError) as caught:
             list(conversation.ask("17+25=", GREEDY, Limits()))
+        assert conversation.messages == []  # half an answer is none
         assert caught.value.shard.startswith("experts/L002/E")
         assert engine.store.idle
 
