@@ -45,7 +45,8 @@ from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, 
 from moeinf.runtime.fp8 import files_of, join_scales
 from moeinf.runtime.picked import join_blocks
 from moeinf.runtime.remote_torch_file import check_table, read_remote_table
-from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Progress
+from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
+from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
 from moeinf.runtime.workplace import Workplace
 

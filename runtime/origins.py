@@ -24,7 +24,7 @@ class UnknownSource(ValueError):
 
 def can_be_had(model: str) -> bool:
     """Whether `find_source` would look for the model elsewhere. Raises BadName."""
-    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
+    return parse_name(model).name == DEMO or "/" in model or entry_of(model) is not None
 
 
 def find_source(
@@ -56,10 +56,10 @@ def find_source(
     from moeinf.runtime.hub import HubSource, fetcher_of, is_offline, look_up
 
     repository = model.partition(":")[0]
-    short = _short_name(model)
-    if short is not None:
-        known, repository = short
-        wanted = wanted if name is not None else ModelName(known, asked.tag)
+    entry = entry_of(model)
+    if entry is not None:
+        repository, revision = entry.repo, revision or entry.revision
+        wanted = wanted if name is not None else ModelName(entry.name, asked.tag)
     elif "/" not in model:
         names = ", ".join(sorted(registry()))
         raise UnknownSource(
@@ -82,8 +82,3 @@ def find_source(
     if found is None:
         found = look_up(repository, revision, token)  # says that we are offline
     return wanted, HubSource(found, aside, token, workers)
-
-
-def _short_name(model: str) -> tuple[str, str] | None:
-    entry = entry_of(model)
-    return None if entry is None else (entry.name, entry.repo)

@@ -30,7 +30,7 @@ from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.picked import MXFP4
-from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.workplace import Workplace, discard, taken_bytes, workplace
 
@@ -46,7 +46,6 @@ KEPT_FILES = (
 CONVERTED_FILES = sentencepiece.NAMES  # read only where there is no tokenizer.json
 MAX_KEPT_BYTES = 64 << 20
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 Note = Callable[[str], None]
 
 
