@@ -49,6 +49,12 @@ class BodyConfig:
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     logits_scale: float = 1.0  # logits are divided by it
 
+    @property
+    def usual_context(self) -> int | None:
+        """See base.Model. With room for more, longrope turns every text by other factors."""
+        original = self.rope.original_context
+        return original if self.rope.kind == "longrope" and original < self.max_context else None
+
 
 def parse_body(
     fields: Fields,
@@ -144,7 +150,7 @@ class Decoder:
         self.moe = moe
         self.vocab_size = config.vocab
         self._hidden = config.hidden
-        self.max_context = config.max_context
+        self.max_context, self.usual_context = config.max_context, config.usual_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         self._embedding = embedding
         self._blocks = _looking_ahead([_tuned(block, parts) for block in blocks])

@@ -133,6 +133,7 @@ class EncoderDecoder:
     ) -> None:
         self.moe = sizes.moe
         self.max_context = sizes.max_context
+        self.usual_context: int | None = None
         self.start_token = sizes.start_token
         self.names_languages = sizes.names_languages
         self._frame, self._encoder, self._decoder = frame, tuple(encoder), tuple(decoder)
