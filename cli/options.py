@@ -97,7 +97,12 @@ Context = Annotated[
 ]
 PolicyName = Annotated[
     str,
-    typer.Option("--policy", parser=policy_name, metavar="NAME", help="Which expert is evicted."),
+    typer.Option(
+        "--policy",
+        parser=policy_name,
+        metavar="|".join(POLICY_NAMES),
+        help="Which expert is evicted.",
+    ),
 ]
 Device = Annotated[
     Wanted,
