@@ -68,7 +68,7 @@ def parse(values: Mapping[str, Any]) -> DeepseekV2Config:
         moe=parse_moe(fields, len(sparse), body.hidden, "moe_intermediate_size"),
         sparse_layers=sparse,
         dense_intermediate=fields.integer("intermediate_size", high=MAX_WIDTH),
-        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=0),
+        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=2),
         groups=groups,
         routed_scale=fields.number("routed_scaling_factor", low=1e-3, high=1e3, default=1.0),
     )

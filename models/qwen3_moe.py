@@ -40,11 +40,14 @@ def parse(values: Mapping[str, Any]) -> Qwen3MoeConfig:
     """See base.Family. A sliding window is supported; it counts only with use_sliding_window."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
-    window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)
+    window = None
+    if fields.flag("use_sliding_window"):  # absent is 4096 and null is none, as in transformers
+        window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)
+        window = window if "sliding_window" in values else 4096
     shape = replace(
         parse_gqa(fields, body.hidden, body.heads),
         bias=fields.flag("attention_bias"),
-        window=window if fields.flag("use_sliding_window") else None,
+        window=window,
     )
     return Qwen3MoeConfig(
         body=body,

@@ -60,6 +60,11 @@ class RopeConfig:
             f"low_freq_factor {self.low_freq_factor:g}",
         )
 
+        require(
+            self.kind != "longrope" or self.original_context > 1,
+            f"original_max_position_embeddings {self.original_context} is no text",
+        )
+
     def turning(self, head_dim: int) -> int:
         """How many dimensions of a head turn. Raises ModelDataError unless they form pairs."""
         count = int(head_dim * self.partial)
