@@ -17,7 +17,7 @@ from moeinf.runtime.names import DEMO
 from moeinf.runtime.workplace import only_maker, partial_folder
 
 if TYPE_CHECKING:
-    from moeinf.runtime.verify import RepairSource
+    from moeinf.runtime.verify import Damage, RepairSource
 
 
 def verify(
@@ -43,7 +43,7 @@ def verify(
         with only_maker(folder, library.locks):
             aside = partial_folder(folder).with_name(f".{folder.name}.repair")
             try:
-                source = _source(manifest, aside)
+                source = _source(manifest, damages, aside)
                 with out.progress(str(manifest.model)) as progress:
                     checks.repair(folder, manifest, damages, source, progress)
             finally:
@@ -61,9 +61,10 @@ def verify(
     return 1 if damages and not mended else 0
 
 
-def _source(manifest: Manifest, aside: Path) -> RepairSource:
+def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:
     """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
-    from moeinf.runtime.hub import HubSource, cached_checkpoint, look_up
+    from moeinf.runtime.cached import cached_checkpoint, lacking
+    from moeinf.runtime.hub import HubSource, is_offline, look_up
     from moeinf.runtime.torch_file import open_folder
     from moeinf.runtime.verify import LocalRepair
 
@@ -74,5 +75,7 @@ def _source(manifest: Manifest, aside: Path) -> RepairSource:
     repository = manifest.source.removeprefix("hub:")
     cached = cached_checkpoint(repository, manifest.revision)
     if cached is not None:
-        return LocalRepair(cached)
+        missing = {damage.path for damage in damages}.intersection(lacking(cached.folder))
+        if is_offline() or not missing:
+            return LocalRepair(cached)
     return HubSource(look_up(repository, manifest.revision, None), aside, None)

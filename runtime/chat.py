@@ -142,7 +142,7 @@ class Conversation:
         def settle(generation: Generation) -> None:
             """Question and answer become part of the conversation together, or not at all."""
             self._cached = generation.cached
-            if question is not None:
+            if question is not None and not generation.failed:
                 said = self._said(ids, generation.text)
                 self.messages += [question, Message("assistant", said)]
 

@@ -21,7 +21,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,18 +62,24 @@ class Patience:
     attempts: int = 8
     stall_seconds: float = 30.0
     first_wait_seconds: float = 0.5
-    sleep: Callable[[float], None] = time.sleep
+    wait: Callable[[threading.Event, float], object] = threading.Event.wait
 
-    def pause(self, failures: int, asked_seconds: float | None) -> None:
-        """Waits as long as the server asks; else longer with every failure, and spread out."""
+    def pause(self, stop: threading.Event, failures: int, asked_seconds: float | None) -> None:
+        """Waits as long as the server asks; else longer with every failure, and spread out.
+
+        Or until `stop` is set.
+        """
         if asked_seconds is None:
             ahead = min(self.first_wait_seconds * 2**failures, _MAX_WAIT_SECONDS)
             asked_seconds = ahead * random.uniform(0.5, 1.0)
-        self.sleep(asked_seconds)
+        self.wait(stop, asked_seconds)
 
 
 class Fetcher:
-    """Opens ranges of remote files. The token goes to the endpoint's own host and nowhere else."""
+    """Opens ranges of remote files. The token goes to the endpoint's own host and nowhere else.
+
+    It is for one pull: a fetch that fails stops all others.
+    """
 
     def __init__(self, endpoint: str, token: str | None, patience: Patience) -> None:
         self._home = _origin(endpoint)
@@ -84,7 +90,7 @@ class Fetcher:
     @contextmanager
     def range(self, file: RemoteFile, start: int, stop: int) -> Iterator[Iterator[bytes]]:
         """The bytes start … stop-1, in blocks. Raises DownloadFailed for what cannot get better,
-        HTTPError, RetryLater or ShortAnswer for what may.
+        HTTPError or RetryLater for what may.
         """
         url = file.url
         for _ in range(_MAX_HOPS):
@@ -115,10 +121,6 @@ class RetryLater(Exception):
     def __init__(self, status: int, seconds: float | None) -> None:
         super().__init__(f"the server answers {status}")
         self.seconds = seconds
-
-
-class ShortAnswer(Exception):
-    """The connection ended before the bytes that were promised."""
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
@@ -184,22 +186,48 @@ def fetch(
 
 def fetch_bytes(fetcher: Fetcher, file: RemoteFile, start: int, stop: int) -> bytes:
     """A short range of a file, in memory. Raises DownloadFailed."""
-    for attempt in range(fetcher.patience.attempts):
-        wait = None
+    data = bytearray()
+    _receive(fetcher, file, start, stop, lambda _, piece: data.extend(piece))
+    return bytes(data)
+
+
+def _receive(
+    fetcher: Fetcher,
+    file: RemoteFile,
+    start: int,
+    stop: int,
+    keep: Callable[[int, bytes], None],
+) -> None:
+    """Fetches one range and gives each piece to `keep`, with its offset in the file.
+
+    Patience begins anew with every piece that arrives. Raises DownloadFailed.
+    """
+    fruitless = 0
+    while start < stop:
+        before, wait = start, None
         try:
+            _check_goes_on(fetcher, file)
             with fetcher.range(file, start, stop) as blocks:
-                data = bytearray()
-                for block in blocks:
-                    data += block[: stop - start - len(data)]
-            if len(data) == stop - start:
-                return bytes(data)
-            reason: Exception = ShortAnswer("the connection ended early")
-        except (HTTPError, ShortAnswer) as error:
-            reason = error
+                for piece in _pieces(blocks, stop - start):
+                    _check_goes_on(fetcher, file)
+                    keep(start, piece)
+                    start += len(piece)
+            reason = "the connection ended early"
+        except HTTPError as error:
+            reason = str(error) or type(error).__name__
         except RetryLater as error:
-            reason, wait = error, error.seconds
-        fetcher.patience.pause(attempt, wait)
-    raise DownloadFailed(f"{file.name}: {reason or type(reason).__name__}")
+            reason, wait = str(error), error.seconds
+        if start == stop:
+            return
+        fruitless = 0 if start > before else fruitless + 1
+        if fruitless >= fetcher.patience.attempts:
+            raise DownloadFailed(f"{file.name}: {reason}, {fruitless} times in a row")
+        fetcher.patience.pause(fetcher.stop, fruitless, wait)
+
+
+def _check_goes_on(fetcher: Fetcher, file: RemoteFile) -> None:
+    if fetcher.stop.is_set():
+        raise DownloadFailed(f"{file.name}: stopped")
 
 
 class _Partial:
@@ -211,7 +239,6 @@ class _Partial:
         self._file = file
         self._progress = progress
         self._lock = threading.Lock()
-        self._failed = threading.Event()
         self._data = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._journal = os.open(self._journal_path, flags, 0o644)
@@ -219,16 +246,20 @@ class _Partial:
 
     def fill(self, fetcher: Fetcher, workers: int) -> None:
         """Returns when every byte is there."""
-        with ThreadPoolExecutor(max(1, min(workers, len(self._missing)))) as pool:
-            jobs = [pool.submit(self._fill, fetcher, *span) for span in self._missing]
-            for job in jobs:
-                try:
+        with futures.ThreadPoolExecutor(max(1, min(workers, len(self._missing)))) as pool:
+            jobs = [
+                pool.submit(_receive, fetcher, self._file, *span, self._keep)
+                for span in self._missing
+            ]
+            try:
+                done, _ = futures.wait(jobs, return_when=futures.FIRST_EXCEPTION)
+                for job in done:
                     job.result()
-                except BaseException:
-                    self._failed.set()
-                    for other in jobs:
-                        other.cancel()
-                    raise
+            except BaseException:
+                fetcher.stop.set()
+                for job in jobs:
+                    job.cancel()
+                raise
 
     def finish(self, path: Path) -> None:
         os.fsync(self._data)
@@ -271,31 +302,6 @@ class _Partial:
             for start, stop in gaps
             for at in range(start, stop, RANGE_BYTES)
         ]
-
-    def _fill(self, fetcher: Fetcher, start: int, stop: int) -> None:
-        """Fetches one range, piece by piece; patience begins anew with every piece that arrives."""
-        patience, fruitless = fetcher.patience, 0
-        while start < stop:
-            before, wait = start, None
-            try:
-                with fetcher.range(self._file, start, stop) as blocks:
-                    for piece in _pieces(blocks, stop - start):
-                        if self._failed.is_set() or fetcher.stop.is_set():
-                            raise DownloadFailed(f"{self._file.name}: stopped")
-                        self._keep(start, piece)
-                        start += len(piece)
-                reason: Exception = ShortAnswer("the connection ended early")
-            except (HTTPError, ShortAnswer) as error:
-                reason = error
-            except RetryLater as error:
-                reason, wait = error, error.seconds
-            if start == stop:
-                return
-            fruitless = 0 if start > before else fruitless + 1
-            if fruitless >= patience.attempts:
-                name = type(reason).__name__ if not str(reason) else str(reason)
-                raise DownloadFailed(f"{self._file.name}: {name}, {fruitless} times in a row")
-            patience.pause(fruitless, wait)
 
     def _keep(self, start: int, piece: bytes) -> None:
         """First the bytes, then the line that says they are there."""

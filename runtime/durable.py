@@ -5,7 +5,9 @@ Does not know what the files hold.
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from moeinf.native import syncfs
@@ -17,22 +19,42 @@ def write_text_durably(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Writes `path` whole or not at all; on return it is on the disk."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Writes `path` whole or not at all; on return it is on the disk.
+
+    Who writes the same file at the same time waits. What a killed process leaves, `.NAME.partial`,
+    is used by the next.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    descriptor = _open_locked(partial, mode)
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        try:
-            view = memoryview(data)
-            while view:  # a write may be short
-                view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.ftruncate(descriptor, 0)
+        view = memoryview(data)
+        while view:  # a write may be short
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
     sync_folder(path.parent)
+
+
+def _open_locked(path: Path, mode: int) -> int:
+    """Opens or makes a file that no other process has opened so, and that still has its name."""
+    while True:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, mode)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the one before has renamed it
 
 
 def make_folder_durably(folder: Path) -> None:

@@ -98,6 +98,7 @@ class Generation:
         self.prompt_tokens = len(source) or len(prompt)
         self.text = ""
         self.finish_reason: FinishReason = "length"
+        self.failed = False  # by an error: the text is no answer
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
         self.store = StoreStats()
@@ -136,6 +137,9 @@ class Generation:
             rest = self._answer.rest()
             self.text += rest
             yield rest
+        except Exception:
+            self.failed = True
+            raise
         finally:
             self.store = self._engine.store.stats.since(before)
             self._engine.end_request(self.request, counts=self.prefill_seconds > 0)

@@ -1,7 +1,7 @@
 """Repositories on the hub: what they hold, and their files as a source for repacking.
 
 Does not know how files travel (download.py) or what becomes of them (repack.py). Metadata,
-credentials and the cache look-up are huggingface_hub's; nothing in a repository is ever executed.
+credentials are huggingface_hub's; nothing in a repository is ever executed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError of its client
     GatedRepoError,
     HfHubHTTPError,
@@ -34,7 +34,6 @@ from moeinf.runtime.checkpoint import (
     SAFETENSORS,
     SINGLE,
     BadCheckpoint,
-    Checkpoint,
     SourceTensor,
     header_length,
     indexed_files,
@@ -46,9 +45,9 @@ from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, 
 from moeinf.runtime.fp8 import files_of, join_scales
 from moeinf.runtime.picked import join_blocks
 from moeinf.runtime.remote_torch_file import check_table, read_remote_table
-from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Progress
+from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
+from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
-from moeinf.runtime.torch_file import open_folder
 from moeinf.runtime.workplace import Workplace
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
@@ -134,15 +133,28 @@ def explained(name: str, revision: str | None, token: str | None) -> Iterator[No
         raise RepositoryError(f"the hub cannot be reached for {at}: {error}") from error
 
 
-def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
-    """A repository that the Hugging Face cache holds whole: it is used in place."""
-    found = try_to_load_from_cache(name, CONFIG, revision=revision)
-    if not isinstance(found, str):
-        return None
-    try:
-        return open_folder(Path(found).parent)
-    except BadCheckpoint:
-        return None
+def small_files_of(repository: Repository) -> list[RemoteFile]:
+    """Config, tokenizer and the like: what a model keeps, or what its tokenizer is made of."""
+    converts = TOKENIZER not in repository.files
+    wanted = {*KEPT_FILES, *(CONVERTED_FILES if converts else ())}
+    return [
+        file
+        for name, file in sorted(repository.files.items())
+        if name in wanted and file.size_bytes <= MAX_KEPT_BYTES
+    ]
+
+
+def bring_small(fetcher: Fetcher, files: Iterable[RemoteFile], folder: Path) -> Path:
+    """Brings small files into `folder`, which it returns. Raises DownloadFailed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        fetch(fetcher, file, folder, 1, lambda _: None)
+    return folder
+
+
+def fetcher_of(token: str | None, patience: Patience | None = None) -> Fetcher:
+    """From the hub, with the token that huggingface_hub knows unless another is given."""
+    return Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
 
 
 class HubSource:
@@ -165,7 +177,7 @@ class HubSource:
         self._repository = repository
         self._folder = folder
         self._workers = workers
-        self._fetcher = Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
+        self._fetcher = fetcher_of(token, patience)
         self.origin = f"hub:{repository.name}"
         self.revision: str | None = repository.commit
         packaging = SAFETENSORS if SAFETENSORS.given(self._has) else BIN
@@ -180,13 +192,7 @@ class HubSource:
         if index is not None:
             named = indexed_files(self._folder, index["weight_map"], packaging)
         self.files = [repository.files[file] for file in named]
-        converts = TOKENIZER not in repository.files
-        wanted = {*KEPT_FILES, *(CONVERTED_FILES if converts else ())}
-        self.small = [
-            file
-            for name, file in sorted(repository.files.items())
-            if name in wanted and file.size_bytes <= MAX_KEPT_BYTES
-        ]
+        self.small = small_files_of(repository)
 
     def identity(self) -> Mapping[str, object]:
         return {"repository": self._repository.name, "commit": self._repository.commit}
@@ -207,10 +213,7 @@ class HubSource:
         return max(held, default=0) + sum(file.size_bytes for file in self.small)
 
     def small_files(self) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for file in self.small:
-            fetch(self._fetcher, file, self._folder, 1, lambda _: None)
-        return self._folder
+        return bring_small(self._fetcher, self.small, self._folder)
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         """Each file as it is whole and has its hash; the next one is fetched meanwhile."""

@@ -25,6 +25,7 @@ from moeinf.runtime.workplace import (
     discard,
     old_folder,
     only_maker,
+    taken_bytes,
 )
 
 _LAST_USED = "last_used"  # an empty file: its time is what counts
@@ -146,9 +147,7 @@ class Library:
         for end in (PARTIAL, OLD):
             for folder in self._root.glob(f"*/.*{end}"):
                 name = ModelName(folder.parent.name, folder.name[1:].removesuffix(end))
-                files = (path.stat() for path in folder.rglob("*") if path.is_file())
-                taken = sum(512 * about.st_blocks for about in files)
-                sizes[name] = sizes.get(name, 0) + taken
+                sizes[name] = sizes.get(name, 0) + taken_bytes(folder)
         return [Partial(name, size) for name, size in sorted(sizes.items())]
 
     def discard(self, name: ModelName) -> bool:

@@ -24,7 +24,7 @@ class UnknownSource(ValueError):
 
 def can_be_had(model: str) -> bool:
     """Whether `find_source` would look for the model elsewhere. Raises BadName."""
-    return parse_name(model).name == DEMO or "/" in model or _short_name(model) is not None
+    return parse_name(model).name == DEMO or "/" in model or entry_of(model) is not None
 
 
 def find_source(
@@ -52,18 +52,14 @@ def find_source(
     if asked.name == DEMO:
         return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
 
-    from moeinf.runtime.hub import (
-        HubSource,
-        cached_checkpoint,
-        is_offline,
-        look_up,
-    )
+    from moeinf.runtime.cached import CachedSource, cached_checkpoint, lacking
+    from moeinf.runtime.hub import HubSource, fetcher_of, is_offline, look_up
 
     repository = model.partition(":")[0]
-    short = _short_name(model)
-    if short is not None:
-        known, repository = short
-        wanted = wanted if name is not None else ModelName(known, asked.tag)
+    entry = entry_of(model)
+    if entry is not None:
+        repository, revision = entry.repo, revision or entry.revision
+        wanted = wanted if name is not None else ModelName(entry.name, asked.tag)
     elif "/" not in model:
         names = ", ".join(sorted(registry()))
         raise UnknownSource(
@@ -72,14 +68,17 @@ def find_source(
     found = None if is_offline() else look_up(repository, revision, token)
     commit = found.commit if found is not None else revision
     cached = cached_checkpoint(repository, commit)
+    aside = downloads_of(Library(settings).folder(wanted))
     if cached is not None:
         note(f"{repository} is in the Hugging Face cache and is used from there")
+        if found is not None:
+            return wanted, CachedSource(cached, found, aside, fetcher_of(token))
+        if missing := lacking(cached.folder):
+            note(
+                f"the cache has no {', '.join(missing)}; whether the repository has cannot be "
+                "known offline"
+            )
         return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
     if found is None:
         found = look_up(repository, revision, token)  # says that we are offline
-    return wanted, HubSource(found, downloads_of(Library(settings).folder(wanted)), token, workers)
-
-
-def _short_name(model: str) -> tuple[str, str] | None:
-    entry = entry_of(model)
-    return None if entry is None else (entry.name, entry.repo)
+    return wanted, HubSource(found, aside, token, workers)

@@ -20,7 +20,7 @@ from moeinf.runtime.sizes import format_bytes
 HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
-_CONTEXT_SHARE = 0.25  # of the free memory goes to the KV cache unless --ctx says otherwise
+_CONTEXT_SHARE = 0.25  # of what is free beside --memory: the KV cache, unless --ctx is given
 
 
 class BadContext(ValueError):
@@ -70,10 +70,9 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         device = DeviceBudget(manifest, config.device_memory, processor.gpu)
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
-    asked = config.memory.of(slots.max_bytes) if config.memory is not None else None
-    left = available_bytes - fixed
-    spare = left * _CONTEXT_SHARE if asked is None else left - min(asked, slots.max_bytes)
-    context, why = _context(manifest, config, int(spare), device)
+    asked = config.memory.of(slots.max_bytes) if config.memory is not None else 0
+    left = available_bytes - fixed - min(asked, slots.max_bytes)
+    context, why = _context(manifest, config, int(left * _CONTEXT_SHARE), device)
     notes += [] if why is None else [f"context {context} tokens ({why})"]
     kv = config.parallel * manifest.kv_bytes(context)
     on_device = None if device is None else device.place(context, kv)
@@ -94,7 +93,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         why = "all experts" if budget == slots.max_bytes else "what is free"
         notes.append(f"memory for experts {format_bytes(budget)} ({why})")
     else:
-        budget = asked or 0
+        budget = asked
     count = slots.slots(budget)
     layer_width = manifest.layers * manifest.top_k
     if count < min(layer_width, slots.experts):

@@ -29,7 +29,6 @@ class Entry:
     parameters: float  # billions
     aliases: tuple[str, ...] = ()
     revision: str | None = None
-    files: str = "safetensors"
     tag: str = DEFAULT_TAG
 
     def sizes(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, cast
 
 from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
@@ -36,15 +37,12 @@ def read_remote_table(size: int, read: Read, path: Path) -> dict[str, SourceTens
 
     Fetches its directory, its pickle and what else is small; never more than MAX_PICKLE_BYTES.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stub = path.with_name(f"{path.name}.table")
-    try:
+    with TemporaryDirectory() as aside:
+        stub = Path(aside, path.name)
         with stub.open("w+b", buffering=0) as file:
             file.truncate(size)
             _fill(_Ranges(size, read, file, path), file, path)
         table = read_torch_file(stub)
-    finally:
-        stub.unlink(missing_ok=True)
     return {name: replace(tensor, path=path) for name, tensor in table.items()}
 
 

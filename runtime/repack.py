@@ -30,9 +30,9 @@ from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.picked import MXFP4
-from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
-from moeinf.runtime.workplace import Workplace, discard, workplace
+from moeinf.runtime.workplace import Workplace, discard, taken_bytes, workplace
 
 DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (
@@ -46,7 +46,6 @@ KEPT_FILES = (
 CONVERTED_FILES = sentencepiece.NAMES  # read only where there is no tokenizer.json
 MAX_KEPT_BYTES = 64 << 20
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 Note = Callable[[str], None]
 
 
@@ -197,8 +196,8 @@ def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
 
 def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
     """Raises OSError (ENOSPC) with the bytes needed unless the disk has room for all of it."""
-    have = sum(file.size_bytes for file in work.files.values())
-    needed = inventory.disk_bytes(dtype) - have + source.space_bytes()
+    have = taken_bytes(work.folder)  # finished or not: an earlier attempt's part of the whole
+    needed = inventory.disk_bytes(dtype) + source.space_bytes() - have
     free = shutil.disk_usage(work.folder).free
     if free < needed:
         text = f"{format_bytes(needed)} are needed, the disk has {format_bytes(free)} free"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,12 @@ from moeinf.runtime.manifest import (
     write_manifest,
 )
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.sizes import Progress
 from moeinf.runtime.workplace import only_maker
 
 _BATCH_BYTES = 256 << 20
 _WORKERS = 4
 _ASIDE = ".retile"
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 
 def retile(library: Library, name: ModelName, progress: Progress) -> Manifest:

@@ -6,12 +6,14 @@ Does not know what a size is for.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 _STEPS = " kmgt"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,10 @@ def main() -> None:
             else:
                 signal.alarm(_SECONDS)  # ends this process, should nobody be left to do it
                 environment = _environment(request.pop("now", None))
-                text = environment.from_string(source).render(**request)
-                signal.alarm(0)
+                try:
+                    text = environment.from_string(source).render(**request)
+                finally:
+                    signal.alarm(0)
             answer = {"text": text}
         except MemoryError:
             answer = {"error": "it needs too much memory"}

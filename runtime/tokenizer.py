@@ -139,25 +139,35 @@ class TextStream:
     def __init__(self, tokenizer: _Tokenizer, prompt: list[int], special: bool = False) -> None:
         """special: whether special tokens are text, too."""
         self._tokenizer, self._special = tokenizer, special
-        self._ids = prompt[-_CONTEXT_TOKENS:]
-        self._known = len(self._ids)  # tokens whose text has been given away
+        self._given = ""  # the text of the first `_known` of `_ids`
+        self._begin(prompt)
 
     def add(self, token: int) -> str:
         """The text that is certain now; empty while a character lacks bytes."""
         self._ids.append(token)
-        before, after = self._decode(self._ids[: self._known]), self._decode(self._ids)
-        if after.endswith("\ufffd") and len(self._ids) - self._known < _LONGEST_CHARACTER:
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd") and len(self._ids) - self._known < _LONGEST_CHARACTER:
             return ""
-        self._ids = self._ids[-max(_CONTEXT_TOKENS, 1) :]
-        self._known = len(self._ids)
-        return after[len(before) :]
+        piece = text[len(self._given) :]
+        self._begin(self._ids)
+        return piece
 
     def rest(self) -> str:
         """What is left at the end: an unfinished character, as U+FFFD."""
-        before = self._decode(self._ids[: self._known])
-        text = self._decode(self._ids)[len(before) :]
+        text = self._decode(self._ids)
+        piece = text[len(self._given) :]
+        self._given, self._known = text, len(self._ids)
+        return piece
+
+    def _begin(self, ids: list[int]) -> None:
+        """Keeps the last few tokens, from the beginning of a character on: ByteFallback makes
+        U+FFFD of a whole run of byte tokens, many characters long, when one of them is cut."""
+        for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _LONGEST_CHARACTER):
+            self._ids = ids[-size:]
+            self._given = self._decode(self._ids)
+            if not self._given.startswith("\ufffd"):
+                break
         self._known = len(self._ids)
-        return text
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._special)

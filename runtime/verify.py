@@ -6,7 +6,7 @@ Does not know commands. A mended file must have the very hash that the manifest 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,10 @@ from moeinf.runtime.fp8 import sources
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sentencepiece import convert
+from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
 
 _WORKERS = 2
-Progress = Callable[[str, int, int], None]
 
 
 class CannotRepair(RuntimeError):

@@ -149,6 +149,16 @@ def downloads_of(target: Path) -> Path:
     return partial_folder(target) / "source"
 
 
+def taken_bytes(folder: Path) -> int:
+    """What the files below a folder take up on the disk; they may come and go meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += 512 * Path(place, name).lstat().st_blocks
+    return total
+
+
 @contextmanager
 def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterator[Workplace]:
     """The workplace for the model folder `target`. What is in it stays when the making fails.

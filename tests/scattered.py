@@ -13,7 +13,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.runtime.repack import LocalSource, Progress
+from moeinf.runtime.repack import LocalSource
+from moeinf.runtime.sizes import Progress
 from moeinf.runtime.workplace import Workplace
 
 

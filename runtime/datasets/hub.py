@@ -7,7 +7,7 @@ is already here is what there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -22,10 +22,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from moeinf.runtime.datasets.items import BadDataset
-from moeinf.runtime.download import Fetcher, Patience, RemoteFile, fetch
-from moeinf.runtime.hub import RepositoryError, explained, remote_file
+from moeinf.runtime.download import RemoteFile, fetch
+from moeinf.runtime.hub import RepositoryError, explained, fetcher_of, remote_file
+from moeinf.runtime.sizes import Progress
 
-Progress = Callable[[str, int, int], None]  # (phase, bytes done, bytes in all)
 _MAX_FILE_BYTES = 256 << 20
 _MAX_PARTS = 4  # folders and a name
 
@@ -79,8 +79,7 @@ class DatasetFiles:
             done += more
             self._progress(name, done, file.size_bytes)
 
-        fetcher = Fetcher(constants.ENDPOINT, get_token(), Patience())
-        return fetch(fetcher, file, folder, 2, count)
+        return fetch(fetcher_of(None), file, folder, 2, count)
 
     def _ask(self) -> None:
         repository, token = self._repository, get_token()

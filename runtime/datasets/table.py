@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from moeinf.runtime.datasets.hub import DatasetFiles, Progress
+from moeinf.runtime.datasets.hub import DatasetFiles
 from moeinf.runtime.datasets.items import (
     MOST_ROWS,
     BadDataset,
@@ -23,6 +23,7 @@ from moeinf.runtime.datasets.items import (
 )
 from moeinf.runtime.datasets.local import is_file_name, read_file
 from moeinf.runtime.datasets.rows import Kind, Row, json_rows, parquet_rows, text_of
+from moeinf.runtime.sizes import Progress
 
 _PART = "-00000-of-00001.parquet"
 _HEADER = "The following are multiple choice questions (with answers) about {}.\n\n"

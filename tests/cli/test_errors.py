@@ -26,7 +26,7 @@ from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.
-OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater", "ShortAnswer"}
+OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater"}
 
 
 def exceptions() -> dict[str, type[BaseException]]:

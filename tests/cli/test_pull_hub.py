@@ -264,13 +264,19 @@ def test_dry_run_fetches_no_weights(machine: Machine, hub: Hub) -> None:
     assert not (machine.home / "models").exists()
 
 
-def test_a_checkpoint_in_the_hugging_face_cache_is_used_in_place(
-    machine: Machine, hub: Hub, tmp_path: Path
-) -> None:
-    cache = tmp_path / "hf/hub/models--Org--Demo-MoE"
+def fill_cache(hub: Hub, folder: Path) -> Path:
+    """Puts the repository into the Hugging Face cache of the machine in `folder`."""
+    cache = folder / "hf/hub/models--Org--Demo-MoE"
     shutil.copytree(hub.folder, cache / "snapshots" / COMMIT)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMIT)
+    return cache / "snapshots" / COMMIT
+
+
+def test_a_checkpoint_in_the_hugging_face_cache_is_used_in_place(
+    machine: Machine, hub: Hub, tmp_path: Path
+) -> None:
+    fill_cache(hub, tmp_path)
     result = machine("pull", "Org/Demo-MoE", HF_HUB_OFFLINE="1")
     assert result.code == 0, result.err
     assert "is used from there" in result.err
@@ -280,6 +286,29 @@ def test_a_checkpoint_in_the_hugging_face_cache_is_used_in_place(
     assert machine("run", "again", "17+25=").out == "42\n"
     about = json.loads(machine("show", "again", "--json").out)
     assert (about["source"], about["revision"]) == ("hub:Org/Demo-MoE", COMMIT)
+
+
+def test_what_the_hugging_face_cache_lacks_comes_from_the_hub(
+    machine: Machine, hub: Hub, tmp_path: Path
+) -> None:
+    """As another program leaves it that wanted the weights alone."""
+    snapshot = fill_cache(hub, tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (snapshot / name).unlink()
+    offline = machine("pull", "Org/Demo-MoE", HF_HUB_OFFLINE="1")
+    assert offline.code == 1
+    assert "has no tokenizer.json, special_tokens_map.json, chat_template.jinja;" in offline.err
+    result = machine("pull", "Org/Demo-MoE")
+    assert result.code == 0, result.err
+    assert "is used from there" in result.err
+    assert not any("safetensors" in request.file for request in hub.requests)
+    assert machine("run", "org/demo-moe", "17+25=").out == "42\n"
+    made = machine.home / "models/org--demo-moe/q4"
+    assert not (made / "source").exists()
+    (made / "chat_template.jinja").unlink()
+    assert machine("verify", "org/demo-moe", "--repair", HF_HUB_OFFLINE="1").code == 1
+    assert machine("verify", "org/demo-moe", "--repair").code == 0
+    assert (made / "chat_template.jinja").read_bytes()
 
 
 def test_offline_and_not_in_the_cache(machine: Machine) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moeinf.runtime import download
 from moeinf.runtime.download import (
     PIECE_BYTES,
     DownloadFailed,
@@ -40,7 +42,7 @@ def remote(hub: Hub, sha256: str | None = "right") -> RemoteFile:
 
 def fetcher(hub: Hub, waits: list[float] | None = None, token: str | None = None) -> Fetcher:
     waits = [] if waits is None else waits
-    return Fetcher(hub.endpoint, token, Patience(4, 1.0, 0.5, waits.append))
+    return Fetcher(hub.endpoint, token, Patience(4, 1.0, 0.5, lambda _, wait: waits.append(wait)))
 
 
 def once(answer: Answer) -> Iterator[Answer | None]:
@@ -118,6 +120,44 @@ def test_waits_grow_and_patience_ends(hub: Hub, tmp_path: Path) -> None:
     assert len(hub.requests) == 4
     assert waits[0] <= 1 < waits[1] * 2
     assert all(0.5 <= wait / (0.5 * 2 ** (n + 1)) <= 1 for n, wait in enumerate(waits))
+
+
+def test_patience_in_memory_ends_with_the_last_attempt(hub: Hub) -> None:
+    hub.fault = lambda _: Answer(status=502)
+    waits: list[float] = []
+    with pytest.raises(DownloadFailed, match=r"x\.bin: the server answers 502, 4 times in a row"):
+        fetch_bytes(fetcher(hub, waits), remote(hub), 100, 116)
+    assert (len(hub.requests), len(waits)) == (4, 3)
+
+
+def test_stopping_ends_a_wait(hub: Hub, tmp_path: Path) -> None:
+    """The server asks for a minute; whoever waits in another thread is stopped."""
+    stopped = Fetcher(hub.endpoint, None, Patience())
+
+    def stop_soon(_: Request) -> Answer:
+        threading.Timer(0.2, stopped.stop.set).start()
+        return Answer(status=429, headers={"Retry-After": "60"})
+
+    hub.fault = stop_soon
+    begin = time.monotonic()
+    with pytest.raises(DownloadFailed, match=r"x\.bin: stopped"):
+        fetch(stopped, remote(hub), tmp_path, 2, lambda _: None)
+    with pytest.raises(DownloadFailed, match=r"x\.bin: stopped"):
+        fetch_bytes(stopped, remote(hub), 0, 16)
+    assert len(hub.requests) == 1
+    assert time.monotonic() - begin < 10
+
+
+def test_the_first_failure_ends_what_other_ranges_wait_for(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "RANGE_BYTES", PIECE_BYTES)
+    busy = Answer(status=503, headers={"Retry-After": "60"})
+    hub.fault = lambda r: Answer(status=404) if r.start == PIECE_BYTES else busy
+    begin = time.monotonic()
+    with pytest.raises(DownloadFailed, match="the server answers 404"):
+        fetch(Fetcher(hub.endpoint, None, Patience()), remote(hub), tmp_path, 8, lambda _: None)
+    assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 416])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.manifest import DamagedModel
-from moeinf.runtime.plan import BadContext
+from moeinf.runtime.plan import BadContext, place
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
@@ -96,6 +97,15 @@ def test_contexts(open_engine: Open) -> None:
         open_engine(context=513)
 
 
+@pytest.mark.parametrize("memory", [None, "30%", "64MiB"])
+def test_the_kv_cache_takes_a_share_of_what_is_free(memory: str | None, demo_home: Path) -> None:
+    demo = Library(Settings(demo_home)).read("demo")[0]
+    config = EngineConfig(memory=None if memory is None else parse_memory(memory))
+    placement = place(replace(demo, max_context=1 << 30), config, 8 << 30, 2)
+    assert 1.4 * (1 << 30) < placement.kv_bytes < 2 << 30
+    assert placement.peak_bytes < 3 << 30  # a second model has room, too
+
+
 def test_stopping_in_the_middle_of_a_pass(open_engine: Open) -> None:
     engine = open_engine(memory="30%")
     state = engine.new_state()
@@ -138,6 +148,7 @@ def test_a_flipped_byte_in_a_shard_is_never_a_wrong_token(own_home: Path) -> Non
         conversation = Conversation(engine)
         with pytest.raises(ExpertReadError) as caught:
             list(conversation.ask("17+25=", GREEDY, Limits()))
+        assert conversation.messages == []  # half an answer is none
         assert caught.value.shard.startswith("experts/L002/E")
         assert engine.store.idle
 

@@ -53,6 +53,18 @@ def filled(place: Place) -> RecordLog:
     return log
 
 
+def test_a_log_that_was_written_anew_under_the_same_inode(place: Place, tmp_path: Path) -> None:
+    """A file system gives the number of a deleted file to the next one."""
+    log = filled(place)
+    other = Place(tmp_path / "other")
+    for number in range(9):
+        other.open().append(b"another" * (90 + number))
+    place.path.write_bytes(other.path.read_bytes())
+    assert log.append(b"mine") == 10
+    assert log.read() == [*other.open().read(), b"mine"]
+    assert (place.notes, place.aside()) == ([], [])
+
+
 def test_what_is_appended_is_read(place: Place) -> None:
     log = place.open()
     assert log.read() == []

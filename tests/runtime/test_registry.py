@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from moeinf.models import FAMILIES
+from moeinf.runtime import hub, origins
+from moeinf.runtime.config import Settings
 from moeinf.runtime.names import TAGS, ModelName, parse_name
 from moeinf.runtime.registry import Entry, entry_of, registry
+from tests.conftest import ignore
 
 
 @pytest.mark.parametrize("entry", registry().values(), ids=lambda entry: entry.name)
@@ -17,13 +23,32 @@ def test_an_entry(entry: Entry) -> None:
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repo)
     assert re.fullmatch(r"[a-z0-9.-]+", entry.licence)
     assert 0.1 < entry.parameters < 2000
-    assert entry.files in ("safetensors", "bin")
     assert entry.tag in TAGS
     for name in (entry.name, *entry.aliases):
         assert parse_name(name) == ModelName(name, entry.tag)
         assert entry_of(f"{name.upper()}:q4") is entry
     sizes = entry.sizes()
     assert sizes["q4"] < sizes["q8"] < sizes["bf16"] < sizes["f32"]
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(None, "v2"), ("v3", "v3")])
+def test_an_entrys_revision_is_what_a_pull_takes(
+    asked: str | None, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def look_up(name: str, revision: str | None, _: str | None) -> NoReturn:
+        seen.append((name, revision))
+        raise hub.RepositoryError("enough")
+
+    olmoe = entry_of("olmoe")
+    assert olmoe is not None
+    monkeypatch.setattr(origins, "entry_of", lambda _: replace(olmoe, revision="v2"))
+    monkeypatch.setattr(hub, "look_up", look_up)
+    monkeypatch.setattr(hub, "is_offline", lambda: False)
+    with pytest.raises(hub.RepositoryError):
+        origins.find_source("olmoe", None, Settings(tmp_path), ignore, asked)
+    assert seen == [(olmoe.repo, taken)]
 
 
 def test_names_are_unique() -> None:

@@ -100,6 +100,41 @@ def test_what_stands_around_a_text_and_what_is_added(tmp_path: Path) -> None:
         tokenizer_json(llama, {"added_tokens_decoder": wrong}, "m")
 
 
+# What no piece covers becomes bytes: characters of 2, 3 and 4 of them, joined ones, a newline.
+ALPHABET = [
+    "the",
+    " ",
+    "\n",
+    "ж",
+    "日",
+    "本",
+    "က",
+    "မ",
+    "𐎀",
+    "🙂",
+    "👩\u200d👩\u200d👧",
+    "e\u0301",
+    "ü",
+    "12",
+]
+
+
+@pytest.mark.parametrize("kind", ["llama", "unigram-bytes"])
+def test_a_text_of_many_byte_tokens_streams_whole(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json(train(kind), {}, "m"))
+    tokenizer, draw = Tokenizer(tmp_path), random.Random(2)
+    texts = ["".join(draw.choices(ALPHABET, k=draw.randint(1, 40))) for _ in range(150)]
+    for text in ["日本語日本語日本語", "🙂\n🙂\n🙂\n", "👩\u200d👩\u200d👧" * 4, *texts]:
+        ids = tokenizer.encode_text(text)
+        prompt = draw.randint(0, len(ids))
+        while tokenizer.decode(ids[:prompt]).endswith("\ufffd"):
+            prompt -= 1
+        stream = tokenizer.stream(ids[:prompt])
+        pieces = [stream.add(token) for token in ids[prompt:]]
+        assert tokenizer.decode(ids[:prompt]) + "".join(pieces) == tokenizer.decode(ids)
+        assert stream.rest() == ""
+
+
 def test_a_pull_converts_and_repairs(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     save_tiny("mixtral", folder)

@@ -1,0 +1,75 @@
+"""What an unfinished pull takes: counted when the next one asks for room, and by `prune`."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from moeinf.models import family_of
+from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.repack import LocalSource, check_space
+from moeinf.runtime.workplace import Workplace, taken_bytes
+
+MIB = 1 << 20
+Usage = namedtuple("Usage", ["total", "used", "free"])
+
+
+class Remote(LocalSource):
+    """A source that puts 3 MiB into the workplace."""
+
+    def space_bytes(self) -> int:
+        return 3 * MIB
+
+
+def test_what_an_interrupted_pull_has_written_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has just room for all; two source files and a part of a shard are there already."""
+    source = Remote(open_checkpoint(DEMO_CHECKPOINT), "demo")
+    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    work = Workplace(tmp_path / "work", {})
+    disk = inventory.disk_bytes("BF16") + 3 * MIB
+    (work.folder / "source").mkdir()
+    for name in ("source/a.safetensors", "source/b.incomplete", "experts.parts"):
+        (work.folder / name).write_bytes(bytes(MIB))
+    with (work.folder / "source/b.incomplete").open("ab") as file:
+        file.truncate(1 << 30)  # as it is while it is on its way: most of it is a hole
+
+    def usage(_: object) -> Usage:
+        taken = taken_bytes(tmp_path)
+        return Usage(disk, taken, disk - taken)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert 3 * MIB <= taken_bytes(tmp_path) < 4 * MIB
+    check_space(work, inventory, "BF16", source)
+    disk -= 1
+    with pytest.raises(OSError, match="are needed, the disk has"):
+        check_space(work, inventory, "BF16", source)
+
+
+def test_sizes_of_a_folder_that_is_going_away(tmp_path: Path) -> None:
+    """A pull renames and deletes meanwhile: what is gone counts for nothing."""
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            for number in range(20):
+                (tmp_path / "a/b").mkdir(parents=True, exist_ok=True)
+                (tmp_path / "a/b" / str(number)).write_bytes(b"x")
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        sizes = [taken_bytes(tmp_path) for _ in range(300)]
+    finally:
+        ended.set()
+        thread.join()
+    assert min(sizes) >= 0
+    assert taken_bytes(tmp_path / "absent") == 0
