@@ -28,6 +28,7 @@ from moeinf.offload import device_gemm as gemm
 from moeinf.offload import device_kernels as kernels
 from moeinf.offload.device_tiles import FUSION
 
+DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, Blackwell of desks
 FORMS = ("q4", "q8", "mxfp4", "bf16")
 POINTERS = {
     "ids": "*i64", "table": "*i32", "words": "*i32", "plain": "*bf16",
@@ -132,7 +133,7 @@ def groups_ahead(ptx: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
-    parser.add_argument("architectures", nargs="*", default=["sm_80", "sm_86", "sm_90"])
+    parser.add_argument("architectures", nargs="*", default=DEFAULT)
     options, failed = parser.parse_args(), False
     chosen = [v for v in variants() if re.search(options.only, v[0])]
     for arch in [int(name.removeprefix("sm_")) for name in options.architectures]:
