@@ -22,6 +22,7 @@ from moeinf.models.base import Experts, Model, State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
+from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.trace import Recording
 from moeinf.runtime.above import OpenGpu, open_gpu
@@ -30,7 +31,6 @@ from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
 from moeinf.runtime.gpu import device_faults
 from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.linears import MOST_ROWS
 from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, is_current
