@@ -63,17 +63,6 @@ void fetch_group(RowView row, std::size_t columns, std::size_t group, float* out
 
 }  // namespace
 
-float bf16_to_float(std::uint16_t bits) noexcept {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
-}
-
-std::uint16_t float_to_bf16(float value) noexcept {
-    const auto bits = std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t rounded = bits + 0x7FFF + ((bits >> 16) & 1);
-    const std::uint32_t quiet = bits | 0x400000;  // a NaN's low bits may be its only ones
-    return static_cast<std::uint16_t>(((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet : rounded) >> 16);
-}
-
 void quantise_group(const float* values, Format format, QuantGroup* out) noexcept {
     // As integers, magnitudes order like floats, with NaN above infinity.
     Ints larger{};
@@ -105,8 +94,8 @@ void quantise_group(const float* values, Format format, QuantGroup* out) noexcep
 
 void split_group(const float* values, SplitGroup* out) noexcept {
     for (std::size_t i = 0; i < kGroup / 2; ++i) {
-        out->even[i] = bf16_to_float(float_to_bf16(values[2 * i]));
-        out->odd[i] = bf16_to_float(float_to_bf16(values[2 * i + 1]));
+        out->even[i] = widen(narrow(values[2 * i]));
+        out->odd[i] = widen(narrow(values[2 * i + 1]));
     }
 }
 
@@ -134,7 +123,7 @@ void load_row(const std::byte* from, std::size_t count, Dtype dtype, float* valu
     for (std::size_t i = 0; i < count; ++i) {
         std::uint16_t bits;
         std::memcpy(&bits, from + 2 * i, 2);
-        values[i] = bf16_to_float(bits);
+        values[i] = widen(bits);
     }
 }
 
@@ -145,7 +134,7 @@ void store_row(const float* values, std::size_t count, std::byte* row, Dtype dty
         return;
     }
     for (std::size_t i = 0; i < count; ++i) {
-        const std::uint16_t bits = float_to_bf16(values[i]);
+        const std::uint16_t bits = narrow(values[i]);
         std::memcpy(row + 2 * (first + i), &bits, 2);
     }
 }

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "bf16.h"
 #include "tiles.h"
 
 namespace moeinf {
@@ -57,9 +58,6 @@ struct RowView {
     const std::byte* data;
     Dtype dtype;
 };
-
-float bf16_to_float(std::uint16_t bits) noexcept;
-std::uint16_t float_to_bf16(float value) noexcept;  // to nearest even; NaN stays NaN
 
 // Groups of a padded row of `columns` activations.
 constexpr std::size_t groups_of(std::size_t columns) {

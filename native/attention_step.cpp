@@ -3,16 +3,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "decode_attention_paths.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace moeinf {
 namespace {
-
-using attention::narrow;
-using attention::widen;
 
 void norm_row(const RowNorm& norm, const std::uint16_t* x, std::size_t width, std::uint16_t* out) {
     if (!norm.weight) {
@@ -53,9 +50,8 @@ std::uint16_t* newest_value(const CachedRows& cache, std::size_t head) {
 }
 
 std::uint16_t* scratch(std::size_t items) {
-    thread_local std::vector<std::uint16_t> held;
-    if (held.size() < items) held.resize(items);
-    return held.data();
+    thread_local Scratch held;
+    return reinterpret_cast<std::uint16_t*>(held.take(items * sizeof(std::uint16_t)));
 }
 
 }  // namespace

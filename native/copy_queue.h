@@ -6,7 +6,8 @@
 //
 //   submit ──▶ QUEUED ──a reader takes it──▶ RUNNING ──read, checksum right, copied──▶ DONE
 //     │           │                             ├──a step failed, or wrong twice──▶ FAILED
-//     │           │                             └──no end for hang_seconds──▶ FAILED, slot kept
+//     │           │                             └──no end for hang_seconds, and seen twice──▶
+//     │           │                                    FAILED, slot kept
 //     │           ├──cancel(), close()──▶ CANCELLED
 //     │           └──every reader hangs──▶ FAILED
 //     └─the slot holds that source already──▶ kResident: no record, nothing to wait for
@@ -51,7 +52,10 @@
 // and a reader thread catches everything, so no ticket is lost and no reader thread dies.
 //
 // Hanging. Whoever waits, drains or closes looks every kPollSeconds at what runs. A read without an
-// end for hang_seconds ends its ticket as FAILED (ETIMEDOUT, its file, for how long); its thread
+// end for hang_seconds is overdue; one that still is at a look kSureSeconds after the first that
+// found it so ends its ticket as FAILED (ETIMEDOUT, its file, for how long). Two looks, since the
+// clock runs on while the whole process is stopped, and its reads with it (Ctrl-Z, a frozen
+// container, a laptop that sleeps): reads that go on have ended by the second. A hung read's thread
 // cannot be called back from the kernel, which may still write: so the slot keeps its owner, and
 // is refused to others, until the thread comes back. Then the thread serves on. Meanwhile the bound
 // on speculation is that of the readers that are left. While all of them hang, what is queued fails
@@ -101,6 +105,7 @@ inline constexpr double kDemand = std::numeric_limits<double>::infinity();
 static_assert(std::numeric_limits<double>::is_iec559, "kDemand must order above every finite");
 
 inline constexpr double kPollSeconds = 0.1;  // how often a blocked caller looks at its KeepWaiting
+inline constexpr double kSureSeconds = 1;    // from the first look at an overdue read; see Hanging
 inline constexpr int kMaxReaders = 64;
 
 // How many reads may run when speculation has begun; see Order.
@@ -121,7 +126,7 @@ struct QueueShape {
     std::size_t slots;
     std::size_t slot_bytes;
     int readers;                // 1 to kMaxReaders
-    double hang_seconds = 1e9;  // above 0; a read that takes longer is given up
+    double hang_seconds = 1e9;  // above 0; a read that takes longer is given up, see Hanging
     int busy = kMaxReaders;     // above 0; so many reads at once keep the drive busy
 };
 
@@ -263,7 +268,8 @@ class CopyQueueCore {
     struct Running {
         Ticket ticket = 0;
         SourceId source = 0;
-        double since = 0;  // of the clock
+        double since = 0;    // of the clock
+        double overdue = 0;  // when a look first found it so; 0: none has
         bool hung = false;
     };
     struct Slot {

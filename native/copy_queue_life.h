@@ -84,7 +84,7 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
         Record& record = records_.find(taken.ticket)->second;
         queue_.erase(queue_.begin());
         record.state = State::kRunning;
-        running = {taken.ticket, record.source, clock_.seconds(), false};
+        running = {.ticket = taken.ticket, .source = record.source, .since = clock_.seconds()};
         ++counters_.running;
         const std::size_t slot = record.slot;
         const Source& source = sources_[running.source];
@@ -115,12 +115,13 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
 
 // Ends the tickets of reads that take too long, and those that no reader is left for.
 MOEINF_QUEUE void MOEINF_CORE::watch() noexcept {
-    const double now = clock_.seconds();
+    const double now = clock_.seconds(), sure = std::min(kSureSeconds, shape_.hang_seconds);
     const Running* oldest = nullptr;
     for (Running& running : running_) {
         if (running.ticket == 0 || now - running.since < shape_.hang_seconds) continue;
         if (oldest == nullptr || running.since < oldest->since) oldest = &running;
-        if (running.hung) continue;
+        if (running.overdue == 0) running.overdue = now;
+        if (running.hung || now - running.overdue < sure) continue;
         Record& record = records_.find(running.ticket)->second;
         end(record, State::kFailed, hang_failure(running, now, "the read has not ended"));
         slots_[record.slot].owner = running.ticket;  // until its thread comes back

@@ -13,8 +13,10 @@ namespace {
 
 // Values of the driver's interface, which never change.
 constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
 constexpr int kNotReady = 600;
+constexpr int kNotSupported = 801;
 constexpr unsigned kNonBlockingStream = 1;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kPortable = 1;  // page-locked for every context
@@ -42,6 +44,10 @@ DriverError::DriverError(const char* call, int code, std::string name, const std
 
 bool DriverError::out_of_memory() const noexcept {
     return code_ == kOutOfMemory;
+}
+
+bool DriverError::unsupported() const noexcept {
+    return code_ == kNotSupported || code_ == kInvalidValue;
 }
 
 // The names with _v2 are those that every driver since CUDA 4 exports for 64-bit sizes.

@@ -45,6 +45,7 @@ class DriverError : public std::runtime_error {
     int code() const noexcept { return code_; }
     const std::string& name() const noexcept { return name_; }  // "CUDA_ERROR_OUT_OF_MEMORY"
     bool out_of_memory() const noexcept;
+    bool unsupported() const noexcept;  // the call is there, but not for this device or such arguments
 
   private:
     const char* call_;

@@ -6,11 +6,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "decode_attention_paths.h"
+#include "scratch.h"
 #include "thread_pool.h"
 
 namespace moeinf {
@@ -23,26 +22,10 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kWorthSharing = 1 << 15;  // floats to combine: some ten microseconds
 
+thread_local Scratch scratch;
+
 std::size_t round_up(std::size_t value, std::size_t step) {
     return (value + step - 1) / step * step;
-}
-
-// Grows, and is kept for the thread's next call.
-std::byte* scratch(std::size_t bytes) {
-    struct Free {
-        void operator()(std::byte* at) const noexcept {
-            ::operator delete[](at, std::align_val_t{kLine});
-        }
-    };
-    thread_local std::unique_ptr<std::byte[], Free> held;
-    thread_local std::size_t size = 0;
-    if (size < bytes) {
-        held.reset();
-        size = 0;
-        held.reset(new (std::align_val_t{kLine}) std::byte[bytes]);
-        size = bytes;
-    }
-    return held.get();
 }
 
 AttentionPath lowered(AttentionPath path, const AttentionShape& shape) {
@@ -105,7 +88,7 @@ class Call {
 
     void run() {
         const std::size_t packed = rows_.size() * shape_.kv_heads * groups_.count() * group_bytes_;
-        packed_ = scratch(packed + tasks_ * task_floats_ * sizeof(float));
+        packed_ = scratch.take(packed + tasks_ * task_floats_ * sizeof(float));
         partials_ = reinterpret_cast<float*>(packed_ + packed);
         ThreadPool& pool = compute_pool();
         for (std::size_t i = 0; i < rows_.size() * shape_.kv_heads; ++i) pack(i);
@@ -174,7 +157,7 @@ class Call {
         }
         if (shape_.bf16) {
             auto* to = reinterpret_cast<std::uint16_t*>(out_) + index * width;
-            for (std::size_t i = 0; i < width; ++i) to[i] = attention::narrow(sum[i] / divisor);
+            for (std::size_t i = 0; i < width; ++i) to[i] = narrow(sum[i] / divisor);
         } else {
             auto* to = reinterpret_cast<float*>(out_) + index * width;
             for (std::size_t i = 0; i < width; ++i) to[i] = sum[i] / divisor;

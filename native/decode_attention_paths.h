@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "bf16.h"
 #include "decode_attention.h"
 
 namespace moeinf::attention {
@@ -52,17 +53,5 @@ const RowMath& row_math() noexcept;  // of best_attention_path()
 inline constexpr float kNoKey = -1e30f;  // a score below every real one; its power of two is 0
 
 extern const Path kPortablePath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;
-
-inline float widen(std::uint16_t bf16) noexcept {
-    const std::uint32_t bits = std::uint32_t{bf16} << 16;
-    return __builtin_bit_cast(float, bits);
-}
-
-// Rounds to nearest, ties to even; a NaN stays one.
-inline std::uint16_t narrow(float value) noexcept {
-    const auto bits = __builtin_bit_cast(std::uint32_t, value);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-    return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
 
 }  // namespace moeinf::attention

@@ -18,6 +18,7 @@ DeviceSlots::DeviceSlots(std::shared_ptr<Context> context, std::shared_ptr<HostL
     : context_(std::move(context)),
       host_(std::move(host)),
       compute_(compute),
+      batches_(context_->driver().has_batches()),
       free_(std::make_shared<std::vector<EventHandle>>()),
       state_(slots) {
     if (slots == 0) throw std::invalid_argument("a device tier needs at least one slot");
@@ -76,11 +77,16 @@ void DeviceSlots::check_slots(std::span<const std::size_t> slots) const {
             throw std::invalid_argument("there is no device slot " + std::to_string(slot));
 }
 
-void DeviceSlots::queue_copies(std::span<const DeviceCopy> copies, std::size_t locked) const {
+void DeviceSlots::queue_copies(std::span<const DeviceCopy> copies, std::size_t locked) {
     const bool large = copies[0].bytes >= kLeastBatchedBytes;
-    if (copies.size() > 1 && locked == copies.size() && large && context_->driver().has_batches()) {
-        context_->copy_batch(copies, stream_);
-        return;
+    if (copies.size() > 1 && locked == copies.size() && large && batches_) {
+        try {
+            context_->copy_batch(copies, stream_);
+            return;
+        } catch (const DriverError& error) {  // some drivers have the call for other devices only
+            if (!error.unsupported()) throw;
+            batches_ = false;
+        }
     }
     for (const DeviceCopy& copy : copies) context_->copy(copy, stream_);
 }

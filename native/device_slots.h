@@ -82,11 +82,12 @@ class DeviceSlots {
     MarkPtr mark(StreamHandle stream);
     void wait_for(StreamHandle stream, std::span<const MarkPtr> marks) const;
     void check_slots(std::span<const std::size_t> slots) const;
-    void queue_copies(std::span<const DeviceCopy> copies, std::size_t locked) const;
+    void queue_copies(std::span<const DeviceCopy> copies, std::size_t locked);
 
     std::shared_ptr<Context> context_;
     std::shared_ptr<HostLock> host_;
     StreamHandle compute_;
+    bool batches_;  // until the driver refuses one
     StreamHandle stream_ = nullptr;
     DevicePointer base_ = 0;
     std::shared_ptr<std::vector<EventHandle>> free_;

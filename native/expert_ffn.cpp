@@ -5,9 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
-#include <new>
+#include <limits>
 #include <vector>
+
+#include "scratch.h"
 
 namespace moeinf {
 namespace {
@@ -16,27 +17,6 @@ constexpr std::size_t kPieceBlocks = 4;  // row blocks of a piece: some 70 KiB o
 constexpr std::size_t kFewRows = 512;    // a matrix so small, a router's, is cut finer
 constexpr std::size_t kChunkRows = 64;   // activations that go through a piece's weights at once
 constexpr std::size_t kRowsWorthThreads = 8;  // from here on rows are prepared by all threads
-
-// Bytes that stay for the next call of the same thread; grows, aligned to a cache line.
-class Scratch {
-  public:
-    std::byte* take(std::size_t bytes) {
-        if (bytes > size_) {
-            data_.reset();
-            size_ = 0;
-            data_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{64})));
-            size_ = bytes;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Free {
-        void operator()(std::byte* data) const { ::operator delete(data, std::align_val_t{64}); }
-    };
-    std::unique_ptr<std::byte, Free> data_;
-    std::size_t size_ = 0;
-};
 
 // Rows of activations as a format's kernel reads them.
 class Rows {
@@ -81,14 +61,16 @@ constexpr std::size_t item_bytes(Dtype dtype) {
     return dtype == Dtype::kF32 ? 4 : 2;
 }
 
+// Row i of `rows` becomes row from(i) of x.
+template <class From>
 void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t count,
-              std::size_t columns, Dtype dtype) {
+              std::size_t columns, Dtype dtype, From from) {
     const std::size_t stride = columns * item_bytes(dtype);
-    const auto fill = [&](std::size_t t) { rows.fill(t, {x + t * stride, dtype}); };
+    const auto fill = [&](std::size_t i) { rows.fill(i, {x + from(i) * stride, dtype}); };
     if (count >= kRowsWorthThreads)
         pool.parallel_for(count, fill);
     else
-        for (std::size_t t = 0; t < count; ++t) fill(t);
+        for (std::size_t i = 0; i < count; ++i) fill(i);
 }
 
 QuantLoop loop_of(const Kernels& kernels, Format format) {
@@ -102,7 +84,7 @@ void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
     if (matrix.bias == nullptr) return;
     float bias[kBlockRows];
     const std::size_t there = std::min(kBlockRows, matrix.rows - first);
-    for (std::size_t r = 0; r < there; ++r) bias[r] = bf16_to_float(matrix.bias[first + r]);
+    for (std::size_t r = 0; r < there; ++r) bias[r] = widen(matrix.bias[first + r]);
     for (std::size_t t = 0; t < count; ++t)
         for (std::size_t r = 0; r < there; ++r) out[t][r] += bias[r];
 }
@@ -234,22 +216,30 @@ const Kernels* fastest() noexcept {
 void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& shape,
                 std::span<const ExpertRows> experts, const std::byte* x, std::size_t top_k,
                 std::byte* out, Dtype dtype) {
+    constexpr auto kUnnamed = std::numeric_limits<std::size_t>::max();
     std::vector<Expert> all;
-    std::size_t total = 0, tokens = 0;
+    std::vector<std::size_t> tokens, row_of;  // tokens[row_of[t]] = t, for those that are named
+    std::size_t total = 0;
     for (const ExpertRows& expert : experts) {
         all.emplace_back(shape, expert, total);
         total += expert.places.size();
-        for (const std::int64_t place : expert.places)
-            tokens = std::max(tokens, static_cast<std::size_t>(place) / top_k + 1);
+        for (const std::int64_t place : expert.places) {
+            const std::size_t token = static_cast<std::size_t>(place) / top_k;
+            if (token >= row_of.size()) row_of.resize(token + 1, kUnnamed);
+            if (row_of[token] != kUnnamed) continue;
+            row_of[token] = tokens.size();
+            tokens.push_back(token);
+        }
     }
-    Rows inputs(shape.format, shape.hidden, tokens, x_scratch);
-    fill_all(pool, inputs, x, tokens, shape.hidden, dtype);
+    Rows inputs(shape.format, shape.hidden, tokens.size(), x_scratch);
+    fill_all(pool, inputs, x, tokens.size(), shape.hidden, dtype,
+             [&](std::size_t i) { return tokens[i]; });
     Rows middle(shape.format, shape.intermediate, total, middle_scratch);
     std::vector<const std::byte*> input_rows, middle_rows;
     for (const Expert& expert : all)
         for (const std::int64_t place : expert.places) {
             middle_rows.push_back(middle.row(input_rows.size()));
-            input_rows.push_back(inputs.row(static_cast<std::size_t>(place) / top_k));
+            input_rows.push_back(inputs.row(row_of[static_cast<std::size_t>(place) / top_k]));
         }
     const std::size_t groups = middle.groups();
     pool.parallel_for(all.size() * groups, [&](std::size_t piece) {
@@ -268,7 +258,8 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
             Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype) {
     Rows inputs(weights.format, weights.columns, count, x_scratch);
-    fill_all(pool, inputs, x, count, weights.columns, x_dtype);
+    fill_all(pool, inputs, x, count, weights.columns, x_dtype,
+             [](std::size_t i) { return i; });
     std::vector<const std::byte*> rows(count);
     for (std::size_t t = 0; t < count; ++t) rows[t] = inputs.row(t);
     pool.parallel_for(pieces_of(weights), [&](std::size_t piece) {

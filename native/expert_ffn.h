@@ -64,7 +64,7 @@ struct ExpertRows {
 };
 
 // x [T, D] -> out [T · top_k, D], the rows named by places; both of `dtype`. Does not touch other
-// rows of out. Throws std::bad_alloc; the caller has checked places.
+// rows of out, and reads no other row of x. Throws std::bad_alloc; the caller has checked places.
 void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& shape,
                 std::span<const ExpertRows> experts, const std::byte* x, std::size_t top_k,
                 std::byte* out, Dtype dtype);

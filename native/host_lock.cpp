@@ -1,6 +1,8 @@
 // Registers and unregisters slices.
 #include "host_lock.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 namespace moeinf {
@@ -9,7 +11,8 @@ HostLock::HostLock(std::shared_ptr<Context> context, std::shared_ptr<SlotPool> p
                    std::size_t slice_bytes)
     : context_(std::move(context)),
       pool_(std::move(pool)),
-      slice_slots_(std::max<std::size_t>(1, slice_bytes / pool_->slot_bytes())) {}
+      slice_slots_(slots_of_slice(slice_bytes, pool_->slot_bytes(),
+                                  static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))) {}
 
 HostLock::~HostLock() {
     for (std::size_t first = 0; first < locked_slots(); first += slice_slots_)

@@ -9,6 +9,9 @@
 // all or nothing. Slices of some 256 MiB are locked by a thread beside the load, and wherever that
 // ends (memory short, refused by the system) the rest stays pageable: slower to copy, never wrong.
 //
+// Why whole pages: what is locked is pages, and one that two slices share would be locked twice,
+// which the driver may refuse. Pages are larger than kPageBytes on some machines.
+//
 // Locking touches the pages: a locked slice is resident, whether or not experts lie in it yet.
 //
 // Threads: one thread calls lock_next; any may ask locked_slots, which only grows. Shutdown: the
@@ -16,14 +19,27 @@
 // one, and ends its copies first); then every slice is unlocked, then the pool may go.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <numeric>
 
 #include "cuda_driver.h"
 #include "slot_pool.h"
 
 namespace moeinf {
+
+// Slots of a slice of some slice_bytes: at least one, and so many that slices begin with a page.
+constexpr std::size_t slots_of_slice(std::size_t slice_bytes, std::size_t slot_bytes,
+                                     std::size_t page_bytes) {
+    const std::size_t step = page_bytes / std::gcd(page_bytes, slot_bytes);
+    return std::max(step, slice_bytes / slot_bytes / step * step);
+}
+static_assert(slots_of_slice(12 << 10, 4 << 10, 4 << 10) == 3);
+static_assert(slots_of_slice(1, 4 << 10, 4 << 10) == 1);
+static_assert(slots_of_slice(1 << 20, 20 << 10, 64 << 10) == 48);
+static_assert(slots_of_slice(1 << 10, 20 << 10, 64 << 10) == 16);
 
 class HostLock {
   public:

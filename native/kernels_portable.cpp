@@ -69,8 +69,8 @@ float bf16_dot(const std::uint16_t* weights, std::size_t columns, const SplitGro
         std::uint16_t w[kGroup] = {};
         std::memcpy(w, weights + first, 2 * std::min(kGroup, columns - first));
         for (std::size_t l = 0; l < 16; ++l) {
-            even[l] = std::fma(bf16_to_float(w[2 * l]), x->even[l], even[l]);
-            odd[l] = std::fma(bf16_to_float(w[2 * l + 1]), x->odd[l], odd[l]);
+            even[l] = std::fma(widen(w[2 * l]), x->even[l], even[l]);
+            odd[l] = std::fma(widen(w[2 * l + 1]), x->odd[l], odd[l]);
         }
     }
     for (std::size_t l = 0; l < 16; ++l) even[l] += odd[l];

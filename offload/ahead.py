@@ -145,8 +145,10 @@ class ReadAhead:
         if not self._flying:
             return False
         cell = next(iter(self._flying))
-        self._transfer.abandon(self._flying.pop(cell).ticket)
-        self._residency.give_up(cell, self._transfer.may_write)
+        try:
+            self._transfer.abandon(self._flying.pop(cell).ticket)
+        finally:
+            self._residency.give_up(cell, self._transfer.may_write)
         return True
 
     def _launch(self, flights: dict[int, _Flight], priority: float) -> None:

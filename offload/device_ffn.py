@@ -25,11 +25,10 @@ from moeinf.offload.device_groups import blocks_of
 from moeinf.offload.device_kernels import combine_rows, expert_down, expert_inner, quantise_rows
 from moeinf.offload.device_tiles import FUSION
 from moeinf.offload.layout import ExpertLayout, is_tiled
-from moeinf.offload.slot_math import TorchFfn, slot_views
+from moeinf.offload.slot_math import MOST_ROWS, TorchFfn, slot_views
 
 INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)
 STAGES = 4  # of loads in flight per program: 16 KiB of q4 in `expert_inner`
-MOST_ROWS = 16  # of tokens, for which pairs go alone; of a bf16 expert: torch takes more
 LANES = 128  # outputs of a program on tensor cores
 _OUTPUTS = 32  # of a program of `expert_down`, and columns of F of one of `expert_inner`
 _GROUPS = 8  # quantised by one program

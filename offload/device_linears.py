@@ -25,10 +25,9 @@ from moeinf.offload.device_ffn import (
 from moeinf.offload.device_gemm import linear_many
 from moeinf.offload.device_kernels import gather_rows, linear_rows
 from moeinf.offload.device_tiles import FUSION
+from moeinf.offload.slot_math import MOST_ROWS
 
-MOST_ROWS = 16  # of bf16, more are faster in torch, and a row sees the others; of tiles, more
-# go through tensor cores, with the same bits
-_OUTPUTS = 32  # of one program of up to that many rows
+_OUTPUTS = 32  # of one program of up to MOST_ROWS rows; more, of tiles, go through tensor cores
 _COLUMNS = 512  # of an embedding that one program reads
 
 
@@ -83,7 +82,7 @@ def _run(
             FORM=form, ROWS=rows, LANES=LANES, STAGES=STAGES, num_warps=warps_of(rows), **FUSION,
         )  # fmt: skip
         return out if bias is None else out + bias
-    rows = min(16, triton.next_power_of_2(count))
+    rows = min(MOST_ROWS, triton.next_power_of_2(count))
     linear_rows[(triton.cdiv(out_features, _OUTPUTS), triton.cdiv(count, rows))](
         words, inputs.words, inputs.starts, inputs.scales, out,
         count, out_features, in_features, tiles_of(in_features),

@@ -178,15 +178,15 @@ class Eamc:
         """What `to_bytes` wrote; a smaller `capacity` replaces as `add` does. BadContainer."""
         meta, arrays = unpack(data, KIND, VERSION, most_bytes)
         try:
-            found = cls(
-                capacity or _positive(meta["capacity"]), *(_positive(meta[k]) for k in _SIZE)
-            )
+            most, layers, experts = (_positive(meta[k]) for k in ("capacity", "layers", "experts"))
             prefill, decode = arrays["prefill"], arrays["decode"]
         except KeyError as error:
             raise BadContainer(f"an EAMC without {error}") from error
-        size = (len(prefill), found.layers, found.experts)
-        if prefill.shape != size or decode.shape != size:
-            raise BadContainer(f"EAMs of {prefill.shape} and {decode.shape}, not {size}")
+        for eams in (prefill, decode):
+            if eams.dtype.str != "<u4" or eams.shape != (*prefill.shape[:1], layers, experts):
+                words = f"{eams.dtype.str} {eams.shape}, not <u4 (N, {layers}, {experts})"
+                raise BadContainer(f"EAMs of {words}")
+        found = cls(capacity or most, layers, experts)
         for pair in zip(prefill, decode, strict=True):
             found.add(*pair)
         return found
@@ -225,9 +225,6 @@ class Eamc:
             self._squares[part] = np.concatenate([self._squares[part], flat], 1)
         self._stamps = np.concatenate([self._stamps, np.zeros(more, np.int64)])
         self._room = room
-
-
-_SIZE = ("layers", "experts")
 
 
 class Matcher:

@@ -28,6 +28,7 @@ class Residency:
 
     def __init__(self, slots: int, cells: int) -> None:
         assert slots > 0, "a cache needs a place"
+        self.cells = cells
         self._slot_of: list[int] = [-1] * cells
         self._was_in: list[int] = [-1] * cells  # the slot that an evicted cell had
         self._cell_in: list[int] = [-1] * slots  # who had the slot last

@@ -12,7 +12,7 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from moeinf.offload.trace import Pass, PassBuilder, Recording, RoutingShape
 
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 15  # ids are int16
+_MOST_BYTES = 256 << 20  # of text: some 8 million rows
+_MOST_IDS = 1 << 28  # of all tokens
 
 
 class BadRouteTrace(ValueError):
@@ -29,10 +31,14 @@ class BadRouteTrace(ValueError):
 
 def read_route_csv(path: Path) -> Recording:
     """A `.csv` or `.csv.gz` file as a recording of one request. Raises BadRouteTrace, OSError."""
-    raw = path.read_bytes()
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
     try:
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-        return _parse(path.name.removesuffix(".gz").removesuffix(".csv"), text)
+        packed = raw[:2] == b"\x1f\x8b"
+        text = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(_MOST_BYTES + 1) if packed else raw
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB of text")
+        return _parse(path.name.removesuffix(".gz").removesuffix(".csv"), text.decode())
     except (LookupError, TypeError, ValueError, EOFError, zlib.error, csv.Error, OSError) as error:
         raise BadRouteTrace(f"{path.name} is not a route trace: {error}") from error
 
@@ -44,13 +50,13 @@ def _parse(name: str, text: str) -> Recording:
     rows = csv.DictReader(io.StringIO("\n".join(x for x in lines if not x.startswith("#"))))
     tokens: dict[tuple[int, int], NDArray[np.int16]] = {}
     for row in rows:
-        key = int(row["phase"]), int(row["step"])
+        key = _below(2, row, "phase"), int(row["step"])
         if key not in tokens:
+            if (len(tokens) + 1) * shape.layers * shape.top_k > _MOST_IDS:
+                raise ValueError(f"more than {_MOST_IDS} places for experts")
             tokens[key] = np.full((shape.layers, shape.top_k), -1, np.int16)
-        expert = int(row["expert"])
-        if not 0 <= expert < shape.experts:
-            raise ValueError(f"expert {expert} of {shape.experts}")
-        tokens[key][int(row["layer"]), int(row["slot"])] = expert
+        place = _below(shape.layers, row, "layer"), _below(shape.top_k, row, "slot")
+        tokens[key][place] = _below(shape.experts, row, "expert")
     prompt = [ids for (phase, _), ids in tokens.items() if phase == 0]
     recording = Recording(name.removesuffix(".route"), shape)
     if prompt:
@@ -61,6 +67,13 @@ def _parse(name: str, text: str) -> Recording:
     if not recording.passes:
         raise ValueError("no tokens")
     return recording
+
+
+def _below(count: int, row: Mapping[str, str], name: str) -> int:
+    number = int(row[name])
+    if not 0 <= number < count:
+        raise ValueError(f"{name} {number} of {count}")
+    return number
 
 
 def _pass(shape: RoutingShape, tokens: list[NDArray[np.int16]], decode: bool) -> Pass:

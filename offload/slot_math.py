@@ -15,7 +15,8 @@ from torch import Tensor
 from moeinf.native import ExpertKernel, SlotPool, combine_rows
 from moeinf.offload.layout import ExpertLayout, is_tiled
 
-_MOST_BF16_ROWS = 16
+# Of bf16 that our kernels compute, wherever: more are faster in torch, where a row sees the others.
+MOST_ROWS = 16
 _TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -121,7 +122,7 @@ class SlotMath:
         return False
 
     def _is_native(self, count: int) -> bool:
-        return self._kernel is not None and count <= _MOST_BF16_ROWS
+        return self._kernel is not None and count <= MOST_ROWS
 
     def _run_native(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor

@@ -8,7 +8,8 @@ One layer, as time runs:
 
     submit    what was read ahead has arrived or is cancelled; the policy hears the routing; hits
               are pinned
-    hint      the policy hears what the next layer will probably choose (models give hints at once)
+    hint      the policy hears what the next layer will probably choose (models give hints at once;
+              there are none in the last layer)
     (start)   misses take free slots or those of the policy's victims, and their bytes are asked
               for; a miss that is being read ahead is promoted; then the policy's wishes are queued
     (model)   computes its shared experts meanwhile
@@ -70,7 +71,7 @@ class ExpertStore:
         after a layer; 0: it has none to make. hints: whether those of a next layer's gate are
         wanted while decoding. worth_share: the share of decode time spent waiting from which either
         is asked for; 0: always."""
-        self._experts = experts
+        self._experts, self._last_layer = experts, residency.cells // experts - 1
         self._residency = residency
         self._transfer = transfer
         self._policy = policy
@@ -184,7 +185,7 @@ class ExpertStore:
             run.ready.append(cell)
         self._count(groups, hits)
         self._decided(begin)
-        if not self.wants_hints:
+        if layer == self._last_layer or not self.wants_hints:
             run.start()
         return run
 
@@ -375,8 +376,10 @@ class _LayerRun:
         """Gives back pins and slots, after the reads into them have ended."""
         while self._loading:  # each leaves the list before anything can interrupt the next
             ticket, cell = self._loading.popleft()
-            self._store._transfer.abandon(ticket)
-            self._store._give_up(cell)
+            try:
+                self._store._transfer.abandon(ticket)
+            finally:  # a second Ctrl-C may cut off its wait
+                self._store._give_up(cell)
         while self.ready:
             self._store._residency.unpin(self.ready.popleft())
         self._unasked.clear()

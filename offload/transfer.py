@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moeinf.native import DEMAND, MAX_READERS, Cancelled, CopyQueue, SlotPool
+from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
 from moeinf.offload.shards import FileRecord
 
 
@@ -91,9 +91,10 @@ class Transfer:
         return self._queue.collect()
 
     def abandon(self, ticket: int) -> None:
-        """On return the ticket has ended and nothing will write to its slot any more."""
+        """On return the ticket has ended, well or not; only a hung read may still write."""
         self._queue.cancel(ticket)
-        with suppress(OSError, Cancelled, ValueError):  # a second Ctrl-C may have cut off its wait
+        # RuntimeError: cancelled, or a reader failed inside; ValueError: its failure was told.
+        with suppress(OSError, RuntimeError, ValueError):
             self._queue.wait(ticket)
 
     @property

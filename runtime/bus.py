@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
-from moeinf.native import DeviceContext, DeviceSlots, HostLock, SlotPool
+from moeinf.native import DeviceContext, DeviceError, DeviceSlots, HostLock, SlotPool
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import SlotMath, TorchFfn
 from moeinf.offload.split import Contended
@@ -24,14 +26,15 @@ _PATTERN = 0x11  # as bf16, f16 or f32 a small normal number: zeros and denormal
 
 
 class _Bench:
-    """A page-locked pool full of experts, and device slots to copy them to."""
+    """A pool full of experts, page-locked if the system allows it, and device slots to copy to."""
 
     def __init__(self, context: DeviceContext, slot_bytes: int, data_bytes: int) -> None:
         self.pool = SlotPool(max(_IN_BATCH, _POOL_BYTES // slot_bytes), slot_bytes)
         arena = torch.frombuffer(self.pool, dtype=torch.uint8)
         arena.fill_(_PATTERN)
         lock = HostLock(context, self.pool, self.pool.bytes)
-        lock.lock_next()
+        with suppress(DeviceError):  # refused, as in some containers; so will an engine's be
+            lock.lock_next()
         self._slots = DeviceSlots(context, lock, _IN_BATCH, 0)
         self._bytes = data_bytes
         self._next = 0
@@ -45,7 +48,7 @@ class _Bench:
 
 
 def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> float:
-    """Bytes per second from page-locked memory, with nothing else going on. Raises DeviceError."""
+    """Bytes per second from host slots, with nothing else going on. Raises DeviceError."""
     bench = _Bench(context, expert_bytes, expert_bytes)
     bench.copy()
     copied, start = 0, time.perf_counter()
@@ -62,25 +65,23 @@ def measure_contended(
     math, slots = SlotMath(layout, bench.pool, reference), bench.pool.slots
     x = torch.ones(1, layout.hidden).to(torch.float32 if layout.dtype == "F32" else torch.bfloat16)
     rows = x.new_zeros(1, layout.hidden)
-    ended, done = threading.Event(), [0, 0.0, 0.0]  # bytes, from, to
+    ended = threading.Event()
 
-    def copy() -> None:
-        done[1] = time.perf_counter()
+    def copy() -> float:
+        start, copied = time.perf_counter(), bench.copy()
         while not ended.is_set():
-            done[0] += bench.copy()
-            done[2] = time.perf_counter()
+            copied += bench.copy()
+        return copied / (time.perf_counter() - start)
 
     bench.copy()
     math.run(x, [(0, [0])], 1, rows)
-    copying = threading.Thread(target=copy)
-    copying.start()
-    try:
-        computed, start = 0, time.perf_counter()
-        while (seconds := time.perf_counter() - start) < _SECONDS:
-            math.run(x, [(computed % slots, [0])], 1, rows)
-            computed += 1
-    finally:
-        ended.set()
-        copying.join()
-    bus = done[0] / max(done[2] - done[1], 1e-9)
-    return Contended(bus, computed * layout.data_bytes / seconds)
+    with ThreadPoolExecutor(1) as beside:
+        copying = beside.submit(copy)
+        try:
+            computed, start = 0, time.perf_counter()
+            while (seconds := time.perf_counter() - start) < _SECONDS:
+                math.run(x, [(computed % slots, [0])], 1, rows)
+                computed += 1
+        finally:
+            ended.set()
+    return Contended(copying.result(), computed * layout.data_bytes / seconds)

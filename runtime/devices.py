@@ -120,7 +120,7 @@ def remembered_contended(settings: Settings, gpu: str, form: str) -> Contended |
 
 
 def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
-    """Bytes per second from page-locked memory, and when that was measured."""
+    """Bytes per second from host slots, and when that was measured."""
     with suppress(KeyError, TypeError, ValueError):
         entry = _read(settings)["gpus"][gpu]
         speed = float(entry["bus_bytes_per_s"])

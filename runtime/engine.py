@@ -22,14 +22,15 @@ from moeinf.models.base import Experts, Model, State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
+from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.trace import Recording
 from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
+from moeinf.runtime.gpu import device_faults
 from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.linears import MOST_ROWS
 from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, is_current
@@ -57,6 +58,7 @@ class Engine:
     what the manifest says, NoSuchModel when the model goes away meanwhile.
     """
 
+    @device_faults()
     def __init__(
         self, manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings
     ) -> None:
@@ -225,6 +227,7 @@ class Engine:
             words = f"no device memory is left for dense weights: {error}"
             raise OutOfMemory(words) from error
 
+    @device_faults()
     def _with_memory(self, compute: Callable[[], Result]) -> Result:
         """compute(), which changes nothing when it fails; once more where a device had no memory
         for it, with fewer experts there. Raises OutOfMemory the second time."""
@@ -302,6 +305,7 @@ class Engine:
         finally:
             self.store.stopped = lambda: False
 
+    @device_faults()
     def close(self) -> None:
         """Ends readers and worker, and takes the engine off the register.
 

@@ -7,12 +7,18 @@ looks for torch's parts without loading them.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from moeinf.native import DRIVER_LIBRARY, DeviceContext, DeviceError, Driver, NoDriver
 from moeinf.runtime.sizes import format_bytes
+
+_LEAST_CAPABILITY = (8, 0)  # bfloat16, and copies to shared memory that nobody waits for
+_FAULTS = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")  # cuBLAS's: the first
+_MISTAKE = "device-side assert"  # an index out of range, say: ours, not the device's
 
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
@@ -86,7 +92,26 @@ def missing_for_kernels() -> str | None:
         return "there is no Triton, which a torch with CUDA brings along"
     import torch
 
-    return None if torch.cuda.is_available() else "this torch cannot use it"
+    if not torch.cuda.is_available():
+        return "this torch cannot use it"
+    major, minor = torch.cuda.get_device_capability(0)
+    if (major, minor) < _LEAST_CAPABILITY:
+        return f"its compute capability is {major}.{minor}, and the kernels need 8.0 (Ampere)"
+    return None
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Within, what torch and Triton raise of a device that fails is a DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error)
+        if not words.startswith(_FAULTS) or _MISTAKE in words:
+            raise
+        fault = DeviceError(words.splitlines()[0])
+        fault.name, fault.call = type(error).__name__, "torch"
+        raise fault from error
 
 
 def torch_device() -> TorchDevice:

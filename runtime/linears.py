@@ -14,9 +14,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Piece
 from moeinf.native import LinearKernel, gather_rows
-
-MOST_ROWS = 16  # of bf16: more are faster in torch; up to here a row does not see the others
-
+from moeinf.offload.slot_math import MOST_ROWS
 
 Rows = Callable[[Tensor], Tensor]  # ids [T] -> [T, width]
 

@@ -27,7 +27,8 @@ Piece = TypeVar("Piece")
 class StrictFake(FakeDevice):
     """What stands between the products is the models' torch, as on a GPU.
 
-    `scarce`: how many products of dense weights from now on find no memory.
+    `scarce`: how many products of dense weights from now on find no memory. `faults`: what the
+    next of them raise.
     """
 
     place = PLACE
@@ -35,6 +36,7 @@ class StrictFake(FakeDevice):
     def __init__(self, fake: Fake) -> None:
         super().__init__(fake)
         self.scarce = 0
+        self.faults: list[Exception] = []
 
     def upload(self, x: Tensor) -> Tensor:
         return x.to(PLACE)
@@ -59,6 +61,8 @@ class StrictFake(FakeDevice):
             if self.scarce > 0:
                 self.scarce -= 1
                 raise OutOfDeviceMemory("a test's: no memory")
+            if self.faults:
+                raise self.faults.pop()
             return linear(x)
 
         return compute

@@ -15,6 +15,7 @@ from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, 
 
 _ABSENT = np.iinfo(np.int64).max
 _USE = 1 << 40  # a key is uses · 2^40 + time of the last use, so that ties go to the oldest
+_MOST_USES = _ABSENT // _USE - 1  # more count as so many, or keys would wrap
 
 
 class Lfu(Passive):
@@ -29,7 +30,8 @@ class Lfu(Passive):
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
         for cell in chosen_cells(layer, ids, self.setup.shape.experts):
             self._time += 1
-            self._keys[cell] = (self._keys[cell] // _USE + 1) * _USE + self._time
+            uses = min(int(self._keys[cell]) // _USE + 1, _MOST_USES)
+            self._keys[cell] = uses * _USE + self._time
             if self._resident[cell] != _ABSENT:
                 self._resident[cell] = self._keys[cell]
 

@@ -66,6 +66,7 @@ NO_RESERVE = Fault("copy_queue_life.h", "? live : ahead;", "? live : std::max(li
 NEVER_BUSY = Fault("copy_queue_life.h", "most - static_cast<int>(counters_.running)", "most")
 SILENT_RAISE = Fault("copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
 SLOT_OF_THE_HUNG = Fault("copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", "")
+ONE_LOOK = Fault("copy_queue_life.h", "now - running.overdue < sure", "now - running.since < sure")
 EARLY_KERNEL = Fault("device_slots.cpp", "wait_for(compute_, arriving);", "")
 EARLY_COPY = Fault("device_slots.cpp", "wait_for(stream_, readers);", "")
 EARLY_DONE = Fault(
@@ -86,7 +87,7 @@ PROGRAMS = (
     ),
     Program("simulate_driver"),
     Program("simulate_driver", sanitizer="address"),
-    Program("simulate_driver", fault=SLOT_OF_THE_HUNG),
+    *(Program("simulate_driver", fault=f) for f in (SLOT_OF_THE_HUNG, ONE_LOOK)),
     Program("interleave_driver"),
     *(Program("interleave_driver", fault=f) for f in (LOST_WAKE_UP, NO_RESERVE, SILENT_RAISE)),
     *(Program("device_driver", DEVICE_FILES, fault=f) for f in DEVICE_FAULTS),

@@ -126,6 +126,7 @@ int cuGetErrorName(int code, const char** name) {
         {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
         {kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
         {kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
+        {kNotSupported, "CUDA_ERROR_NOT_SUPPORTED"},
         {kLaunchFailed, "CUDA_ERROR_LAUNCH_FAILED"},
         {kUnknown, "CUDA_ERROR_UNKNOWN"},
     };

@@ -28,7 +28,7 @@ namespace fake {
 enum Code {
     kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoDevice = 100, kInvalidContext = 201,
     kInvalidHandle = 400, kNotReady = 600, kLaunchFailed = 719, kIllegalAddress = 700,
-    kAlreadyRegistered = 712, kNotRegistered = 713, kUnknown = 999
+    kAlreadyRegistered = 712, kNotRegistered = 713, kNotSupported = 801, kUnknown = 999
 };
 
 struct Event {

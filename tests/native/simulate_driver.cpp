@@ -1,6 +1,6 @@
 // Plays CopyQueueCore through seeded schedules with injected faults: reads that are slow, short,
 // wrong, refused or without end; allocations, copies and thread starts that fail; cancellations;
-// shutdown at any moment. Usage: simulate_driver FIRST_SEED COUNT. Prints what was covered; a
+// a process that is stopped and continued; shutdown at any moment. Usage: simulate_driver FIRST_SEED COUNT. Prints what was covered; a
 // failure prints its seed, and that seed alone plays the same schedule again.
 #include "copy_queue.h"
 
@@ -26,7 +26,7 @@ bool one_in(unsigned n) {
 struct Coverage {
     std::uint64_t schedules = 0, tickets = 0, done = 0, failed = 0, cancelled = 0, resident = 0,
                   hung = 0, allocations_failed = 0, copies_failed = 0, closed_hanging = 0,
-                  rereads = 0;
+                  rereads = 0, frozen = 0;
 } covered;
 
 // Fails when told to: the standard allocator otherwise.
@@ -143,7 +143,7 @@ struct Play {
     std::vector<Ticket> last;  // slot -> its latest ticket
     std::uint64_t sources = 0;
     int clients = 0;
-    bool closed = false;
+    bool closed = false, frozen = false;
     std::unique_ptr<Queue> queue;
 
     bool right(std::size_t slot, SourceId source) {
@@ -172,6 +172,7 @@ struct Play {
                 break;
             case Failure::Kind::kIo:
                 CHECK(failure->code == ETIMEDOUT || fault == kRefused);
+                if (failure->message.starts_with("the read has not ended")) CHECK(fault == kHangs);
                 covered.hung += failure->code == ETIMEDOUT;
                 break;
         }
@@ -255,6 +256,11 @@ struct Play {
                     queue->pause();
                     the_world.sleep(0.05);
                     queue->resume();
+                }
+                if (!frozen && one_in(4)) {  // once: reads end soon after, unless they hang
+                    frozen = true;
+                    ++covered.frozen;
+                    the_world.freeze(kHang * 20);
                 }
                 return;
         }
@@ -362,4 +368,5 @@ int main(int, char** arguments) {
     print("copies_failed", covered.copies_failed);
     print("closed_hanging", covered.closed_hanging);
     print("rereads", covered.rereads);
+    print("frozen", covered.frozen);
 }

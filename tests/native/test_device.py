@@ -192,6 +192,28 @@ def test_one_call_for_a_layer_where_the_driver_has_it(fake: Fake) -> None:
     assert fake.count("synchronous batches") == 0
 
 
+@pytest.mark.parametrize(("code", "again"), [(801, 1), (1, 1), (719, 0)])
+def test_a_driver_that_refuses_batches_is_asked_once(fake: Fake, code: int, again: int) -> None:
+    """Not supported, or an invalid value: the copies go one by one. Anything else is an error."""
+    fake.reset("mode=deferred,seed=3")
+    rig = Rig(fake, slot_bytes=LEAST_BATCHED_BYTES)
+    for slot in range(5):
+        rig.fill(slot)
+        if rig.lock.next_bytes:
+            rig.lock.lock_next()
+    fake.configure(f"fail=cuMemcpyBatchAsync:0:{code}:-1")
+    if not again:
+        with pytest.raises(DeviceError, match="cuMemcpyBatchAsync: CUDA_ERROR_LAUNCH_FAILED"):
+            rig.copy({0: 1, 1: 2})
+        return
+    for pairs in ({0: 1, 1: 2}, {1: 3, 2: 4}):
+        rig.copy(pairs)
+        rig.read(list(pairs))
+    rig.check()
+    assert len(rig.seen) == 4
+    assert (fake.count("cuMemcpyBatchAsync"), fake.count("cuMemcpyHtoDAsync")) == (1, 4)
+
+
 def test_slices_hold_whole_slots(fake: Fake) -> None:
     fake.reset()
     rig = Rig(fake, host_slots=5, slice_slots=2)

@@ -14,6 +14,7 @@ from tests.native.drivers import (
     LOST_WAKE_UP,
     NEVER_BUSY,
     NO_RESERVE,
+    ONE_LOOK,
     PROGRAMS,
     SILENT_RAISE,
     SLOT_OF_THE_HUNG,
@@ -57,9 +58,15 @@ def test_seeded_schedules_under_addresssanitizer(drivers: Drivers):
     assert "ERROR" not in ended.stderr
 
 
-def test_a_seed_is_printed_and_plays_the_failure_again(drivers: Drivers):
-    """In a build that frees the slot of a hung read too early."""
-    program = Program("simulate_driver", fault=SLOT_OF_THE_HUNG)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(SLOT_OF_THE_HUNG, id="frees-the-slot-of-a-hung-read"),
+        pytest.param(ONE_LOOK, id="takes-a-stopped-process-for-a-dead-disk"),
+    ],
+)
+def test_a_seed_is_printed_and_plays_the_failure_again(drivers: Drivers, fault: Fault):
+    program = Program("simulate_driver", fault=fault)
     ended = drivers.run(program, "1", str(SCHEDULES))
     assert ended.returncode != 0
     seed = re.search(r"^seed (\d+)$", ended.stderr, re.MULTILINE)

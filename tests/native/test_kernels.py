@@ -3,6 +3,8 @@
 Does not know files or slots.
 """
 
+import ctypes
+import mmap
 import os
 
 import pytest
@@ -248,6 +250,28 @@ def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden
             assert torch.equal(run(one)[12], reference[12])
     finally:
         set_compute_threads(threads)
+
+
+def test_experts_read_the_rows_that_are_named_and_no_others():
+    """Row 0 of x lies in a page that nobody may read."""
+    page, width = mmap.PAGESIZE, mmap.PAGESIZE // 4
+    data, _ = experts_of("q8", 1, width, 32)
+    kernel = ExpertKernel("q8", width, 32)
+    rows = mmap.mmap(-1, 2 * page)
+    x = torch.frombuffer(rows, dtype=torch.float32).view(2, width)
+    x[1] = torch.randn(width, generator=torch.Generator().manual_seed(4))
+
+    def run() -> torch.Tensor:
+        out = torch.zeros(2, width)
+        kernel.run([data[0].data_ptr()], [[1]], x.data_ptr(), 2, 1, out.data_ptr(), True)
+        return out[1]
+
+    wanted, libc = run(), ctypes.CDLL(None)
+    child = os.fork()
+    if child == 0:
+        libc.mprotect(ctypes.c_void_p(x.data_ptr()), page, 0)  # PROT_NONE
+        os._exit(0 if torch.equal(run(), wanted) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:

@@ -106,6 +106,8 @@ class World {
     int self() const { return current_; }
     Fiber& fiber() { return *fibers_[static_cast<std::size_t>(current_)]; }
     void step() { leave(); }
+    // The clock goes on and nobody does: what a stopped process sees when it is continued.
+    void freeze(double seconds) { now += seconds; }
     void sleep(double seconds) {
         fiber().deadline = now + seconds;
         leave();
@@ -162,7 +164,7 @@ class World {
             stuck();
             std::abort();
         }
-        now = next;
+        now = std::max(now, next);
         for (auto& fiber : fibers_) {
             if (fiber->done || fiber->deadline > now || (!timeouts && fiber->sleeps)) continue;
             fiber->deadline = kNever;

@@ -217,6 +217,29 @@ def test_bytes_of_another_shape_are_refused() -> None:
         Eamc.from_bytes(pack("eamc", 1, {**meta, "capacity": -1}, arrays))
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        np.zeros((), np.uint32),
+        np.zeros((2, 3), np.uint32),
+        np.zeros((1, 2, 3, 1), np.uint32),
+        np.full((1, 2, 3), np.nan, np.float32),
+        np.full((1, 2, 3), -1, np.int32),
+    ],
+    ids=["no-axis", "two-axes", "four-axes", "not-a-number", "negative"],
+)
+def test_what_is_no_count_is_refused(counts: np.ndarray) -> None:
+    meta = {"capacity": 4, "layers": 2, "experts": 3}
+    right = np.zeros((1, 2, 3), np.uint32)
+    for arrays in (
+        {"prefill": counts, "decode": counts},
+        {"prefill": right, "decode": counts},
+        {"prefill": counts, "decode": right},
+    ):
+        with pytest.raises(BadContainer, match="not <u4"):
+            Eamc.from_bytes(pack("eamc", 1, meta, arrays))
+
+
 def test_growing_keeps_what_is_stored() -> None:
     eamc = random_entries(1, 50)
     assert len(eamc) == 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeinf.offload import route_csv
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import ModelledHints, RecordedHints
 from moeinf.offload.outcome import Outcome
@@ -150,6 +152,52 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(BadRouteTrace, match=path.name):
             read_route_csv(path)
+
+
+ROUTE = """# n_layer=2 n_expert=4 n_expert_used=2 expert_bytes=10 dense_bytes=1
+phase,step,layer,slot,expert
+0,0,0,0,1
+0,0,1,1,3
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("1,0,-1,0,0", "layer -1 of 2"),
+        ("1,0,2,0,0", "layer 2 of 2"),
+        ("1,0,0,-2,0", "slot -2 of 2"),
+        ("1,0,0,0,4", "expert 4 of 4"),
+        ("2,0,0,0,0", "phase 2 of 2"),
+        ("1,0,0,0,", "invalid literal"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused(row: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(ROUTE)
+    assert read_route_csv(path).passes[0].ids[:, 0].tolist() == [[1, -1], [-1, 3]]
+    path.write_text(ROUTE + row + "\n")
+    with pytest.raises(BadRouteTrace, match=words):
+        read_route_csv(path)
+
+
+def test_a_route_trace_grows_no_further_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of some kilobytes may inflate to any size, and a line may stand for a large array."""
+    path = tmp_path / "x.csv.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(ROUTE.encode())
+        for _ in range(64):
+            file.write(b"\n" * (1 << 16))
+    monkeypatch.setattr(route_csv, "_MOST_BYTES", 1 << 20)
+    with pytest.raises(BadRouteTrace, match="more than 1 MiB of text"):
+        read_route_csv(path)
+    path = tmp_path / "y.csv"
+    path.write_text(ROUTE.replace("n_layer=2", "n_layer=1024") + "1,0,0,0,0\n")
+    monkeypatch.setattr(route_csv, "_MOST_IDS", 4000)
+    with pytest.raises(BadRouteTrace, match="more than 4000 places"):
+        read_route_csv(path)
 
 
 # The study's targets (docs/study.md), on the real traces.

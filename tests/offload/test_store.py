@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,4 +259,64 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
     wedged.wait = transfer.wait
     expected = shards.reference.submit(0, *routing(1, 1)).result()
     assert torch.equal(run(store, 0, 1, 1), expected)
+    store.close()
+
+
+def test_a_last_layer_asks_for_its_misses_without_waiting_for_a_hint(shards: Shards) -> None:
+    """Nobody hints after it; the others wait for the hint, and none for result()."""
+    store = shards.store(slots=L * E, name="adaptive")
+    store._wishes = 0  # nothing is there before it is asked for
+    asked: list[int] = []
+    demand = store._transfer.demand
+
+    def noted(cells: Sequence[int], slots: Sequence[int]) -> list[int]:
+        asked.extend(cells)
+        return demand(cells, slots)
+
+    store._transfer.demand = noted  # type: ignore[method-assign]
+    store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
+    assert store.wants_hints
+    for layer in range(L):
+        asked.clear()
+        x, ids, weights = routing(1, layer)
+        pending = store.submit(layer, x, ids, weights)
+        if layer + 1 < L:
+            assert not asked
+            store.hint(layer + 1, ids, weights)
+        assert asked == [layer * E + expert for expert in ids[0].tolist()]
+        assert torch.equal(
+            pending.result(), shards.reference.submit(layer, x, ids, weights).result()
+        )
+    store.close()
+
+
+@pytest.mark.parametrize("failures", [[RuntimeError] * 9, [KeyboardInterrupt] * 2])
+def test_reads_that_fail_in_any_way_leave_no_slot_behind(
+    shards: Shards, failures: list[type[BaseException]]
+) -> None:
+    """Reader threads that fail inside, one after another; a Ctrl-C, and one while it cleans up."""
+    store, failures = shards.store(slots=4), failures.copy()
+    queue = store._transfer._queue
+
+    def fails(ticket: int) -> None:
+        queue.wait(ticket)
+        if failures:
+            raise failures.pop()(f"ticket {ticket}")
+
+    store._transfer._queue = SimpleNamespace(  # type: ignore[assignment]
+        wait=fails, cancel=lambda _ticket: False,
+        **{name: getattr(queue, name) for name in ("submit_many", "can_submit", "collect")},
+    )  # fmt: skip
+    x, ids, weights = routing(2, 1)
+    store.begin_pass(torch.zeros(2, dtype=torch.int64), "prefill")
+    with pytest.raises(failures[0], match="ticket 1" if len(failures) > 2 else "ticket 2"):
+        store.submit(0, x, ids, weights).result()
+    store.abandon()  # as the next pass begins with
+    store._transfer._queue = queue
+    assert store.idle
+    assert store.resident == 0
+    assert not store._residency._loading
+    expected = shards.reference.submit(0, x, ids, weights).result()
+    store.begin_pass(torch.zeros(2, dtype=torch.int64), "prefill")
+    assert torch.equal(store.submit(0, x, ids, weights).result(), expected)
     store.close()

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.native import DeviceError
 from moeinf.offload.split import MISSES, Miss
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime import gpu as gpus
@@ -259,3 +261,36 @@ def test_the_cpu_does_not_wait_for_what_the_device_computes(
         assert any("d" in layer and "k" in layer for layer in layers)
         assert not any("kd" in layer for layer in layers)
         assert store.stats.decode_cpu_events > 0 or miss == "auto"
+
+
+def test_what_torch_says_of_a_failed_device_is_a_device_error(
+    fake: Fake, devices: list[StrictFake], demo_home: Path, request: pytest.FixtureRequest
+) -> None:
+    """And of nothing else: a mistake of ours stays what it is."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    request.getfixturevalue("strict")
+    illegal = "CUDA error: an illegal memory access was encountered"
+    with Engine(manifest, folder, config_of(fake, manifest, 9, context=64), settings) as engine:
+        first = greedy(engine, list(b"17+25="), 6)
+        for fault in (
+            torch.AcceleratorError(illegal + "\nFor debugging consider CUDA_LAUNCH_BLOCKING"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+            RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        ):
+            devices[-1].faults.append(fault)
+            with pytest.raises(DeviceError) as caught:
+                greedy(engine, list(b"17+25="), 6)
+            assert str(caught.value) == str(fault).splitlines()[0]
+            assert caught.value.__cause__ is fault
+            assert engine.store.idle
+        for mistake in (
+            RuntimeError("expected all tensors to be on the same device"),
+            torch.AcceleratorError("CUDA error: device-side assert triggered"),
+            ValueError(illegal),
+        ):
+            devices[-1].faults.append(mistake)
+            with pytest.raises(type(mistake)) as same:
+                greedy(engine, list(b"17+25="), 6)
+            assert same.value is mistake
+        assert greedy(engine, list(b"17+25="), 6) == first

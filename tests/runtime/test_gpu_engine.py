@@ -6,6 +6,7 @@ is allowed.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,42 @@ def test_page_locking_that_fails_says_why(fake: Fake, open_gpu_engine: Open) -> 
     assert note.startswith("0 of 192 host slots are page-locked")
     assert "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in note
     assert engine.take_notes() == []
+
+
+def test_a_bus_is_measured_without_page_locking_and_never_without_copies(
+    fake: Fake, open_gpu_engine: Open, tmp_path: Path
+) -> None:
+    """A system may refuse to lock anything; a copy that fails while the CPU computes is told."""
+    fake.configure("fail=cuMemcpyHtoDAsync:6:999:-1")  # one batch before, then in the thread
+    with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync: CUDA_ERROR_UNKNOWN"):
+        open_gpu_engine(8, "auto")
+    settings = Settings(tmp_path / "home")
+    assert remembered_contended(settings, "Fake GPU", "BF16") is None
+    fake.configure("mend,fail=cuMemHostRegister:0:801:-1")
+    engine = open_gpu_engine(8, "auto")
+    speeds = remembered_contended(settings, "Fake GPU", "BF16")
+    assert speeds is not None
+    assert speeds.bus_bytes_per_s > 0
+    assert len(tokens(engine, "17+25=")) == 3
+    assert any("0 of 192 host slots are page-locked" in note for note in engine.take_notes())
+
+
+@pytest.mark.parametrize(
+    ("available", "capability", "words"),
+    [
+        (False, (9, 0), "this torch cannot use it"),
+        (True, (7, 5), "its compute capability is 7.5, and the kernels need 8.0 (Ampere)"),
+        (True, (8, 0), None),
+        (True, (12, 0), None),
+    ],
+)
+def test_what_kernels_need(
+    available: bool, capability: tuple[int, int], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert gpus.missing_for_kernels() == words
 
 
 @pytest.mark.parametrize("miss", MISSES)

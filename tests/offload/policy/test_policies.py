@@ -69,6 +69,16 @@ def test_lfu_evicts_by_uses_then_age_and_remembers_the_absent() -> None:
     assert leave(policy) == [2, 3, 1, 4]
 
 
+def test_lfu_counts_no_further_than_its_keys_reach() -> None:
+    policy = Lfu(Setup(ONE, 2))
+    admit(policy, 1, 2)
+    policy._keys[1] += (1 << 63) - (2 << 40) - (1 << 40)  # 2^23 uses, but for two
+    for _ in range(4):
+        use(policy, 1)
+    assert policy._keys[1] > 0
+    assert leave(policy) == [2, 1]
+
+
 def test_belady_evicts_what_is_needed_last() -> None:
     """Future 1 2 3 1 2: with 1 and 2 resident, 3 is never needed again and leaves at once."""
     policy = Belady(Setup(ONE, 2), [(0, ids(e)) for e in (1, 2, 3, 1, 2)])
