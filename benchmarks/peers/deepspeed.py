@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from benchmarks.peers.base import main
 from benchmarks.peers.torch_talkers import Generating, best_device
 
-_BUFFER_BYTES = 2 << 30
+_BUFFER_STEP = 1 << 20
 # What its launcher would say of the only process; it asks MPI otherwise.
 _ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
@@ -28,8 +28,11 @@ _ALONE = {
 }  # fmt: skip
 
 
-def config_of(hidden: int, batch: int, setting: str, folder: str | None) -> dict[str, Any]:
-    """DeepSpeed's configuration, with its example's numbers."""
+def config_of(
+    hidden: int, largest: int, batch: int, setting: str, folder: str | None
+) -> dict[str, Any]:
+    """DeepSpeed's configuration, with its example's numbers; but a buffer of its drive holds the
+    `largest` parameter and no more, since five of the example's are 20 GiB of memory."""
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     more: dict[str, Any] = {}
     if setting == "nvme":
@@ -38,7 +41,7 @@ def config_of(hidden: int, batch: int, setting: str, folder: str | None) -> dict
             "pin_memory": True,
             "nvme_path": folder,
             "buffer_count": 5,
-            "buffer_size": _BUFFER_BYTES,
+            "buffer_size": -(-largest // _BUFFER_STEP) * _BUFFER_STEP,
         }
         more["aio"] = {
             "block_size": 1 << 20,
@@ -64,9 +67,11 @@ def config_of(hidden: int, batch: int, setting: str, folder: str | None) -> dict
 def load(o: argparse.Namespace) -> Generating:
     os.environ |= _ALONE
     deepspeed.init_distributed()
-    hidden = AutoConfig.from_pretrained(o.model).hidden_size
+    shape = AutoConfig.from_pretrained(o.model)
+    with torch.device("meta"):
+        largest = max(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
     setting = "cpu" if o.setting == "default" else o.setting
-    config = config_of(hidden, o.batch, setting, o.folder)
+    config = config_of(shape.hidden_size, largest, o.batch, setting, o.folder)
     told = HfDeepSpeedConfig(config)  # from_pretrained asks whether there is one
     model = AutoModelForCausalLM.from_pretrained(o.model, dtype=torch.bfloat16)
     engine = deepspeed.initialize(model=model.eval(), config_params=config)[0]
