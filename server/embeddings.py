@@ -137,17 +137,18 @@ async def _vectors(
     """
     vectors: list[list[float]] = []
     tokens = 0
-    for item in inputs:
-        prepare = partial(embedding_prompt, given=item, truncate=truncate)
-        job = Job(prepare, SamplingOptions(), Limits(0), lambda _: None, embed=True)
-        async with aclosing(events(loaded, job, request)) as answer:
-            async for event in answer:
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Vector):
-                    vectors.append(event.values.tolist())
-                if isinstance(event, Ended):
-                    tokens += event.prompt_tokens
-                    if event.reason == "cancelled":
-                        return vectors, tokens
+    with loaded.used():
+        for item in inputs:
+            prepare = partial(embedding_prompt, given=item, truncate=truncate)
+            job = Job(prepare, SamplingOptions(), Limits(0), lambda _: None, embed=True)
+            async with aclosing(events(loaded, job, request)) as answer:
+                async for event in answer:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Vector):
+                        vectors.append(event.values.tolist())
+                    if isinstance(event, Ended):
+                        tokens += event.prompt_tokens
+                        if event.reason == "cancelled":
+                            return vectors, tokens
     return vectors, tokens

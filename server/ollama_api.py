@@ -5,6 +5,7 @@ Does not know engines' threads nor OpenAI's API.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import time
@@ -282,7 +283,7 @@ def copy(asked: CopyRequest, request: Request) -> Response:
 async def delete(asked: ModelRequest, request: Request) -> Response:
     host: Host = request.app.state.host
     await host.unload(asked.wanted)
-    host.library.remove(asked.wanted)
+    await asyncio.to_thread(host.library.remove, asked.wanted)
     return Response()
 
 
