@@ -108,18 +108,19 @@ def test_a_server_that_cannot_be_used(run: Command, served: tuple[Path, str]) ->
     assert none.out == "42\n"
     assert none.err.startswith("no server at http://127.0.0.1:1: the model runs in this process")
     assert run("demo", "17+25=", MOEINF_HOST="127.0.0.1:1").err == ""
-    for hello, line in (
-        ("moeinf is running", "is moeinf 0.0.1, this is "),
-        ("Ollama is running", "no server at"),
+    for hello, status, line in (
+        ("moeinf is running", 200, "is moeinf 0.0.1, this is "),
+        ("Ollama is running", 200, "no server at"),
+        ("Whoever it is wants to be asked otherwise.", 401, "no server at"),
     ):
-        with _listening(hello) as host:
+        with _listening(hello, status) as host:
             done = run("demo", "17+25=", "--verbose", MOEINF_HOST=host)
             assert done.out == "42\n"
             assert line in done.err.splitlines()[0]
 
 
 @contextmanager
-def _listening(hello: str) -> Iterator[str]:
+def _listening(hello: str, status: int) -> Iterator[str]:
     """Something else at MOEINF_HOST."""
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -127,7 +128,7 @@ def _listening(hello: str) -> Iterator[str]:
 
         def do_GET(self) -> None:
             said = b'{"version": "0.0.1"}' if self.path == "/api/version" else hello.encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(said)))
             self.end_headers()
             self.wfile.write(said)
