@@ -14,13 +14,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import is_current
 from moeinf.runtime.names import is_path
 from moeinf.server.answers import BadRequest, words_of
+from moeinf.server.nulls import Said
 
 
 class ClientGone(Exception):
@@ -33,7 +33,7 @@ _STEPS = 100  # of a phase: progress is told once in each
 Line = dict[str, Any]
 
 
-class PullRequest(BaseModel):
+class PullRequest(Said):
     """Old clients say `name` where new ones say `model`. insecure has no effect here."""
 
     model: str = ""

@@ -8,11 +8,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from moeinf.server.metrics import exposition
 from moeinf.server.worker import Worker
 from tests.server.conftest import serving
 
@@ -29,6 +31,13 @@ def test_health_version_and_root(address: str) -> None:
     assert httpx.get(f"{address}/").text == "moeinf is running"
     assert "version" in httpx.get(f"{address}/api/version").json()
     assert "moeinf:num_requests_running" in httpx.get(f"{address}/metrics", timeout=60).text
+
+
+def test_counters_have_all_their_digits() -> None:
+    worker = SimpleNamespace(running=0, waiting=0, answers=1_234_567, tokens=0, engine=None)
+    loaded = SimpleNamespace(manifest=SimpleNamespace(model="m:q4"), worker=worker)
+    host: Any = SimpleNamespace(loaded=lambda: [loaded])
+    assert 'request_success_total{model_name="m:q4"} 1234567\n' in exposition(host)
 
 
 @pytest.mark.parametrize(
