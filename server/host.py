@@ -7,6 +7,7 @@ the first of them, so that a server starts at once and is small while nobody ask
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,8 +44,15 @@ class Loaded:
 
     @property
     def expires_at(self) -> float:
-        idle_for = time.monotonic() - self.worker.last_used
+        idle_for = time.monotonic() - self.worker.last_used if self.idle else 0.0
         return time.time() - idle_for + self.keep_alive_s
+
+    def tell(self) -> None:
+        """From here on `ps` can say when this expires, in whole seconds."""
+        if self.worker.engine is not None:
+            self.worker.engine.expires_at = lambda: (
+                None if math.isinf(self.expires_at) else round(self.expires_at)
+            )
 
     @property
     def idle(self) -> bool:
@@ -88,6 +96,7 @@ class Host:
                 manifest, worker = await self._load(key)
                 keep = self._server.keep_alive_s if keep_alive_s is None else keep_alive_s
                 found = self._loaded[key] = Loaded(manifest, worker, keep)
+                found.tell()
             elif keep_alive_s is not None:
                 found.keep_alive_s = keep_alive_s
         found.worker.last_used = time.monotonic()

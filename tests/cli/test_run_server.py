@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import http.server
 import json
 import re
@@ -117,6 +118,28 @@ def test_a_server_that_cannot_be_used(run: Command, served: tuple[Path, str]) ->
             done = run("demo", "17+25=", "--verbose", MOEINF_HOST=host)
             assert done.out == "42\n"
             assert line in done.err.splitlines()[0]
+
+
+def test_a_port_that_is_taken(run: Command, tmp_path: Path) -> None:
+    with _listening("hello", 200) as host:
+        done = command_in(tmp_path)("serve", "--port", host.rpartition(":")[2])
+    assert done.code == 1
+    assert f"cannot listen on {host}: Address already in use" in done.err
+    assert "--port" in done.err
+
+
+def test_ps_says_how_long_a_server_keeps_a_model(run: Command, served: tuple[Path, str]) -> None:
+    run("demo", "17+25=")
+    command = command_in(served[0])
+    deadline = time.monotonic() + 20  # figures are told once a second
+    while "minutes from now" not in command("ps").out and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert re.search(r"[345] minutes from now", command("ps").out)
+    document = json.loads(command("ps", "--json").out)
+    check_document("ps", document)
+    (until,) = [e["expires_at"] for e in document["engines"] if e["tag"] == "bf16"]
+    left = datetime.datetime.fromisoformat(until) - datetime.datetime.now(datetime.UTC)
+    assert 200 < left.total_seconds() <= 301
 
 
 @contextmanager
