@@ -24,7 +24,7 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tools import knows_tools
 from moeinf.runtime.version import version
-from moeinf.server.answers import BadRequest, events, status_of, words_of
+from moeinf.server.answers import BadRequest, events, noted, status_of, words_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
 from moeinf.server.logprobs import token_words
@@ -196,7 +196,8 @@ async def _answer(
     async def lines() -> AsyncIterator[str]:
         async for event in heard(first, answer, turn):
             if isinstance(event, Failed):
-                yield json.dumps(_error(event.error)) + "\n"
+                error = noted(event.error, request.app.state.settings)
+                yield json.dumps(_error(error)) + "\n"
             elif isinstance(event, Ended):
                 yield json.dumps(line(Reply(), [], event)) + "\n"
             else:

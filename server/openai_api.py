@@ -17,9 +17,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ConfigDict, Field
 
 from moeinf.runtime.asking import Limits, SamplingOptions
+from moeinf.runtime.config import Settings
 from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.manifest import Manifest
-from moeinf.server.answers import BadRequest, events, status_of, words_of
+from moeinf.server.answers import BadRequest, events, noted, status_of, words_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
 from moeinf.server.logprobs import LegacyWords, token_words
@@ -255,7 +256,8 @@ async def _answer(
         raise first.error
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        lines = _stream(loaded, heard(first, answer, turn), kind, word, usage, opening)
+        told = heard(first, answer, turn)
+        lines = _stream(loaded, told, kind, word, usage, opening, request.app.state.settings)
         return StreamingResponse(lines, media_type="text/event-stream")
     reply, found = Reply(), list[Any]()
     async for event in heard(first, answer, turn):
@@ -278,6 +280,7 @@ async def _stream(
     word: Callable[[Engine, TokenInfo], Any],
     usage: bool,
     opening: bool,
+    settings: Settings,
 ) -> AsyncIterator[str]:
     """SSE. An error is an event of its own, after which nothing says that all went well."""
     extra = {"usage": None} if usage else {}
@@ -286,7 +289,7 @@ async def _stream(
         yield _event({**kind.around([kind.piece(_OPENING, [])], chunk=True), **extra})
     async for event in answer:
         if isinstance(event, Failed):
-            yield _event(_error(event.error))
+            yield _event(_error(noted(event.error, settings)))
             return
         if isinstance(event, Ended):
             choice = kind.last(reason_of(event, called))
