@@ -89,6 +89,16 @@ def test_the_same_answers_as_alone(run: Command) -> None:
         assert run(*words).out == run(*words, **here).out
 
 
+def test_what_cannot_be_asked(run: Command) -> None:
+    for host in ({}, {"MOEINF_HOST": "127.0.0.1:1"}):
+        done = run("demo", "17+25=", "--think", **host)
+        assert (done.code, done.out) == (2, "")
+        assert "demo:bf16 cannot think" in done.err
+    raw = run("demo", "--raw")
+    assert (raw.code, raw.out) == (2, "")
+    assert "--raw is for a prompt" in raw.err
+
+
 def test_documents_and_errors(run: Command) -> None:
     done = run("demo", "17+25=", "--json", stdin="")
     document = json.loads(done.out)
