@@ -23,6 +23,7 @@ _COMMON: Config = {"hidden_act": "silu", "attention_bias": False, "tie_word_embe
 SHAPES: Mapping[str, Config] = {
     "olmoe": {  # allenai/OLMoE-1B-7B-0924
         **_COMMON,
+        "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
         "hidden_size": 2048,
         "intermediate_size": 1024,
@@ -39,6 +40,7 @@ SHAPES: Mapping[str, Config] = {
     },
     "deepseek-v2-lite": {  # deepseek-ai/DeepSeek-V2-Lite
         **_COMMON,
+        "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "hidden_size": 2048,
         "intermediate_size": 10944,
@@ -74,6 +76,7 @@ SHAPES: Mapping[str, Config] = {
     },
     "qwen3-30b-a3b": {  # Qwen/Qwen3-30B-A3B
         **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -93,6 +96,7 @@ SHAPES: Mapping[str, Config] = {
         "rms_norm_eps": 1e-6,
     },
     "mixtral-8x7b": {  # mistralai/Mixtral-8x7B-v0.1
+        "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "hidden_act": "silu",
         "tie_word_embeddings": False,

@@ -97,7 +97,12 @@ Context = Annotated[
 ]
 PolicyName = Annotated[
     str,
-    typer.Option("--policy", parser=policy_name, metavar="NAME", help="Which expert is evicted."),
+    typer.Option(
+        "--policy",
+        parser=policy_name,
+        metavar="|".join(POLICY_NAMES),
+        help="Which expert is evicted.",
+    ),
 ]
 Device = Annotated[
     Wanted,
@@ -120,6 +125,12 @@ OnMiss = Annotated[
         metavar="|".join(MISSES),
         help="With --device cuda, what is not in its memory: computed by the CPU, or fetched.",
     ),
+]
+Source = Annotated[
+    str | None, typer.Option("--src", help="Translate from, as eng_Latn.", show_default=False)
+]
+Target = Annotated[
+    str | None, typer.Option("--tgt", help="Translate to, as fra_Latn.", show_default=False)
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)

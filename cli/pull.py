@@ -57,6 +57,10 @@ def pull(
     demo's default) or f32. An interrupted pull goes on where it was; a model that is up to date
     is left alone.
 
+    Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
+    glm4_moe_lite, gpt_oss, granitemoe, mixtral, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,
+    qwen3_5_moe_text, qwen3_moe, switch_transformers.
+
     Example: moeinf pull olmoe:q4
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()

@@ -23,6 +23,8 @@ from moeinf.cli.options import (
     OnMiss,
     PolicyName,
     Quiet,
+    Source,
+    Target,
     Threads,
     Usage,
     engine_config,
@@ -72,12 +74,8 @@ def run(
             show_default=False,
         ),
     ] = None,
-    src: Annotated[
-        str | None, typer.Option(help="Translate from, as eng_Latn.", show_default=False)
-    ] = None,
-    tgt: Annotated[
-        str | None, typer.Option(help="Translate to, as fra_Latn.", show_default=False)
-    ] = None,
+    src: Source = None,
+    tgt: Target = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     think: Annotated[
         bool | None, typer.Option("--think/--nothink", help="Whether to think before answering.")

@@ -34,12 +34,13 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
         out.document({**about, **sizes, **memory, "path": str(folder), "files": len(m.files)})
         return
     slots = m.slots
+    usual = f", {m.usual_context} unless --ctx asks for more" if m.usual_context else ""
     out.fields(
         [
             ("model", str(m.model)),
             ("family", m.family),
             ("quantization", m.tag),
-            ("context length", f"{m.max_context} tokens"),
+            ("context length", f"{m.max_context} tokens{usual}"),
             ("embedding length", str(m.hidden)),
             ("MoE layers", str(m.layers)),
             ("experts", f"{m.experts} per layer, {m.top_k} per token"),

@@ -14,6 +14,8 @@ from moeinf.cli.options import (
     Memory,
     PolicyName,
     Quiet,
+    Source,
+    Target,
     Threads,
     Usage,
     engine_config,
@@ -62,6 +64,8 @@ def trace(
         typer.Option("--out", metavar="FILE.eam", help="Also write a recording for `simulate`."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Which prompts, and what is sampled.")] = 0,
+    src: Source = None,
+    tgt: Target = None,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, no template.")] = False,
     memory: Memory = None,
     policy: PolicyName = DEFAULT_POLICY,
@@ -87,6 +91,7 @@ def trace(
     from moeinf.runtime.datasets import Wanted, load_items  # these import torch
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.library import DEMO_CHECKPOINT
+    from moeinf.runtime.sources import Languages
     from moeinf.runtime.trace_run import trace_items
 
     tasks = tuple(word.strip() for word in subset.split(",")) if subset is not None else None
@@ -103,6 +108,7 @@ def trace(
                 items,
                 options,
                 max_tokens,
+                Languages(src, tgt),
                 raw=raw,
                 name=dataset,
                 out=out_file,

@@ -15,19 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields
 from moeinf.models.decoder import BodyConfig, Decoder, ParallelBlock, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS
 from moeinf.models.ffn import GatedMlp
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
-
-_ROLES: Mapping[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}
-_EXPERT = expert_pattern(
-    "model.layers.{layer}.block_sparse_moe.experts.{expert}.{role}.weight", _ROLES
-)
 
 
 @dataclass(frozen=True)
@@ -87,12 +82,7 @@ def _block(config: ArcticConfig, parts: Parts, layer: int) -> ParallelBlock:
 
 def expert(name: str, config: ArcticConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, range(config.body.layers), config.moe.experts)
+    return BLOCK_SPARSE_EXPERTS.part(name, range(config.body.layers), config.moe.experts)
 
 
-def ignores(name: str, config: ArcticConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
-FAMILY = Family("arctic", parse, build, expert, ignores)
+FAMILY = Family("arctic", parse, build, expert, ignores_buffers)

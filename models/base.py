@@ -200,6 +200,7 @@ class Model(Protocol):
     moe: MoeShape
     vocab_size: int
     max_context: int
+    usual_context: int | None  # to be taken where nobody asks for another; None: max_context
     kv_bytes_per_token: int
     state_bytes: int  # what a state takes besides, however many tokens it holds
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moeinf.models.base import ContextFull, Experts, Linear, MoeShape, Parts, State
+from moeinf.models.base import ContextFull, Experts, Linear, MoeShape, Parts, Phase, State
 from moeinf.models.config import (
     MAX_CONTEXT,
     MAX_HEADS,
@@ -22,7 +22,7 @@ from moeinf.models.config import (
     Fields,
 )
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
-from moeinf.models.moe import Router, SparseFfn
+from moeinf.models.moe import Router, SparseFfn, one_pass
 from moeinf.models.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.recurrent import RecurrentLayout
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
@@ -48,6 +48,19 @@ class BodyConfig:
     head_bias: bool = False  # on lm_head
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     logits_scale: float = 1.0  # logits are divided by it
+
+    @property
+    def usual_context(self) -> int | None:
+        """See base.Model. With room for more, longrope turns every text by other factors."""
+        original = self.rope.original_context
+        return original if self.rope.kind == "longrope" and original < self.max_context else None
+
+
+class HasBody(Protocol):
+    """The config of any decoder."""
+
+    @property
+    def body(self) -> BodyConfig: ...
 
 
 def parse_body(
@@ -144,7 +157,7 @@ class Decoder:
         self.moe = moe
         self.vocab_size = config.vocab
         self._hidden = config.hidden
-        self.max_context = config.max_context
+        self.max_context, self.usual_context = config.max_context, config.usual_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
         self._embedding = embedding
         self._blocks = _looking_ahead([_tuned(block, parts) for block in blocks])
@@ -183,18 +196,13 @@ class Decoder:
         out = torch.empty(len(spans) if logits == "last" else count, width)
         for span in spans:
             span.cache.begin(span.count)
-        with torch.inference_mode():
-            experts.begin_pass(torch.tensor(owner), _phase(decoding))
-            try:
-                x = self._run(ids, spans, experts)  # [T, D]
-                if logits == "states":
-                    out.copy_(self._norm(x))
-                else:
-                    self._logits(x if logits == "all" else x[last], out)
-            except BaseException:
-                experts.end_pass(torch.zeros(count, dtype=torch.bool))
-                raise
-            experts.end_pass()
+        phase: Phase = "decode" if decoding else "prefill"
+        with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase):
+            x = self._run(ids, spans, experts)  # [T, D]
+            if logits == "states":
+                out.copy_(self._norm(x))
+            else:
+                self._logits(x if logits == "all" else x[last], out)
         for span in spans:
             span.cache.advance(span.count)
         return out
@@ -283,10 +291,7 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(reversed(linked))
 
 
-def _phase(decoding: bool) -> Literal["prefill", "decode"]:
-    return "decode" if decoding else "prefill"
-
-
-def ignores_buffers(name: str, tied_embeddings: bool) -> bool:
-    """Tensors that old checkpoints carry and no model needs."""
-    return name.endswith(".rotary_emb.inv_freq") or (tied_embeddings and name == "lm_head.weight")
+def ignores_buffers(name: str, config: HasBody) -> bool:
+    """For Family.ignores: tensors that old checkpoints carry and no model needs."""
+    tied = config.body.tied_embeddings
+    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")

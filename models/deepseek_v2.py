@@ -6,24 +6,19 @@ moe_layer_freq, which that file drops, as in DeepSeek's own code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from moeinf.models.base import ExpertPart, Experts, Family, Model, MoeShape, Parts, Role
-from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Fields
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
+from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
-from moeinf.models.ffn import gated_mlp
+from moeinf.models.expert_names import MLP_EXPERTS
+from moeinf.models.feed_forward import FfnPlan, feed_forward, parse_ffn, shared_experts
+from moeinf.models.ffn import GatedMlp
 from moeinf.models.mla import MlaAttention, MlaShape, parse_mla
-from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter, require_groups
-
-_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
 
 
 @dataclass(frozen=True)
@@ -32,12 +27,14 @@ class DeepseekV2Config:
 
     body: BodyConfig
     attention: MlaShape
-    moe: MoeShape
-    sparse_layers: range  # the layers that have experts
-    dense_intermediate: int  # of the others
+    ffn: FfnPlan
     shared_experts: int
     groups: tuple[int, int] | None  # n_group, topk_group of group_limited_greedy
     routed_scale: float
+
+    @property
+    def moe(self) -> MoeShape:
+        return self.ffn.moe
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -65,10 +62,8 @@ def parse(values: Mapping[str, Any]) -> DeepseekV2Config:
     return DeepseekV2Config(
         body=body,
         attention=parse_mla(fields, body.heads, body.rope),
-        moe=parse_moe(fields, len(sparse), body.hidden, "moe_intermediate_size"),
-        sparse_layers=sparse,
-        dense_intermediate=fields.integer("intermediate_size", high=MAX_WIDTH),
-        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=0),
+        ffn=parse_ffn(fields, sparse, body.layers, body.hidden),
+        shared_experts=fields.integer("n_shared_experts", low=0, high=1024, default=2),
         groups=groups,
         routed_scale=fields.number("routed_scaling_factor", low=1e-3, high=1e3, default=1.0),
     )
@@ -82,47 +77,38 @@ def build(config: DeepseekV2Config, parts: Parts) -> Model:
 
 
 def _block(config: DeepseekV2Config, parts: Parts, layer: int) -> Block:
-    body, prefix = config.body, f"model.layers.{layer}"
+    body, moe, prefix = config.body, config.moe, f"model.layers.{layer}"
+    mlp = f"{prefix}.mlp"
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(parts.tensor(f"{prefix}.{name}.weight", body.hidden), body.norm_eps)
 
-    sparse = layer in config.sparse_layers
+    def router() -> SoftmaxRouter:
+        gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
+        scale, groups = config.routed_scale, config.groups
+        return SoftmaxRouter(gate, moe.top_k, False, scale=scale, groups=groups)
+
+    def shared() -> GatedMlp | None:
+        return shared_experts(parts, mlp, moe, config.shared_experts)
+
     return Block(
         attention_norm=norm("input_layernorm"),
         attention=MlaAttention(layer, config.attention, body.hidden, parts, f"{prefix}.self_attn"),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=(_sparse if sparse else _dense)(config, parts, layer, f"{prefix}.mlp"),
+        ffn=feed_forward(config.ffn, parts, layer, mlp, router, shared),
     )
-
-
-def _dense(
-    config: DeepseekV2Config, parts: Parts, layer: int, prefix: str
-) -> Callable[[Tensor, Experts], Tensor]:
-    mlp = gated_mlp(parts, prefix, config.body.hidden, config.dense_intermediate)
-    return lambda x, experts: mlp(x)
-
-
-def _sparse(config: DeepseekV2Config, parts: Parts, layer: int, prefix: str) -> SparseFfn:
-    moe, shared = config.moe, None
-    gate = parts.tensor(f"{prefix}.gate.weight", moe.experts, moe.hidden)
-    router = SoftmaxRouter(gate, moe.top_k, False, scale=config.routed_scale, groups=config.groups)
-    if config.shared_experts:
-        width = config.shared_experts * moe.intermediate
-        shared = gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, width)
-    return SparseFfn(config.sparse_layers.index(layer), router, shared)
 
 
 def expert(name: str, config: DeepseekV2Config) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, config.sparse_layers, config.moe.experts)
+    return MLP_EXPERTS.part(name, config.ffn.sparse_layers, config.moe.experts)
 
 
 def ignores(name: str, config: DeepseekV2Config) -> bool:
     """See base.Family. transformers writes empty shared experts where there are none."""
     if not config.shared_experts and ".mlp.shared_experts." in name:
         return True
-    return ignores_buffers(name, config.body.tied_embeddings)
+    return ignores_buffers(name, config)
 
 
 FAMILY = Family("deepseek_v2", parse, build, expert, ignores)

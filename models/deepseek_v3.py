@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
+from moeinf.models.base import Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, parse_body
 from moeinf.models.mla import MlaAttention, MlaShape, parse_mla
@@ -72,14 +72,4 @@ def _block(config: DeepseekV3Config, parts: Parts, layer: int) -> Block:
     )
 
 
-def expert(name: str, config: DeepseekV3Config) -> ExpertPart | None:
-    """See base.Family."""
-    return sigmoid_expert(name, config.ffn)
-
-
-def ignores(name: str, config: DeepseekV3Config) -> bool:
-    """See base.Family. Layers for multi-token prediction are left out."""
-    return sigmoid_ignores(name, config.ffn, config.body.tied_embeddings)
-
-
-FAMILY = Family("deepseek_v3", parse, build, expert, ignores)
+FAMILY = Family("deepseek_v3", parse, build, sigmoid_expert, sigmoid_ignores)

@@ -6,20 +6,24 @@ only as the `Experts` seam. The encoder's MoE layers come first in the flat inde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moeinf.models.base import Embedding, Experts, Linear, MoeShape, State
+from moeinf.models.base import Embedding, ExpertPart, Experts, Linear, MoeShape, Phase, State
 from moeinf.models.cross_attention import Memory, MemoryAttention, SelfAttention, SourceAttention
 from moeinf.models.decoder import check_batch, check_ids
+from moeinf.models.expert_names import ExpertNames
 from moeinf.models.kv_cache import CacheLayout, KvCache, Span
+from moeinf.models.moe import one_pass
 
 _HEAD_ROWS = 64  # rows of logits computed at once
 Norm = Callable[[Tensor], Tensor]
+Stack = Literal["encoder", "decoder"]
+EMBEDDING_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 
 
 class FeedForward(Protocol):
@@ -35,7 +39,7 @@ class Positions(Protocol):
         """positions [T] int64 -> [T, D] float32 to add to the embeddings."""
         ...
 
-    def bias(self, stack: Literal["encoder", "decoder"], new: int, total: int) -> Tensor | None:
+    def bias(self, stack: Stack, new: int, total: int) -> Tensor | None:
         """[H, new, total] to add to the scores of the last `new` of `total` tokens."""
         ...
 
@@ -133,6 +137,7 @@ class EncoderDecoder:
     ) -> None:
         self.moe = sizes.moe
         self.max_context = sizes.max_context
+        self.usual_context: int | None = None
         self.start_token = sizes.start_token
         self.names_languages = sizes.names_languages
         self._frame, self._encoder, self._decoder = frame, tuple(encoder), tuple(decoder)
@@ -158,7 +163,7 @@ class EncoderDecoder:
         check_ids(ids, 0, state.capacity, self.vocab_size)
         tokens = torch.tensor(list(ids), device=self._frame.embedding.device)
         owner = torch.full((len(ids),), state.request)
-        with torch.inference_mode(), _Pass(experts, owner, "encode"):
+        with torch.inference_mode(), one_pass(experts, owner, "encode"):
             x = self._embed(tokens, torch.arange(len(ids), device=tokens.device))
             bias = self._frame.positions.bias("encoder", len(ids), len(ids))
             for block in self._encoder:
@@ -175,7 +180,9 @@ class EncoderDecoder:
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
-        """See base.Model. Every state must have a source."""
+        """See base.Model; there are no "states". Every state must have a source."""
+        if logits == "states":
+            raise ValueError("an encoder-decoder has no states of its text alone")
         states = [state for _, state in batch if isinstance(state, SourceState)]
         if len(states) < len(batch):
             raise ValueError("the state was not made by this model")
@@ -192,14 +199,11 @@ class EncoderDecoder:
         owner = torch.tensor([s.cache.request for s in spans for _ in range(s.count)])
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
-        rows = len(spans) if logits == "last" else len(tokens)
-        out = torch.empty(rows, self.vocab_size if logits != "states" else 0)
-        with torch.inference_mode(), _Pass(experts, owner, "decode" if decoding else "prefill"):
+        out = torch.empty(len(spans) if logits == "last" else len(tokens), self.vocab_size)
+        phase: Phase = "decode" if decoding else "prefill"
+        with torch.inference_mode(), one_pass(experts, owner, phase):
             x = self._run(tokens, spans, memories, experts)
-            if logits == "states":
-                out = self._frame.decoder_norm(x).float().cpu()
-            else:
-                self._logits(x if logits == "all" else x[last], out)
+            self._logits(x if logits == "all" else x[last], out)
         for span in spans:
             span.cache.advance(span.count)
         return out
@@ -236,17 +240,15 @@ class EncoderDecoder:
             out[rows].copy_(frame.head(frame.decoder_norm(x[rows]) * frame.head_scale))
 
 
-class _Pass:
-    """Opens a pass, and closes it: as history, or as broken off."""
-
-    def __init__(
-        self, experts: Experts, owner: Tensor, phase: Literal["encode", "prefill", "decode"]
-    ) -> None:
-        self._experts, self._owner, self._phase = experts, owner, phase
-
-    def __enter__(self) -> None:
-        self._experts.begin_pass(self._owner, self._phase)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        broken = None if kind is None else torch.zeros(len(self._owner), dtype=torch.bool)
-        self._experts.end_pass(broken)
+def stack_expert(
+    name: str,
+    names: Mapping[Stack, ExpertNames],
+    sparse: Mapping[Stack, Sequence[int]],
+    moe: MoeShape,
+) -> ExpertPart | None:
+    """For Family.expert: the decoder's layers count on from the encoder's."""
+    stack: Stack = "decoder" if name.startswith("decoder.") else "encoder"
+    part = names[stack].part(name, sparse[stack], moe.experts)
+    if part is None or stack == "encoder":
+        return part
+    return replace(part, layer=moe.encoder_layers + part.layer)

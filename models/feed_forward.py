@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeinf.models.base import Experts, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields
-from moeinf.models.ffn import gated_mlp
+from moeinf.models.ffn import GatedMlp, gated_mlp
 from moeinf.models.moe import Router, SparseFfn, parse_moe
 
 FeedForward = Callable[[Tensor, Experts], Tensor]  # [T, D] -> [T, D]
@@ -41,6 +41,13 @@ def parse_sparse_step(fields: Fields, layers: int) -> tuple[int, ...]:
     step = fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
     dense = set(fields.integers("mlp_only_layers", high=MAX_LAYERS))
     return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
+
+
+def shared_experts(parts: Parts, prefix: str, moe: MoeShape, count: int) -> GatedMlp | None:
+    """DeepSeek's: `count` experts that run for every token, stored as one wide network."""
+    if not count:
+        return None
+    return gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, count * moe.intermediate)
 
 
 def feed_forward(

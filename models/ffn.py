@@ -90,6 +90,13 @@ class DenseRelu:
         return _in_blocks(lambda rows: self.down(functional.relu(self.up(rows))), x)
 
 
+def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> Linear:
+    """Qwen's shared expert times sigmoid of its gate, from `prefix`.shared_expert*."""
+    expert = gated_mlp(parts, f"{prefix}.shared_expert", hidden, intermediate)
+    gate = parts.linear(f"{prefix}.shared_expert_gate", 1, hidden)
+    return lambda x: gate(x).sigmoid() * expert(x)
+
+
 def gated_mlp(parts: Parts, prefix: str, hidden: int, intermediate: int) -> GatedMlp:
     """From `prefix`.{gate,up,down}_proj.weight."""
     return GatedMlp(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
+from moeinf.models.base import Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, parse_body
 from moeinf.models.norms import HeadNorm, RmsNorm
@@ -84,14 +84,4 @@ def _block(config: Glm4MoeConfig, parts: Parts, layer: int) -> Block:
     )
 
 
-def expert(name: str, config: Glm4MoeConfig) -> ExpertPart | None:
-    """See base.Family."""
-    return sigmoid_expert(name, config.ffn)
-
-
-def ignores(name: str, config: Glm4MoeConfig) -> bool:
-    """See base.Family. Layers for multi-token prediction are left out."""
-    return sigmoid_ignores(name, config.ffn, config.body.tied_embeddings)
-
-
-FAMILY = Family("glm4_moe", parse, build, expert, ignores)
+FAMILY = Family("glm4_moe", parse, build, sigmoid_expert, sigmoid_ignores)

@@ -11,9 +11,9 @@ from typing import Any
 from moeinf.models.base import Family
 from moeinf.models.config import MAX_LAYERS, Fields
 from moeinf.models.decoder import parse_body
-from moeinf.models.deepseek_v3 import DeepseekV3Config, build, expert, ignores
+from moeinf.models.deepseek_v3 import DeepseekV3Config, build
 from moeinf.models.mla import parse_mla
-from moeinf.models.sigmoid_experts import parse_sigmoid_experts
+from moeinf.models.sigmoid_experts import parse_sigmoid_experts, sigmoid_expert, sigmoid_ignores
 
 
 def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
@@ -35,4 +35,4 @@ def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
     )
 
 
-FAMILY = Family("glm4_moe_lite", parse, build, expert, ignores)
+FAMILY = Family("glm4_moe_lite", parse, build, sigmoid_expert, sigmoid_ignores)

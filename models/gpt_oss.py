@@ -17,12 +17,12 @@ from moeinf.models.base import (
     Family,
     FusedPart,
     Model,
-    ModelDataError,
     MoeShape,
     Parts,
 )
 from moeinf.models.config import MAX_CONTEXT, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.expert_names import known_layer
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import WideRmsNorm
 from moeinf.models.routing import TopSoftmaxRouter
@@ -110,20 +110,14 @@ def expert(name: str, config: GptOssConfig) -> ExpertPart | None:
     return None
 
 
-def ignores(name: str, config: GptOssConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
 def fused(name: str, config: GptOssConfig) -> FusedPart | None:
     """See base.Family. Raises ModelDataError for a layer that the config does not have."""
     match = _FUSED.fullmatch(name)
     if match is None:
         return None
-    if int(match[1]) >= config.body.layers:
-        raise ModelDataError(f"{name!r}: the config has no layer {match[1]}")
+    layer = known_layer(name, match[1], config.body.layers)
     role = _ROLES[match[2] + (match[3] or "")]
-    return FusedPart(int(match[1]), role, transposed=True, interleaved=True)
+    return FusedPart(layer, role, transposed=True, interleaved=True)
 
 
-FAMILY = Family("gpt_oss", parse, build, expert, ignores, fused)
+FAMILY = Family("gpt_oss", parse, build, expert, ignores_buffers, fused)

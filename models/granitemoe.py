@@ -17,12 +17,12 @@ from moeinf.models.base import (
     Family,
     FusedPart,
     Model,
-    ModelDataError,
     MoeShape,
     Parts,
 )
 from moeinf.models.config import Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.expert_names import known_layer
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
@@ -97,19 +97,13 @@ def expert(name: str, config: GraniteMoeConfig) -> ExpertPart | None:
     return None
 
 
-def ignores(name: str, config: GraniteMoeConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
 def fused(name: str, config: GraniteMoeConfig) -> FusedPart | None:
     """See base.Family. Raises ModelDataError for a layer that the config does not have."""
     match = _FUSED.fullmatch(name)
     if match is None:
         return None
-    if int(match[1]) >= config.body.layers:
-        raise ModelDataError(f"{name!r}: the config has no layer {match[1]}")
-    return FusedPart(int(match[1]), _ROLES[match[2]])
+    layer = known_layer(name, match[1], config.body.layers)
+    return FusedPart(layer, _ROLES[match[2]])
 
 
-FAMILY = Family("granitemoe", parse, build, expert, ignores, fused)
+FAMILY = Family("granitemoe", parse, build, expert, ignores_buffers, fused)

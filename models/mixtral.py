@@ -10,18 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
-
-_ROLES: Mapping[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}
-_EXPERT = expert_pattern(
-    "model.layers.{layer}.block_sparse_moe.experts.{expert}.{role}.weight", _ROLES
-)
 
 
 @dataclass(frozen=True)
@@ -72,12 +67,7 @@ def _block(config: MixtralConfig, parts: Parts, layer: int) -> Block:
 
 def expert(name: str, config: MixtralConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, range(config.body.layers), config.moe.experts)
+    return BLOCK_SPARSE_EXPERTS.part(name, range(config.body.layers), config.moe.experts)
 
 
-def ignores(name: str, config: MixtralConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
-FAMILY = Family("mixtral", parse, build, expert, ignores)
+FAMILY = Family("mixtral", parse, build, expert, ignores_buffers)

@@ -5,7 +5,8 @@ Does not know caches, files or families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +123,18 @@ class ResidentExperts:
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         """Nothing to record."""
+
+
+@contextmanager
+def one_pass(experts: Experts, rows: Tensor, phase: Phase) -> Iterator[None]:
+    """Opens a pass, and closes it: as history, or as broken off."""
+    experts.begin_pass(rows, phase)
+    try:
+        yield
+    except BaseException:
+        experts.end_pass(torch.zeros(len(rows), dtype=torch.bool))
+        raise
+    experts.end_pass()
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,20 +28,22 @@ from moeinf.models.config import (
 )
 from moeinf.models.cross_attention import Heads, MemoryAttention, SelfAttention, SourceAttention
 from moeinf.models.encoder_decoder import (
+    EMBEDDING_COPIES,
     DecoderBlock,
     EncoderBlock,
     EncoderDecoder,
     FeedForward,
     Frame,
     Sizes,
+    Stack,
+    stack_expert,
 )
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import ExpertNames
 from moeinf.models.ffn import DenseRelu
 from moeinf.models.moe import SparseFfn
 from moeinf.models.norms import LayerNorm, layer_norm
 from moeinf.models.routing import SoftmaxRouter
 
-Stack = Literal["encoder", "decoder"]
 _STACKS: tuple[Stack, ...] = ("encoder", "decoder")
 _ROLES: Mapping[str, Role] = {
     "fc1.weight": "up",
@@ -49,10 +51,8 @@ _ROLES: Mapping[str, Role] = {
     "fc2.weight": "down",
     "fc2.bias": "down_bias",
 }
-_EXPERT = {
-    stack: expert_pattern(
-        f"{stack}.layers.{{layer}}.ffn.experts.expert_{{expert}}.{{role}}", _ROLES
-    )
+_EXPERTS = {
+    stack: ExpertNames(f"{stack}.layers.{{layer}}.ffn.experts.expert_{{expert}}.{{role}}", _ROLES)
     for stack in _STACKS
 }
 _FIRST_POSITION = 2  # fairseq numbers positions after its padding token, which is 1
@@ -86,7 +86,7 @@ def parse(values: Mapping[str, Any]) -> NllbConfig:
     fields.refuse("normalize_router_prob_before_dropping", False, True)  # the same without dropping
     fields.refuse("moe_eval_capacity_token_fraction", 1.0, 1)
     fields.refuse("tie_word_embeddings", True)
-    hidden = fields.integer("d_model", "hidden_size", high=MAX_WIDTH)
+    hidden = fields.integer("d_model", "hidden_size", low=4, high=MAX_WIDTH)  # two sines
     intermediate = fields.integer("encoder_ffn_dim", "decoder_ffn_dim", high=MAX_WIDTH)
     heads = {s: fields.integer(f"{s}_attention_heads", high=MAX_HEADS) for s in _STACKS}
     for count in heads.values():
@@ -214,19 +214,13 @@ def plain_name(name: str) -> str:
 
 
 def expert(name: str, config: NllbConfig) -> ExpertPart | None:
-    """See base.Family. The decoder's layers count on from the encoder's."""
-    name = plain_name(name)
-    stack: Stack = "decoder" if name.startswith("decoder.") else "encoder"
-    part = expert_part(name, _EXPERT[stack], _ROLES, config.sparse[stack], config.moe.experts)
-    if part is None or stack == "encoder":
-        return part
-    return replace(part, layer=config.moe.encoder_layers + part.layer)
+    """See base.Family."""
+    return stack_expert(plain_name(name), _EXPERTS, config.sparse, config.moe)
 
 
 def ignores(name: str, config: NllbConfig) -> bool:
     """See base.Family. Copies of the one embedding, and tables of sines."""
-    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    return plain_name(name) in copies or ".embed_positions." in name
+    return plain_name(name) in EMBEDDING_COPIES or ".embed_positions." in name
 
 
 FAMILY = Family("nllb-moe", parse, build, expert, ignores, rename=plain_name)

@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import Fields, require
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import MLP_EXPERTS
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
-
-_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
 
 
 @dataclass(frozen=True)
@@ -88,12 +85,7 @@ def _block(config: OlmoeConfig, parts: Parts, layer: int) -> Block:
 
 def expert(name: str, config: OlmoeConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, range(config.body.layers), config.moe.experts)
+    return MLP_EXPERTS.part(name, range(config.body.layers), config.moe.experts)
 
 
-def ignores(name: str, config: OlmoeConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
-FAMILY = Family("olmoe", parse, build, expert, ignores)
+FAMILY = Family("olmoe", parse, build, expert, ignores_buffers)

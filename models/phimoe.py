@@ -11,18 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields, require
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import layer_norm
 from moeinf.models.routing import SparseMixer
-
-_ROLES: Mapping[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}
-_EXPERT = expert_pattern(
-    "model.layers.{layer}.block_sparse_moe.experts.{expert}.{role}.weight", _ROLES
-)
 
 
 @dataclass(frozen=True)
@@ -83,12 +78,7 @@ def _block(config: PhimoeConfig, parts: Parts, layer: int) -> Block:
 
 def expert(name: str, config: PhimoeConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, range(config.body.layers), config.moe.experts)
+    return BLOCK_SPARSE_EXPERTS.part(name, range(config.body.layers), config.moe.experts)
 
 
-def ignores(name: str, config: PhimoeConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
-FAMILY = Family("phimoe", parse, build, expert, ignores)
+FAMILY = Family("phimoe", parse, build, expert, ignores_buffers)

@@ -5,24 +5,20 @@ Does not know where weights come from. Math as in transformers 5.23, modeling_qw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Linear, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import MLP_EXPERTS
 from moeinf.models.feed_forward import FfnPlan, feed_forward, parse_ffn, parse_sparse_step
-from moeinf.models.ffn import gated_mlp
+from moeinf.models.ffn import gated_shared
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 
-_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
 _SLIDING = "sliding_attention"
 
 
@@ -92,33 +88,21 @@ def _block(config: Qwen2MoeConfig, parts: Parts, layer: int) -> Block:
         gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
         return SoftmaxRouter(gate, moe.top_k, config.renormalise)
 
+    def shared() -> Linear:
+        return gated_shared(parts, mlp, body.hidden, config.shared_intermediate)
+
     projections = gqa_projections(parts, f"{prefix}.self_attn", body.hidden, shape)
     return Block(
         attention_norm=norm("input_layernorm"),
         attention=GqaAttention(layer, shape, projections),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=feed_forward(
-            config.ffn, parts, layer, mlp, router, lambda: _shared(config, parts, mlp)
-        ),
+        ffn=feed_forward(config.ffn, parts, layer, mlp, router, shared),
     )
-
-
-def _shared(config: Qwen2MoeConfig, parts: Parts, prefix: str) -> Callable[[Tensor], Tensor]:
-    """The shared expert times sigmoid of its gate, [T, D] -> [T, D]."""
-    hidden = config.body.hidden
-    expert = gated_mlp(parts, f"{prefix}.shared_expert", hidden, config.shared_intermediate)
-    gate = parts.linear(f"{prefix}.shared_expert_gate", 1, hidden)
-    return lambda x: gate(x).sigmoid() * expert(x)
 
 
 def expert(name: str, config: Qwen2MoeConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, config.ffn.sparse_layers, config.moe.experts)
+    return MLP_EXPERTS.part(name, config.ffn.sparse_layers, config.moe.experts)
 
 
-def ignores(name: str, config: Qwen2MoeConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
-FAMILY = Family("qwen2_moe", parse, build, expert, ignores)
+FAMILY = Family("qwen2_moe", parse, build, expert, ignores_buffers)

@@ -22,23 +22,19 @@ from moeinf.models.base import (
     FusedPart,
     Linear,
     Model,
-    ModelDataError,
     MoeShape,
     Parts,
     Piece,
-    Role,
 )
 from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields, require
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.delta_net import DeltaNet, DeltaShape, parse_delta
-from moeinf.models.expert_names import expert_part, expert_pattern
-from moeinf.models.ffn import gated_mlp
+from moeinf.models.expert_names import MLP_EXPERTS, known_layer
+from moeinf.models.ffn import gated_shared
 from moeinf.models.moe import SparseFfn, parse_moe
 from moeinf.models.norms import HeadNorm, WideRmsNorm, centred_norm
 from moeinf.models.routing import SoftmaxRouter
 
-_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
 _FUSED = re.compile(
     r"model\.layers\.(0|[1-9][0-9]{0,8})\.mlp\.experts\.(gate_up|down)_proj(?:\.weight)?"
 )
@@ -130,6 +126,8 @@ def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
     gate = parts.tensor(f"{mlp}.gate.weight", moe.experts, moe.hidden)
     router = SoftmaxRouter(gate, moe.top_k, renormalise=True)
 
+    shared = gated_shared(parts, mlp, body.hidden, config.shared_intermediate)
+
     def norm(name: str) -> WideRmsNorm:
         return centred_norm(parts, f"{prefix}.{name}", body.hidden, body.norm_eps)
 
@@ -137,7 +135,7 @@ def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
         attention_norm=norm("input_layernorm"),
         attention=_attention(config, parts, layer),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=SparseFfn(layer, router, _shared(config, parts, mlp)),
+        ffn=SparseFfn(layer, router, shared),
     )
 
 
@@ -155,14 +153,6 @@ def _attention(config: Qwen35MoeConfig, parts: Parts, layer: int) -> GqaAttentio
 
     projections = gqa_projections(parts, name, body.hidden, shape)
     return GqaAttention(before, shape, projections, head_norm("q_norm"), head_norm("k_norm"))
-
-
-def _shared(config: Qwen35MoeConfig, parts: Parts, prefix: str) -> Callable[[Tensor], Tensor]:
-    """The shared expert times sigmoid of its gate, [T, D] -> [T, D]."""
-    hidden = config.body.hidden
-    expert = gated_mlp(parts, f"{prefix}.shared_expert", hidden, config.shared_intermediate)
-    gate = parts.linear(f"{prefix}.shared_expert_gate", 1, hidden)
-    return lambda x: gate(x).sigmoid() * expert(x)
 
 
 class _InnerParts:
@@ -193,12 +183,12 @@ def expert(name: str, config: Qwen35MoeConfig) -> ExpertPart | None:
     if _is_aside(name):
         return None
     layers = range(config.body.layers)
-    return expert_part(config.name(name), _EXPERT, _ROLES, layers, config.moe.experts)
+    return MLP_EXPERTS.part(config.name(name), layers, config.moe.experts)
 
 
 def ignores(name: str, config: Qwen35MoeConfig) -> bool:
     """See base.Family."""
-    return _is_aside(name) or ignores_buffers(name, config.body.tied_embeddings)
+    return _is_aside(name) or ignores_buffers(name, config)
 
 
 def _is_aside(name: str) -> bool:
@@ -210,9 +200,8 @@ def fused(name: str, config: Qwen35MoeConfig) -> FusedPart | None:
     match = _FUSED.fullmatch(config.name(name))
     if match is None:
         return None
-    if int(match[1]) >= config.body.layers:
-        raise ModelDataError(f"{name!r}: the config has no layer {match[1]}")
-    return FusedPart(int(match[1]), _FUSED_ROLES[match[2]])
+    layer = known_layer(name, match[1], config.body.layers)
+    return FusedPart(layer, _FUSED_ROLES[match[2]])
 
 
 FAMILY = Family("qwen3_5_moe", parse, build, expert, ignores, fused)

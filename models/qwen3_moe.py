@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
-from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts, Role
+from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields
 from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import MLP_EXPERTS
 from moeinf.models.feed_forward import FfnPlan, feed_forward, parse_ffn, parse_sparse_step
 from moeinf.models.norms import HeadNorm, RmsNorm
 from moeinf.models.routing import SoftmaxRouter
-
-_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,14 @@ def parse(values: Mapping[str, Any]) -> Qwen3MoeConfig:
     """See base.Family. A sliding window is supported; it counts only with use_sliding_window."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
-    window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)
+    window = None
+    if fields.flag("use_sliding_window"):  # absent is 4096 and null is none, as in transformers
+        window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)
+        window = window if "sliding_window" in values else 4096
     shape = replace(
         parse_gqa(fields, body.hidden, body.heads),
         bias=fields.flag("attention_bias"),
-        window=window if fields.flag("use_sliding_window") else None,
+        window=window,
     )
     return Qwen3MoeConfig(
         body=body,
@@ -89,12 +89,7 @@ def _block(config: Qwen3MoeConfig, parts: Parts, layer: int) -> Block:
 
 def expert(name: str, config: Qwen3MoeConfig) -> ExpertPart | None:
     """See base.Family."""
-    return expert_part(name, _EXPERT, _ROLES, config.ffn.sparse_layers, config.moe.experts)
+    return MLP_EXPERTS.part(name, config.ffn.sparse_layers, config.moe.experts)
 
 
-def ignores(name: str, config: Qwen3MoeConfig) -> bool:
-    """See base.Family."""
-    return ignores_buffers(name, config.body.tied_embeddings)
-
-
-FAMILY = Family("qwen3_moe", parse, build, expert, ignores)
+FAMILY = Family("qwen3_moe", parse, build, expert, ignores_buffers)

@@ -8,7 +8,7 @@ original training, one for longer texts. Keys in a cache cannot change sets when
 it, and a text may come in chunks. So what a state has room for decides, once: every token of a
 state with more room than the original length turns by the long set. (llama.cpp decides by its
 context size in the same way. The formula speaks of the text's length: a short text in a long
-context differs from it, so for texts within the original length give that as the context.)
+context differs from it. So the original length is the model's usual context.)
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class RopeConfig:
             self.high_freq_factor > self.low_freq_factor,
             f"high_freq_factor {self.high_freq_factor:g} is not above "
             f"low_freq_factor {self.low_freq_factor:g}",
+        )
+
+        require(
+            self.kind != "longrope" or self.original_context > 1,
+            f"original_max_position_embeddings {self.original_context} is no text",
         )
 
     def turning(self, head_dim: int) -> int:

@@ -7,19 +7,24 @@ behind the last one; nothing here runs them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from moeinf.models.base import ExpertPart, Parts, Role
+from moeinf.models.base import ExpertPart, Parts
 from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, Fields, require
-from moeinf.models.decoder import BodyConfig, ignores_buffers
-from moeinf.models.expert_names import expert_part, expert_pattern
-from moeinf.models.feed_forward import FeedForward, FfnPlan, feed_forward, parse_ffn
-from moeinf.models.ffn import GatedMlp, gated_mlp
+from moeinf.models.decoder import BodyConfig, HasBody, ignores_buffers
+from moeinf.models.expert_names import MLP_EXPERTS
+from moeinf.models.feed_forward import (
+    FeedForward,
+    FfnPlan,
+    feed_forward,
+    parse_ffn,
+    shared_experts,
+)
+from moeinf.models.ffn import GatedMlp
 from moeinf.models.routing import SigmoidRouter, require_groups
 
-_ROLES: Mapping[str, Role] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-_EXPERT = expert_pattern("model.layers.{layer}.mlp.experts.{expert}.{role}.weight", _ROLES)
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -39,6 +44,13 @@ class SigmoidExperts:
             experts = self.plan.moe.experts
             require_groups(*self.groups, experts, self.plan.moe.top_k)
             require(experts // self.groups[0] >= 2, "a group of experts has fewer than two")
+
+
+class HasSigmoidExperts(HasBody, Protocol):
+    """The config of a family that chooses experts so."""
+
+    @property
+    def ffn(self) -> SigmoidExperts: ...
 
 
 def parse_sigmoid_experts(
@@ -74,28 +86,26 @@ def sigmoid_ffn(config: SigmoidExperts, parts: Parts, layer: int, prefix: str) -
         return SigmoidRouter(gate, bias, moe.top_k, config.renormalise, config.scale, config.groups)
 
     def shared() -> GatedMlp | None:
-        if not config.shared_experts:
-            return None
-        width = config.shared_experts * moe.intermediate
-        return gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, width)
+        return shared_experts(parts, prefix, moe, config.shared_experts)
 
     return feed_forward(config.plan, parts, layer, prefix, router, shared)
 
 
-def sigmoid_expert(name: str, config: SigmoidExperts) -> ExpertPart | None:
+def sigmoid_expert(name: str, config: HasSigmoidExperts) -> ExpertPart | None:
     """For Family.expert: experts of the extra layers are none of ours."""
-    if _is_extra(name, config):
+    if _is_extra(name, config.ffn):
         return None
-    return expert_part(name, _EXPERT, _ROLES, config.plan.sparse_layers, config.plan.moe.experts)
+    plan = config.ffn.plan
+    return MLP_EXPERTS.part(name, plan.sparse_layers, plan.moe.experts)
 
 
-def sigmoid_ignores(name: str, config: SigmoidExperts, tied_embeddings: bool) -> bool:
+def sigmoid_ignores(name: str, config: HasSigmoidExperts) -> bool:
     """For Family.ignores. transformers writes empty shared experts where there are none."""
-    if _is_extra(name, config):
+    if _is_extra(name, config.ffn):
         return True
-    if not config.shared_experts and ".mlp.shared_experts." in name:
+    if not config.ffn.shared_experts and ".mlp.shared_experts." in name:
         return True
-    return ignores_buffers(name, tied_embeddings)
+    return ignores_buffers(name, config)
 
 
 def _is_extra(name: str, config: SigmoidExperts) -> bool:

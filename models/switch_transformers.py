@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,24 +32,26 @@ from moeinf.models.config import (
 )
 from moeinf.models.cross_attention import Heads, MemoryAttention, SelfAttention, SourceAttention
 from moeinf.models.encoder_decoder import (
+    EMBEDDING_COPIES,
     DecoderBlock,
     EncoderBlock,
     EncoderDecoder,
     FeedForward,
     Frame,
     Sizes,
+    Stack,
+    stack_expert,
 )
-from moeinf.models.expert_names import expert_part, expert_pattern
+from moeinf.models.expert_names import ExpertNames
 from moeinf.models.ffn import DenseRelu
 from moeinf.models.moe import Router, SparseFfn
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 
-Stack = Literal["encoder", "decoder"]
 _ROLES: Mapping[str, Role] = {"wi": "up", "wo": "down"}
 _FFN: Mapping[Stack, int] = {"encoder": 1, "decoder": 2}  # its number among a block's sublayers
-_EXPERT = {
-    stack: expert_pattern(
+_EXPERTS = {
+    stack: ExpertNames(
         f"{stack}.block.{{layer}}.layer.{number}.mlp.experts.expert_{{expert}}.{{role}}.weight",
         _ROLES,
     )
@@ -272,17 +274,13 @@ def relative_bucket(distance: Tensor, both_ways: bool, buckets: int, furthest: i
 
 
 def expert(name: str, config: SwitchConfig) -> ExpertPart | None:
-    """See base.Family. The decoder's layers count on from the encoder's."""
-    stack: Stack = "decoder" if name.startswith("decoder.") else "encoder"
-    part = expert_part(name, _EXPERT[stack], _ROLES, config.sparse[stack], config.moe.experts)
-    if part is None or stack == "encoder":
-        return part
-    return replace(part, layer=config.moe.encoder_layers + part.layer)
+    """See base.Family."""
+    return stack_expert(name, _EXPERTS, config.sparse, config.moe)
 
 
 def ignores(name: str, config: SwitchConfig) -> bool:
     """See base.Family. Copies of the one embedding."""
-    return name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    return name in EMBEDDING_COPIES
 
 
 FAMILY = Family("switch_transformers", parse, build, expert, ignores)

@@ -15,7 +15,7 @@ from moeinf.runtime.constrain import json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.sampler import Sampler, SamplingOptions
-from moeinf.runtime.thinking import Kind, Parser, parser_for
+from moeinf.runtime.thinking import Kind, Parser, parser_for, thinking_variables
 
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
 
@@ -99,7 +99,7 @@ class Conversation:
             bos_token=tokenizer.bos or "",
             eos_token=tokenizer.eos or "",
             **({"now": self._now} if self._now else {}),
-            **({} if self.think is None else {"enable_thinking": self.think}),
+            **thinking_variables(self.think),
         )
         return tokenizer.encode_rendered(rendered)
 

@@ -166,7 +166,7 @@ class EngineConfig:
     """How one engine is to run. Built once, in a face.
 
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
-    context   tokens of KV cache; None: what the model has and the plan affords
+    context   tokens of KV cache; None: the model's usual ones, if the plan affords them
     device    the processor that computes experts, device_memory what of its memory may be used
     miss      what becomes of an expert that is not in the device's memory (offload/tiered_store.py)
     libcuda   the driver's library, if not where the system finds it

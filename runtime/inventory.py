@@ -84,6 +84,7 @@ class Inventory:
     family: Family
     moe: MoeShape
     max_context: int
+    usual_context: int | None
     kv_items_per_token: int
     state_bytes: int
     dense: Mapping[str, SourceTensor]
@@ -188,6 +189,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
         family,
         model.moe,
         model.max_context,
+        model.usual_context,
         items,
         model.state_bytes,
         dense,

@@ -61,6 +61,7 @@ class Manifest:
     activation: str = "swiglu"  # of the experts; see models/ffn.py
     biased: bool = False  # their matrices have biases
     encoder_layers: int = 0  # of the layers, the first: they run once per request
+    usual_context: int | None = None  # where --ctx does not say; None: max_context
     format: int = FORMAT_VERSION
 
     @property
@@ -149,6 +150,9 @@ def read_manifest(folder: Path) -> Manifest:
             0 <= manifest.encoder_layers < manifest.layers
         ):
             raise DamagedModel(f"{path}: encoder_layers is {manifest.encoder_layers!r}")
+        usual = manifest.usual_context
+        if usual is not None and (type(usual) is not int or not 1 <= usual <= manifest.max_context):
+            raise DamagedModel(f"{path}: usual_context is {usual!r}")
         if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
             raise DamagedModel(f"{path}: the experts' activation or biases are not described")
         if manifest.layers * manifest.experts > len(manifest.files):

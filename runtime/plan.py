@@ -143,18 +143,19 @@ def _context(
         taken = config.parallel * manifest.kv_bytes(context)
         return device is not None and taken <= share * device.spare_bytes(context)
 
+    most, whose = manifest.max_context, "the model's"
+    if manifest.usual_context is not None:
+        most = manifest.usual_context
+        whose = "the model's original one; a larger --ctx changes answers to short texts, too"
     what = "memory"
     if inside(_CONTEXT_STEP):
-        tokens = most_tokens(
-            lambda context: inside(context, _CONTEXT_SHARE), _CONTEXT_STEP, manifest.max_context
-        )
+        tokens = most_tokens(lambda n: inside(n, _CONTEXT_SHARE), _CONTEXT_STEP, most)
         what = "device memory"
     else:
         affordable = max(0, spare_bytes - config.parallel * manifest.state_bytes)
         per_token = config.parallel * manifest.kv_bytes_per_token
         tokens = max(affordable // per_token // _CONTEXT_STEP, 1) * _CONTEXT_STEP
-    context = min(manifest.max_context, tokens)
-    return context, "the model's" if context == manifest.max_context else f"what {what} affords"
+    return (most, whose) if tokens >= most else (tokens, f"what {what} affords")
 
 
 def _on_device_words(plan: DevicePlacement) -> str:

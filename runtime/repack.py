@@ -295,6 +295,7 @@ def _manifest(
         activation=moe.activation,
         biased=moe.biased,
         encoder_layers=moe.encoder_layers,
+        usual_context=inventory.usual_context,
     )
 
 

@@ -192,6 +192,18 @@ def thinks(template: str | None) -> bool:
     )
 
 
+def thinking_variables(think: bool | str | None) -> dict[str, bool | str]:
+    """What a chat template is told; a text is how much effort, None leaves it to the template.
+
+    Qwen3 and GLM ask for `enable_thinking`, Granite and DeepSeek-V3.1 for `thinking`, gpt-oss for
+    `reasoning_effort`.
+    """
+    if think is None:
+        return {}
+    effort = {"reasoning_effort": think} if isinstance(think, str) else {}
+    return {**effort, "enable_thinking": bool(think), "thinking": bool(think)}
+
+
 def parser_for(template: str | None, prompt: str) -> Parser:
     """The parser for a model with this chat template, after a prompt that ends as `prompt` does."""
     if is_harmony(template):

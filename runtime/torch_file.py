@@ -1,4 +1,4 @@
-"""Reads the table of a PyTorch `.bin` file, for families whose public files have nothing else.
+"""Reads the table of a PyTorch `.bin` file, for checkpoints that have nothing else.
 
 Does not load a tensor. A `.bin` is a zip of a pickle and raw storages. The pickle is read by the
 weights-only unpickler of torch, which constructs nothing but tensors, in a mode where tensors have

@@ -17,9 +17,9 @@ from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.datasets import Item
 from moeinf.runtime.durable import write_bytes_durably
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.sampler import SamplingOptions
-from moeinf.runtime.sources import converse
+from moeinf.runtime.sources import Languages, converse
 
 
 @dataclass
@@ -41,6 +41,7 @@ def trace_items(
     items: Sequence[Item],
     options: SamplingOptions,
     max_tokens: int,
+    languages: Languages,
     *,
     raw: bool,
     name: str,
@@ -50,8 +51,8 @@ def trace_items(
 ) -> Traced:
     """Every item is a request of its own. With `out` a recording is written, also when stopped.
 
-    Raises OSError when the recording cannot be written; a folder that is not there is found out
-    before anything is run.
+    Raises BadLanguage, and OSError when the recording cannot be written; a folder that is not there
+    is found out before anything is run.
     """
     done, recording = Traced(capacity=engine.eamc.capacity), None
     if out is not None:
@@ -63,7 +64,9 @@ def trace_items(
             if stopped():
                 done.interrupted = True
                 break
-            _run(engine, item, options, max_tokens, raw, stopped, done, recording)
+            conversation = converse(engine, languages=languages)
+            ask = conversation.complete if raw else conversation.ask
+            _run(ask, item, options, max_tokens, stopped, done, recording)
             if not done.interrupted:
                 advance()
     finally:
@@ -75,17 +78,14 @@ def trace_items(
 
 
 def _run(
-    engine: Engine,
+    ask: Callable[..., Generation],
     item: Item,
     options: SamplingOptions,
     max_tokens: int,
-    raw: bool,
     stopped: Callable[[], bool],
     done: Traced,
     recording: Recording | None,
 ) -> None:
-    conversation = converse(engine)
-    ask = conversation.complete if raw else conversation.ask
     try:
         answer = ask(item.prompt, options, Limits(max_tokens), stopped)
     except PromptTooLong:

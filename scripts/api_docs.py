@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.app import create_app
+from moeinf.server.ollama_api import OF_OTHER_ENGINES, SAMPLING
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 _BEGIN = """# The HTTP API
@@ -24,6 +26,9 @@ listens on `127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's A
 Fields without a default must be given; one that is null counts as not given.
 The whole as an OpenAPI document: `GET /openapi.json`.
 """
+_OPTIONS = """Of Ollama's `options` these work: {}. These are
+accepted and change nothing: {}. Any other is refused by name.
+"""
 
 
 def written() -> str:
@@ -32,7 +37,8 @@ def written() -> str:
         app = create_app(Settings(Path(home)), ServerSettings(), EngineConfig())
     document = app.openapi()
     schemas = document.get("components", {}).get("schemas", {})
-    parts, used = [_BEGIN], dict[str, None]()
+    work = _listed(("num_predict", "stop", *SAMPLING))
+    parts, used = [_BEGIN, _OPTIONS.format(work, _listed(OF_OTHER_ENGINES))], list[str]()
     for path, verbs in sorted(document["paths"].items(), key=lambda item: _order(item[0])):
         for verb, operation in verbs.items():
             parts.append(f"## {verb.upper()} {path}\n")
@@ -45,8 +51,12 @@ def written() -> str:
         parts.append(f"### {_title(name)}\n")
         if schemas[name].get("description"):
             parts.append(" ".join(schemas[name]["description"].split()) + "\n")
-        parts.append(_table(schemas[name], {}))
+        parts.append(_table(schemas[name], used))
     return "\n".join(parts)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _order(path: str) -> tuple[int, str]:
@@ -59,7 +69,7 @@ def _body(operation: dict[str, Any]) -> list[str]:
     return [schema["$ref"].rpartition("/")[2]] if "$ref" in schema else []
 
 
-def _table(schema: dict[str, Any], used: dict[str, None]) -> str:
+def _table(schema: dict[str, Any], used: list[str]) -> str:
     lines = ["| field | type | default |", "|---|---|---|"]
     for name, about in schema.get("properties", {}).items():
         default = "" if name in schema.get("required", ()) else f"`{_shown(about)}`"
@@ -69,8 +79,9 @@ def _table(schema: dict[str, Any], used: dict[str, None]) -> str:
 
 def _title(name: str) -> str:
     """Two APIs have a Message: what tells them apart is the module, which FastAPI puts in front."""
-    words = name.split("__")
-    return f"{words[-1]} of {words[-2].removesuffix('_api')}" if len(words) > 1 else name
+    *modules, last = name.split("__")
+    title = last.removeprefix("_")
+    return f"{title} of {modules[-1].removesuffix('_api')}" if modules else title
 
 
 def _shown(about: dict[str, Any]) -> str:
@@ -79,10 +90,10 @@ def _shown(about: dict[str, Any]) -> str:
     return json.dumps(about.get("default", empty))
 
 
-def _type(about: dict[str, Any], used: dict[str, None]) -> str:
+def _type(about: dict[str, Any], used: list[str]) -> str:
     if "$ref" in about:
         name = about["$ref"].rpartition("/")[2]
-        used[name] = None
+        used += [name] if name not in used else []
         return f"[{_title(name)}](#{_title(name).lower().replace(' ', '-')})"
     for one in ("anyOf", "oneOf", "allOf"):
         if one in about:

@@ -36,13 +36,13 @@ router = APIRouter()
 Seconds = str | int | float | None
 
 # Known to Ollama, and about its engine: accepted, as it accepts them, without an effect here.
-_OF_OTHER_ENGINES = (
+OF_OTHER_ENGINES = (
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
     "use_mlock", "numa", "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
     "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
     "embedding_only", "num_gqa", "rope_frequency_base", "rope_frequency_scale",
 )  # fmt: skip
-_SAMPLING = tuple(field.name for field in fields(SamplingOptions))
+SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 
 
 class Message(MessageExtras):
@@ -109,9 +109,9 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
                 most = None if int(value) < 0 else int(value)
             elif name == "stop":
                 stop = (value,) if isinstance(value, str) else tuple(str(text) for text in value)
-            elif name in _SAMPLING:
+            elif name in SAMPLING:
                 chosen = chosen.having(name, value)
-            elif name not in _OF_OTHER_ENGINES:
+            elif name not in OF_OTHER_ENGINES:
                 raise BadRequest(f"unknown option {name!r}")
         except (OverflowError, TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.template import TemplateError
+from moeinf.runtime.thinking import thinking_variables
 from moeinf.runtime.tools import load_json
 from moeinf.server.answers import BadRequest
 from moeinf.server.nulls import Said
@@ -71,15 +72,9 @@ def chat_prompt(
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
         return tokenizer.encode_text(text, plain=True)
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = thinking_variables(think)
     if tools:
         extra["tools"] = _guarded(list(tools), tokenizer)
-    if isinstance(think, str):
-        extra["reasoning_effort"] = think
-    if (
-        think is not None
-    ):  # Qwen3 and GLM ask for the first name, Granite and DeepSeek-V3.1 for both
-        extra["enable_thinking"] = extra["thinking"] = bool(think)
     extra |= {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}
     guarded = _guarded(_complete(messages), tokenizer)
     try:

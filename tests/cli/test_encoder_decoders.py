@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from moeinf.runtime.config import Settings
+from scripts.make_checkpoint import byte_tokenizer
 from tests.cli.conftest import command_in
 from tests.conftest import pull
+from tests.encoder_decoders import save_pair
 from tests.hub_server import Hub, serve
 from tests.runtime.test_encoder_decoders import checkpoint
 
@@ -56,6 +58,26 @@ def test_pull_and_run(tmp_path: Path, repository: Path) -> None:
     refused = machine("run", "tiny:q8", "--tgt", "fra_Latn", "Hello")
     assert refused.code == 1
     assert "does not take languages" in refused.err
+
+
+def test_trace_a_translator(tmp_path: Path) -> None:
+    folder, machine = tmp_path / "checkpoint", command_in(tmp_path / "home")
+    save_pair("nllb", folder, vocab_size=300)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["eng_Latn", "fra_Latn", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    pull(folder, Settings(tmp_path / "home"), "tiny:f32")
+    (tmp_path / "texts.txt").write_text("Hello\nGood bye\n")
+    trace = ("trace", "tiny:f32", "--dataset", str(tmp_path / "texts.txt"), "--json")
+    refused = machine(*trace)
+    assert refused.code == 1
+    assert "--tgt fra_Latn" in refused.out
+    done = machine(*trace, "--src", "eng_Latn", "--tgt", "fra_Latn", "--max-tokens", "3")
+    assert done.code == 0, done.err
+    about = json.loads(done.out)
+    assert about["requests"] == 2
+    assert about["prompt_tokens"] == len("Hello") + len("Good bye") + 2 * len(("eng_Latn", "</s>"))
 
 
 def test_bin_files_become_what_safetensors_do(tmp_path: Path, repository: Path) -> None:

@@ -14,7 +14,9 @@ import moeinf.models
 import moeinf.offload
 import moeinf.runtime
 from moeinf.cli.errors import _WORDS, describe
+from moeinf.cli.pull import pull
 from moeinf.cli.repl import BadCommand
+from moeinf.models import FAMILIES, ModelDataError
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.transfer import ExpertReadError
@@ -79,6 +81,13 @@ def test_words(error: Exception, code: str, exit_code: int, words: str, hint: st
     assert (described.code, described.exit_code) == (code, exit_code)
     assert words in described.message
     assert hint in described.hint
+
+
+def test_the_help_of_pull_names_the_families() -> None:
+    """The hint to ModelDataError says so."""
+    assert "`moeinf pull --help` names the families" in describe(ModelDataError("x")).hint
+    _, _, named = str(pull.__doc__).partition("config.json): ")
+    assert [name.strip() for name in named.partition(".")[0].split(",")] == sorted(FAMILIES)
 
 
 @pytest.mark.parametrize("name", sorted(set(_WORDS) & set(exceptions())))

@@ -126,14 +126,24 @@ def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -
 
 def test_every_command_and_option_of_the_table_exists() -> None:
     group: Any = typer.main.get_command(app)
-    rows = re.findall(r"^\| `moeinf (\w+)[^|]*\|(.*)\|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (`moeinf \w+[^|]*)\|(.*)\|$", README, re.MULTILINE)
     known = {name for name, command in group.commands.items() if not command.hidden}
     named = set(re.findall(r"`moeinf (\w+)", README)) | set(re.findall(r"`(\w+) MODEL`", README))
     assert known <= named, "commands that the README does not name"
-    for name, text in rows:
-        command = group.commands[name]
-        subcommands = getattr(command, "commands", {}).values()
-        parameters = [p for one in (command, *subcommands) for p in one.params]
-        options = {o for one in parameters for o in (*one.opts, *one.secondary_opts)}
-        for option in re.findall(r"`(--[a-z-]+)", text):
-            assert option in options, f"moeinf {name} has no {option}"
+    for names, text in rows:
+        shared = {"--json", "--quiet"}  # named below the table
+        said = set(re.findall(r"--[a-z-]+", names + text))
+        for name in known & set(re.findall(r"`(?:moeinf )?(\w+)", names)):
+            known.remove(name)
+            command = group.commands[name]
+            subcommands = getattr(command, "commands", {}).values()
+            options = [
+                {*p.opts, *p.secondary_opts}
+                for one in (command, *subcommands)
+                for p in one.params
+                if p.param_type_name == "option" and not p.hidden
+            ]
+            assert said <= set().union(*options), f"moeinf {name} has not all of {said}"
+            unsaid = [option for option in options if not option & (said | shared)]
+            assert not unsaid, f"the table does not say that moeinf {name} has {unsaid}"
+    assert not known, "commands without a row"

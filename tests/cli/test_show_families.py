@@ -33,6 +33,7 @@ REMEMBERED = {
     "nllb": ("nllb-moe", 2 * 4 * 2 * 4 * 8),  # twice: of the answer, and of the source
     "olmoe": ("olmoe", 2 * 2 * 4 * 8),
     "phimoe": ("phimoe", 2 * 2 * 2 * 12),
+    "phimoe-longrope": ("phimoe", 2 * 2 * 2 * 12),
     "qwen2": ("qwen2_moe", 2 * 2 * 3 * 12),
     "qwen3": ("qwen3_moe", 2 * 2 * 2 * 12),
     "qwen3.5": ("qwen3_5_moe", 1 * 2 * 1 * 16),  # one layer of four
@@ -73,5 +74,9 @@ def test_kv_cache(
     whole = format_bytes(fixed + per_token * about["max_context"])
     line = f"{format_bytes(fixed)} and " if fixed else ""
     line += f"{format_bytes(per_token)} per token; {whole} for the whole context"
-    (shown,) = (text for text in capsys.readouterr().out.splitlines() if "KV cache" in text)
-    assert shown.split(":", 1)[1].strip() == line
+    lines = (text.split(":", 1) for text in capsys.readouterr().out.splitlines())
+    shown = {key.strip(): value.strip() for key, value in lines}
+    assert shown["KV cache"] == line
+    usual = ", 64 unless --ctx asks for more" if name == "phimoe-longrope" else ""
+    assert shown["context length"] == f"{about['max_context']} tokens{usual}"
+    assert about["usual_context"] == (64 if usual else None)

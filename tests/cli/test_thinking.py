@@ -37,7 +37,7 @@ _TEMPLATE = (
 )
 
 
-def make_thinker(folder: Path) -> None:
+def make_thinker(folder: Path, template: str = _TEMPLATE) -> None:
     """A checkpoint of the family olmoe that thinks before it says 42."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in _WORDS])
@@ -57,8 +57,8 @@ def make_thinker(folder: Path) -> None:
     save_file({k: t.bfloat16() for k, t in tensors.items()}, folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(about))
-    template = {"chat_template": _TEMPLATE, "eos_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(template))
+    about = {"chat_template": template, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,16 @@ def test_nothink_saves_the_tokens_and_hidethinking_does_not(moeinf: Command) -> 
     assert documents["--think"]["thinking"] == "let me see"
     assert "thinking" not in documents["--nothink"]
     assert [documents[option]["tokens"] for option in documents] == [7, 3, 7]
+
+
+def test_nothink_for_templates_that_ask_by_another_name(tmp_path: Path) -> None:
+    """Granite's and DeepSeek-V3.1's ask for `thinking`."""
+    template = _TEMPLATE.replace("enable_thinking", "thinking")
+    make_thinker(tmp_path / "checkpoint", template)
+    pull(tmp_path / "checkpoint", Settings(tmp_path / "home"), "thinker:bf16")
+    document = json.loads(command_in(tmp_path / "home")(*ASK, "--nothink", "--json").out)
+    assert "thinking" not in document
+    assert (document["text"], document["tokens"]) == ("it is 42", 3)
 
 
 def test_raw_tells_nothing_apart(moeinf: Command) -> None:

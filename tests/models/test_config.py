@@ -145,6 +145,14 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
             {"rope_parameters": {**_LONG, "long_factor": "x"}},
             "long_factor = 'x'",
         ),
+        (
+            "phimoe-longrope",
+            {
+                "rope_parameters": {**_LONG, "long_factor": [1], "factor": 2.0},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings 1 is no text",
+        ),
         ("granite", {"logits_scaling": 0}, "logits_scaling = 0"),
         ("gpt-oss", {"swiglu_limit": 6.5}, "swiglu_limit = 6.5"),
         ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types = a list"),
@@ -199,6 +207,21 @@ def test_defaults_of_what_published_configs_omit() -> None:
     assert config.body.norm_eps == 1e-5
     assert config.body.rope.theta == 1e4
     assert config.attention.clip is None
+
+
+def test_what_is_absent_is_as_in_transformers() -> None:
+    window = {**CONFIGS["qwen3"], "use_sliding_window": True}
+    assert parse({**window, "sliding_window": None}).attention.window is None
+    assert parse({**window, "sliding_window": 7}).attention.window == 7
+    del window["sliding_window"]
+    assert parse(window).attention.window == 4096
+    assert parse({**window, "use_sliding_window": False}).attention.window is None
+    shared = dict(CONFIGS["deepseek-lite"])
+    del shared["n_shared_experts"]
+    assert parse(shared).shared_experts == 2
+    name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+    assert not FAMILIES["deepseek_v2"].ignores(name, parse(shared))
+    assert FAMILIES["deepseek_v2"].ignores(name, parse({**shared, "n_shared_experts": 0}))
 
 
 @pytest.mark.parametrize("values", [[], None, {}, {"model_type": 3}, {"model_type": "llama"}])

@@ -85,6 +85,7 @@ def test_experts_that_cannot_be(family: str, name: str) -> None:
         ("nllb-moe", {"encoder_attention_heads": 3}, "3 heads"),
         ("nllb-moe", {"decoder_layers": 3}, "no layer with experts"),
         ("nllb-moe", {"num_experts": 1}, "2 experts"),
+        ("nllb-moe", {"d_model": 3}, "d_model = 3 must be an integer from 4"),
     ],
 )
 def test_refused_by_name(family: str, changes: dict[str, Any], problem: str) -> None:

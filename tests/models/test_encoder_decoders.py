@@ -166,6 +166,8 @@ def test_failures_leave_the_state(translate: Callable[[str], Translation]) -> No
         model.encode([1] * 41, state, pair.ours.experts)
     with pytest.raises(ValueError, match="token ids"):
         model.encode([97], state, pair.ours.experts)
+    with pytest.raises(ValueError, match="no states"):
+        model.extend([([0], state)], pair.ours.experts, "states")
     with pytest.raises(ValueError, match="no source"):
         model.extend([([0], model.new_state(4))], pair.ours.experts)
 

@@ -173,7 +173,8 @@ def test_a_damaged_small_file_is_named(file: str, own_home: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("dtype", "x"), ("dense_bytes", None), ("kv_bytes_per_token", 0), ("layers", True),
-     ("tag", 7), ("format", 9), ("layout", 9), ("experts", 33), ("hidden", 64)],
+     ("tag", 7), ("format", 9), ("layout", 9), ("experts", 33), ("hidden", 64),
+     ("usual_context", 0), ("usual_context", True), ("usual_context", 1 << 40)],
 )  # fmt: skip
 def test_a_manifest_that_makes_no_sense(field: str, value: object, own_home: Path) -> None:
     manifest = own_home / "models/demo/bf16/manifest.json"

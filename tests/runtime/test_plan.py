@@ -1,0 +1,60 @@
+"""What a plan chooses where nobody asks: the context, and that memory alone changes no answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.library import Library
+from moeinf.runtime.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from moeinf.runtime.plan import HEADROOM_BYTES, Placement, place
+
+LONG, ORIGINAL = 1 << 17, 4096
+
+
+@pytest.fixture
+def manifest(demo_home: Path) -> Manifest:
+    """The demo, with a context so long that not all of it is affordable."""
+    return replace(Library(Settings(demo_home)).read("demo:bf16")[0], max_context=LONG)
+
+
+def placed(manifest: Manifest, kv_bytes: int, context: int | None = None) -> Placement:
+    """On a machine that affords so many bytes of KV cache."""
+    rest = place(manifest, EngineConfig(context=1), 1 << 40, 2)
+    fixed = rest.dense_bytes + rest.scratch_bytes + HEADROOM_BYTES
+    return place(manifest, EngineConfig(context=context), fixed + 4 * kv_bytes, 2)
+
+
+def test_context_is_what_memory_affords(manifest: Manifest) -> None:
+    for tokens in (8192, 16384):
+        found = placed(manifest, manifest.kv_bytes(tokens))
+        assert found.context == tokens
+        assert f"context {tokens} tokens (what memory affords)" in found.notes
+    found = placed(manifest, manifest.kv_bytes(2 * LONG))
+    assert f"context {LONG} tokens (the model's)" in found.notes
+
+
+def test_memory_does_not_go_beyond_a_usual_context(manifest: Manifest) -> None:
+    """longrope answers otherwise with room for more than the original context."""
+    manifest = replace(manifest, usual_context=ORIGINAL)
+    for tokens in (8192, 2 * LONG):
+        found = placed(manifest, manifest.kv_bytes(tokens))
+        assert found.context == ORIGINAL
+        assert any(note.startswith("context 4096 tokens (the model's orig") for note in found.notes)
+    assert placed(manifest, manifest.kv_bytes(1024)).context == 1024
+    assert placed(manifest, manifest.kv_bytes(LONG), context=8192).context == 8192
+
+
+@pytest.mark.parametrize("usual", [None, ORIGINAL])
+def test_a_manifest_remembers_it(usual: int | None, manifest: Manifest, tmp_path: Path) -> None:
+    manifest = replace(manifest, usual_context=usual)
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    about = json.loads((tmp_path / MANIFEST).read_text())
+    del about["usual_context"]  # as it was written before there was one
+    (tmp_path / MANIFEST).write_text(json.dumps(about))
+    assert read_manifest(tmp_path).usual_context is None
