@@ -55,7 +55,9 @@ class Client:
                 return None
             said = json.loads(self._ask(connection, "GET", "/api/version"))
             return str(said["version"])
-        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        except (ServerError, OSError, http.client.HTTPException):
+            return None
+        except (ValueError, LookupError, TypeError):  # it says so, and is not us
             return None
         finally:
             connection.close()

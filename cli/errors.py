@@ -128,6 +128,9 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     ),
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
     "ServerError": _plain("server", "Without it: end `moeinf serve`, or set MOEINF_HOST."),
+    "CannotListen": _plain(
+        "cannot_listen", "`moeinf serve --port N` takes another port, MOEINF_HOST another address."
+    ),
     "BadFormat": _plain("bad_format", "--format takes json, or a JSON schema.", exit_code=2),
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
     "MemoryError": lambda error: Described(

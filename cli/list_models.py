@@ -61,8 +61,14 @@ def _ago(moment: str) -> str:
         seconds = (datetime.datetime.now(datetime.UTC) - then).total_seconds()
     except (ValueError, TypeError):
         return "-"
+    span = in_words(seconds)
+    return f"{span} ago" if span else "just now"
+
+
+def in_words(seconds: float) -> str:
+    """A span of time in the largest unit that fits; empty below a minute."""
     for unit, length in (("week", 604800), ("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(seconds // length)
         if count:
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return "just now"
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return ""

@@ -26,6 +26,7 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.devices import remembered_bus
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Registry
@@ -150,16 +151,26 @@ def _expect(
     return _Expected(placement, disk, seen[0], how, bound, config.miss)
 
 
+@dataclass(frozen=True)
+class _TooBig:
+    """A tag that does not fit: the least of RAM that its experts need, and what is too small."""
+
+    min_memory_bytes: int
+    words: str
+
+
 def _try(
     manifest: Manifest, config: EngineConfig, settings: Settings, machine: _Machine
-) -> _Expected | DoesNotFit:
+) -> _Expected | _TooBig:
     try:
         return _expect(manifest, config, settings, machine)
-    except DoesNotFit as error:
-        return error
+    except DoesNotFit:
+        return _TooBig(manifest.slots.min_bytes, "does not fit")
+    except DeviceDoesNotFit:
+        return _TooBig(manifest.slots.min_bytes, "does not fit the GPU")
 
 
-Rows = Mapping[str, _Expected | DoesNotFit]
+Rows = Mapping[str, _Expected | _TooBig]
 
 
 def _document(
@@ -199,10 +210,11 @@ def _document(
     }
 
 
-def _row(tag: str, row: _Expected | DoesNotFit) -> dict[str, Any]:
+def _row(tag: str, row: _Expected | _TooBig) -> dict[str, Any]:
     """Of a tag that does not fit only the least memory is known."""
-    if isinstance(row, DoesNotFit):
-        return {"tag": tag, "min_memory_bytes": row.min_bytes, "expected_tokens_per_s": None}
+    if isinstance(row, _TooBig):
+        least = row.min_memory_bytes
+        return {"tag": tag, "min_memory_bytes": least, "expected_tokens_per_s": None}
     return {
         "tag": tag,
         "disk_bytes": row.disk_bytes,
@@ -247,9 +259,9 @@ def _print(
         out.note(note)
 
 
-def _line(tag: str, row: _Expected | DoesNotFit, experts: int) -> list[str]:
-    if isinstance(row, DoesNotFit):
-        return [tag, "-", format_bytes(row.min_bytes), "does not fit", "-"]
+def _line(tag: str, row: _Expected | _TooBig, experts: int) -> list[str]:
+    if isinstance(row, _TooBig):
+        return [tag, "-", format_bytes(row.min_memory_bytes), row.words, "-"]
     placement = row.placement
     return [
         tag,

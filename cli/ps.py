@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from typing import Any
 
-from moeinf.cli.list_models import ID_DIGITS
+from moeinf.cli.list_models import ID_DIGITS, in_words
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
@@ -38,17 +40,27 @@ def _row(engine: LiveEngine) -> list[str]:
         hits = "-" if f.hit_rate is None else f"{f.hit_rate:.1%}"
     size = format_bytes(engine.peak_bytes)
     where = [str(engine.pid), size, "100% CPU" if on == "cpu" else "CPU + GPU", context]
-    return [engine.model, digest, *where, experts, hits, "its process ends"]
+    until = None if f is None else f.expires_at
+    return [engine.model, digest, *where, experts, hits, _until(until)]
+
+
+def _until(expires_at: int | None) -> str:
+    """As Ollama says it; what no server keeps for a time lives as long as its process."""
+    if expires_at is None:
+        return "its process ends"
+    return f"{in_words(expires_at - time.time()) or 'less than a minute'} from now"
 
 
 def _as_json(engine: LiveEngine) -> dict[str, Any]:
-    """experts and bytes are null while the engine loads; expires_at, until a server says more."""
+    """experts and bytes are null while the engine loads; expires_at, where no server unloads it."""
     name, _, tag = engine.model.partition(":")
     f = engine.figures
-    experts = size = None
+    experts = size = expires = None
     if f is not None:
         experts = {"device": f.device_experts, "host": f.host_experts, "disk": f.disk_experts}
         size = {"device": f.device_bytes, "host": f.host_bytes, "disk": f.disk_bytes}
+        if f.expires_at is not None:
+            expires = datetime.datetime.fromtimestamp(f.expires_at, datetime.UTC).isoformat()
     return {
         "pid": engine.pid,
         "name": name,
@@ -60,5 +72,5 @@ def _as_json(engine: LiveEngine) -> dict[str, Any]:
         "hit_rate": None if f is None else f.hit_rate,
         "bytes": size,
         "peak_bytes": engine.peak_bytes,
-        "expires_at": None,
+        "expires_at": expires,
     }

@@ -180,7 +180,7 @@ class RemotePartner:
         if limits.stop:
             said["stop"] = list(limits.stop)
         body: dict[str, Any] = {"model": str(self.model), "options": said}
-        if self.form:
+        if self.form is not None:
             body["format"] = self.form
         return body if self.think is None else {**body, "think": self.think}
 

@@ -22,6 +22,7 @@ from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
 from moeinf.runtime.library import Library
+from moeinf.runtime.thinking import thinks
 
 _HELP = (
     ("/set parameter NAME VALUE", "temperature, top_k, top_p, min_p, seed, num_predict, stop, …"),
@@ -157,6 +158,8 @@ class Repl:
         elif what in ("history", "nohistory"):
             self._session.history = self._history(keep=what == "history")
             self._session.default_buffer.history = self._session.history
+        elif what == "think" and not thinks(self._partner.template()):
+            raise BadCommand(f"{self._partner.model} cannot think")
         elif what in ("think", "nothink"):
             self._partner.think = what == "think"
             self._out.line(f"Set '{what}' mode.")

@@ -38,6 +38,7 @@ from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.asking import Form, Limits, SamplingOptions
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
 from moeinf.runtime.speeds import remember_speed
+from moeinf.runtime.thinking import thinks
 
 _INTERRUPTED = 130
 Stop = Annotated[
@@ -112,6 +113,8 @@ def run(
     text = "\n\n".join(part for part in (piped, prompt) if part)
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of an argument
     interactive = prompt is None and piped is None
+    if interactive and raw:
+        raise Usage("--raw is for a prompt; a conversation has the model's template")
     if interactive and (json or sys.stdin is None or not sys.stdin.isatty()):
         raise Usage("there is no prompt: give one as an argument or on standard input")
     if not interactive and not text:
@@ -184,6 +187,8 @@ def _converse(
 ) -> int:
     """One answer to `text`, or a conversation; the exit code."""
     partner.system, partner.think, partner.form = begun
+    if partner.think and not (ways.raw or thinks(partner.template())):
+        raise Usage(f"{partner.model} cannot think: leave --think away")
     if text is None or ways.verbose:
         for note in partner.choices:
             out.note(note)

@@ -28,7 +28,7 @@ class BadFormat(ValueError):
 
 
 class Constraint(Protocol):
-    """A grammar that an answer must follow."""
+    """A grammar that an answer must follow. Raises BadFormat when it is lost within the answer."""
 
     def mask(self, logits: Logits) -> Logits:
         """logits [vocab] with -inf for what may not come now."""
@@ -43,11 +43,12 @@ Constrain: TypeAlias = "Callable[[Engine, Sequence[int]], Constraint]"  # after 
 
 
 def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Constrain | None:
-    """An answer in JSON: "json" for any object, or a schema. None and "" are no constraint.
+    """An answer in JSON: "json" for any object, or a schema; {} for any value. None and "" are no
+    constraint.
 
     With tools the answer may be a call instead, where a single token begins one.
     """
-    if not form:
+    if form is None or form == "":
         return None
     schema = _ANY_JSON if isinstance(form, str) else form
 
@@ -99,8 +100,7 @@ class _Grammar:
 
         llguidance = _tokenizer_of(engine)
         self._matcher = LLMatcher(llguidance, grammar)
-        if self._matcher.is_error():
-            raise BadFormat(f"format: {self._matcher.get_error()}"[:500])
+        self._check()
         self._bits = allocate_token_bitmask(1, llguidance.vocab_size)
         tokenizer = engine.tokenizer
         before = tokenizer.tail(list(prompt))
@@ -124,6 +124,7 @@ class _Grammar:
             free[self._ends] = -np.inf
             return free
         fill_next_token_bitmask(self._matcher, self._bits, 0)
+        self._check()  # it may be too much to go on with, and then only an end would be allowed
         allowed = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little").astype(bool)
         masked = np.full_like(logits, -np.inf)
         count = min(len(allowed), len(logits))
@@ -142,9 +143,14 @@ class _Grammar:
         elif self._parser.answering:
             self._begun = True
             self._matcher.consume_token(token)
+            self._check()
             return
         for _ in self._parser.add(self._stream.add(token)):
             pass
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise BadFormat(f"format: {self._matcher.get_error()}"[:500])
 
 
 def _quoted(text: str) -> str:

@@ -121,6 +121,7 @@ class Engine:
                 first = "" if past is None else ", what past requests used first"
                 self.choices += (f"reading ahead {warm} experts{first}",)
             self._opened = undo.pop_all()
+        self.expires_at: Callable[[], int | None] = lambda: None  # a server knows when
         registration.publish(self._figures)
         self._requests = itertools.count()
         self.recorder: Recorder | None = None
@@ -154,6 +155,7 @@ class Engine:
             digest=self._digest,
             context=self.placement.context,
             device=self.placement.device,
+            expires_at=self.expires_at(),
         )
 
     def new_state(self) -> State:

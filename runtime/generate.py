@@ -19,6 +19,7 @@ from moeinf.runtime.asking import Limits as Limits
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.sampler import Sampler
+from moeinf.runtime.thinking import overlap
 
 FinishReason = Literal["stop", "length", "interrupted"]
 
@@ -180,7 +181,7 @@ class _StopFinder:
         if places:
             self.found, self._held = True, ""
             return held[: min(places)]
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
@@ -188,11 +189,3 @@ class _StopFinder:
         """What was held back for nothing."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0

@@ -48,6 +48,7 @@ class Figures:
     digest: str
     context: int
     device: str = "cpu"  # that computes experts
+    expires_at: int | None = None  # seconds since the epoch, when a server unloads it unasked
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ special-looking parts are encoded as ordinary text.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,21 @@ from moeinf.runtime.tools import format_of
 TOKENIZER = "tokenizer.json"
 _CONTEXT_TOKENS = 8
 _LONGEST_CHARACTER = 8  # tokens: a character of four bytes, and to spare
+_SPACE = "\u2581"  # how SentencePiece writes one
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # and for a byte that has no character of its own
 _GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """The character that GPT-2's byte-level vocabularies write for each byte: itself where it can
+    be seen, else the next one from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    found = {chr(byte): byte for byte in seen}
+    return found | {chr(0x100 + place): byte for place, byte in enumerate(unseen)}
+
+
+_BYTES = _characters_of_bytes()
 
 
 class Tokenizer:
@@ -44,6 +59,7 @@ class Tokenizer:
         self._special = sorted(
             (t.content for t in added.values() if t.special), key=len, reverse=True
         )
+        self._added = {t.content: t.special for t in added.values()}  # whether it is special
         form = format_of(self.chat_template)
         marks_calls = form is not None and form.open in self._special
         self._shows_special = is_harmony(self.chat_template) or marks_calls
@@ -116,6 +132,20 @@ class Tokenizer:
         """The text of `ids`, special tokens left out."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+    def piece(self, token: int) -> bytes:
+        """What one token adds to a text, be it a part of a character; special ones add nothing."""
+        name = self._tokenizer.id_to_token(token) or ""
+        special = self._added.get(name)
+        if special is not None:
+            return b"" if special else name.encode()
+        decoder = self._tokenizer.decoder
+        how = b"" if decoder is None else decoder.__getstate__()
+        if b'"ByteLevel"' in how:
+            return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in name)
+        if b'"ByteFallback"' in how and (byte := _BYTE.fullmatch(name)):
+            return bytes([int(byte[1], 16)])
+        return name.replace(_SPACE, " ").encode()
 
     def tail(self, ids: list[int]) -> str:
         """The text of the last few of `ids`, special tokens and all."""

@@ -23,7 +23,8 @@ _BEGIN = """# The HTTP API
 Written by `python scripts/api_docs.py` from what the server checks; do not edit. `moeinf serve`
 listens on `127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's APIs; errors are
 `{"error": "…"}` under `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
-Fields without a default must be given. The whole as an OpenAPI document: `GET /openapi.json`.
+Fields without a default must be given; one that is null counts as not given.
+The whole as an OpenAPI document: `GET /openapi.json`.
 """
 _OPTIONS = """Of Ollama's `options` these work: {}. These are
 accepted and change nothing: {}. Any other is refused by name.

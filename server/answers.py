@@ -11,6 +11,8 @@ from contextlib import suppress
 
 from fastapi import Request
 
+from moeinf.runtime.bug_log import note_bug
+from moeinf.runtime.config import Settings
 from moeinf.server.host import Loaded
 from moeinf.server.jobs import Ended, Event, Failed, Job
 
@@ -29,6 +31,10 @@ _STATUS = {
     "PullInProgress": 409,
     "Busy": 503,
     "DoesNotFit": 503,
+    "DeviceDoesNotFit": 503,
+    "OutOfMemory": 503,
+    "MemoryError": 503,
+    "DeviceError": 503,
     "Unloaded": 503,
     "ExpertReadError": 500,
     "ModelDataError": 400,
@@ -43,17 +49,30 @@ class BadRequest(ValueError):
 
 def status_of(error: Exception) -> int:
     """By the class name, or that of an ancestor; what is nobody's fault but ours is 500."""
-    for ancestor in type(error).__mro__:
-        if ancestor.__name__ in _STATUS:
-            return _STATUS[ancestor.__name__]
-    return 500
+    return _known(error) or 500
 
 
 def words_of(error: Exception) -> str:
     """What happened; of our own bugs only that there was one."""
-    if status_of(error) == 500 and not isinstance(error, OSError):
+    if _is_bug(error):
         return f"this is a bug in moeinf: {type(error).__name__}: {error}"
-    return str(error)
+    return str(error) or type(error).__name__
+
+
+def noted(error: Exception, settings: Settings) -> Exception:
+    """The error, which is about to be told; the traceback of a bug of ours is kept."""
+    if _is_bug(error):
+        note_bug(settings, error)
+    return error
+
+
+def _is_bug(error: Exception) -> bool:
+    return _known(error) is None and not isinstance(error, OSError)
+
+
+def _known(error: Exception) -> int | None:
+    names = (ancestor.__name__ for ancestor in type(error).__mro__)
+    return next((_STATUS[name] for name in names if name in _STATUS), None)
 
 
 async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[Event]:

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server import embeddings, ollama_api, openai_api, pulling
-from moeinf.server.answers import BadRequest
+from moeinf.server.answers import BadRequest, noted
 from moeinf.server.guard import Guard
 from moeinf.server.host import Host
 from moeinf.server.metrics import exposition
@@ -79,7 +79,7 @@ def create_app(settings: Settings, server: ServerSettings, config: EngineConfig)
         return answer
 
     async def tell(request: Request, error: Exception) -> JSONResponse:
-        return _told(request, error)
+        return _told(request, noted(error, settings))
 
     # By their builtin ancestors: what `Exception` alone handles is logged as a bug, and is one.
     for kind in (LookupError, ValueError, RuntimeError, OSError, MemoryError, Exception):

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import parse_duration
 from moeinf.server.answers import BadRequest, events
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, Vector
+from moeinf.server.nulls import Said
 from moeinf.server.ollama_api import sampling
 from moeinf.server.prompts import embedding_prompt
 
@@ -31,7 +32,7 @@ _Token = Annotated[int, Field(ge=0)]
 _Input = str | list[_Token]
 
 
-class OllamaRequest(BaseModel):
+class OllamaRequest(Said):
     model: str
     input: str | Annotated[list[str], Field(max_length=_MOST_INPUTS)]
     truncate: bool = True
@@ -40,14 +41,14 @@ class OllamaRequest(BaseModel):
     dimensions: int | None = None
 
 
-class OldOllamaRequest(BaseModel):
+class OldOllamaRequest(Said):
     model: str
     prompt: str
     options: dict[str, Any] = Field(default_factory=dict)
     keep_alive: str | int | float | None = None
 
 
-class OpenAIRequest(BaseModel):
+class OpenAIRequest(Said):
     model_config = ConfigDict(extra="forbid")
     model: str
     input: str | list[str] | list[_Token] | list[list[_Token]]
@@ -137,17 +138,18 @@ async def _vectors(
     """
     vectors: list[list[float]] = []
     tokens = 0
-    for item in inputs:
-        prepare = partial(embedding_prompt, given=item, truncate=truncate)
-        job = Job(prepare, SamplingOptions(), Limits(0), lambda _: None, embed=True)
-        async with aclosing(events(loaded, job, request)) as answer:
-            async for event in answer:
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Vector):
-                    vectors.append(event.values.tolist())
-                if isinstance(event, Ended):
-                    tokens += event.prompt_tokens
-                    if event.reason == "cancelled":
-                        return vectors, tokens
+    with loaded.used():
+        for item in inputs:
+            prepare = partial(embedding_prompt, given=item, truncate=truncate)
+            job = Job(prepare, SamplingOptions(), Limits(0), lambda _: None, embed=True)
+            async with aclosing(events(loaded, job, request)) as answer:
+                async for event in answer:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Vector):
+                        vectors.append(event.values.tolist())
+                    if isinstance(event, Ended):
+                        tokens += event.prompt_tokens
+                        if event.reason == "cancelled":
+                            return vectors, tokens
     return vectors, tokens

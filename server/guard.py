@@ -4,7 +4,8 @@ Does not know endpoints. A pure ASGI layer, so that streams pass through it unto
 
 A web page that a person happens to look at must not be able to talk to this server: requests with
 an Origin that is not allowed are refused, and so are those whose Host is a name that somebody may
-have pointed at this address (DNS rebinding). Addresses and names of this machine are fine.
+have pointed at this address (DNS rebinding). Addresses and names of this machine are fine, and so
+are names that nobody can register for the world, and those of pages that may call in any case.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moeinf.runtime.config import ServerSettings
 MOST_BODY_BYTES = 32 << 20
 BODY_SECONDS = 60.0  # for all of a request's body to arrive
 _LOCAL = ("localhost", "127.0.0.1", "::1")
+_UNREGISTRABLE = (".localhost", ".local", ".internal")  # RFC 6761, RFC 6762, ICANN in 2024
 _OPEN = ("/health", "/", "/api/version")  # answered without an API key
 
 
@@ -33,7 +35,8 @@ class Guard:
     def __init__(self, app: Any, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._names = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
+        own = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
+        self._names = own | {_name_of(origin) for origin in settings.origins}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -54,8 +57,9 @@ class Guard:
 
     def _refusal(self, scope: Any, headers: dict[str, str]) -> tuple[int, str] | None:
         host = _host_name(headers.get("host", ""))
-        if not self._is_ours(host):
-            return 403, f"Host {host[:80]!r} is not a name of this server; see MOEINF_HOST"
+        silent = not host and scope["http_version"] == "1.0"  # no browser: they all say it
+        if not (silent or self._is_ours(host)):
+            return 403, f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it"
         origin = headers.get("origin")
         if origin is not None and not self._may(origin):
             return 403, f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS"
@@ -71,7 +75,9 @@ class Guard:
 
     def _is_ours(self, host: str) -> bool:
         """A name of this machine, or any address: only names can be pointed at us by others."""
-        if host in self._names or host.endswith(".localhost"):
+        if "*" in self._settings.origins or host.endswith(_UNREGISTRABLE):
+            return True
+        if host and host in self._names:
             return True
         try:
             ipaddress.ip_address(host)
@@ -82,11 +88,7 @@ class Guard:
     def _may(self, origin: str) -> bool:
         if "*" in self._settings.origins or origin in self._settings.origins:
             return True
-        try:
-            name = urlsplit(origin).hostname or ""
-        except ValueError:
-            return False
-        return name in _LOCAL
+        return _name_of(origin) in _LOCAL
 
 
 class TooMuch(HTTPException):
@@ -124,6 +126,14 @@ def _host_name(text: str) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.rpartition(":")[0] if ":" in text else text
+
+
+def _name_of(origin: str) -> str:
+    """The host of an origin, or of a name alone; empty where there is none."""
+    try:
+        return urlsplit(origin if "//" in origin else f"//{origin}").hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _refuse(send: Any, status: int, words: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,21 +32,44 @@ _TRIM_EVERY_S = 30.0
 
 @dataclass
 class Loaded:
-    """A model with its worker. expires_at: seconds since the epoch; infinite: stays."""
+    """A model with its worker. expires_at: seconds since the epoch; infinite: stays.
+
+    users: requests of several jobs, which need it between them, too.
+    """
 
     manifest: Manifest
     worker: Worker
     keep_alive_s: float
+    users: int = 0
 
     @property
     def expires_at(self) -> float:
-        idle_for = time.monotonic() - self.worker.last_used
+        idle_for = time.monotonic() - self.worker.last_used if self.idle else 0.0
         return time.time() - idle_for + self.keep_alive_s
+
+    def tell(self) -> None:
+        """From here on `ps` can say when this expires, in whole seconds."""
+        if self.worker.engine is not None:
+            self.worker.engine.expires_at = lambda: (
+                None if math.isinf(self.expires_at) else round(self.expires_at)
+            )
+
+    @property
+    def idle(self) -> bool:
+        return not self.users and self.worker.idle
 
     @property
     def expired(self) -> bool:
-        worker = self.worker
-        return worker.idle and time.monotonic() - worker.last_used >= self.keep_alive_s
+        return self.idle and time.monotonic() - self.worker.last_used >= self.keep_alive_s
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Not idle within."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
 
 
 class Host:
@@ -63,14 +88,15 @@ class Host:
 
     async def model(self, name: str, keep_alive_s: float | None = None) -> Loaded:
         """The model, loaded if need be. Raises NoSuchModel, BadName, DoesNotFit, Unloaded, …"""
-        manifest, _ = self.library.read(name)
-        key = manifest.model
+        # A live engine's files cannot be replaced, so that what is loaded need not be read again.
+        key, _ = await asyncio.to_thread(self.library.find, name)
         async with self._loading.setdefault(key, asyncio.Lock()):
             found = self._loaded.get(key)
             if found is None or found.worker.failure is not None:
-                worker = await self._load(key)
+                manifest, worker = await self._load(key)
                 keep = self._server.keep_alive_s if keep_alive_s is None else keep_alive_s
                 found = self._loaded[key] = Loaded(manifest, worker, keep)
+                found.tell()
             elif keep_alive_s is not None:
                 found.keep_alive_s = keep_alive_s
         found.worker.last_used = time.monotonic()
@@ -78,7 +104,8 @@ class Host:
 
     async def unload(self, name: str) -> bool:
         """Ends a model's engine, its requests with it; False when it is not loaded."""
-        found = self._loaded.pop(self.library.find(name)[0], None)
+        key, _ = await asyncio.to_thread(self.library.find, name)
+        found = self._loaded.pop(key, None)
         if found is not None:
             await asyncio.to_thread(found.worker.close)
         return found is not None
@@ -93,48 +120,49 @@ class Host:
                 if time.monotonic() - trimmed >= _TRIM_EVERY_S:
                     return_free_pages()
                     trimmed = time.monotonic()
-                for key, one in list(self._loaded.items()):
-                    if one.expired:
-                        del self._loaded[key]
-                        await asyncio.to_thread(one.worker.close)
+                await self._unload_where(lambda one: one.expired)
         finally:
             workers = [one.worker for one in self._loaded.values()]
             self._loaded.clear()
             for worker in workers:
                 worker.close()
 
-    async def _load(self, key: ModelName) -> Worker:
+    async def _unload_where(self, leaves: Callable[[Loaded], bool]) -> bool:
+        """Whether any did. Each is asked when its turn comes: it may have been taken meanwhile."""
+        any_left = False
+        for key in list(self._loaded):
+            found = self._loaded.get(key)
+            if found is not None and leaves(found):
+                del self._loaded[key]
+                await asyncio.to_thread(found.worker.close)
+                any_left = True
+        return any_left
+
+    async def _load(self, key: ModelName) -> tuple[Manifest, Worker]:
         """Tries once more without the idle models when memory is short."""
         try:
             return await self._started(key)
-        except (DoesNotFit, DeviceDoesNotFit):
-            idle = [other for other, one in self._loaded.items() if one.worker.idle]
-            if not idle:
-                raise
-            for other in idle:
-                await asyncio.to_thread(self._loaded.pop(other).worker.close)
+        except (DoesNotFit, DeviceDoesNotFit) as error:
+            asked = isinstance(error, DoesNotFit) and self._config.memory is not None
+            if asked or not await self._unload_where(lambda one: one.idle):
+                raise  # what was asked for is too little, however much is free
             return await self._started(key)
 
-    async def _started(self, key: ModelName) -> Worker:
-        def make() -> Engine:
+    async def _started(self, key: ModelName) -> tuple[Manifest, Worker]:
+        def start() -> tuple[Manifest, Worker]:  # not on the loop: torch comes in here, for seconds
             from moeinf.runtime.engine import Engine
+            from moeinf.server.worker import Worker
 
             manifest, folder = self.library.read(str(key))
-            return Engine(manifest, folder, self._config, self._settings)
 
-        def start() -> Worker:  # not on the loop: torch, which comes in here, takes seconds
-            from moeinf.server.worker import Worker
+            def make() -> Engine:
+                return Engine(manifest, folder, self._config, self._settings)
 
             worker = Worker(make, self._server.parallel, self._server.max_queue)
             worker.loaded.wait()
-            return worker
+            return manifest, worker
 
-        worker = await asyncio.to_thread(start)
+        manifest, worker = await asyncio.to_thread(start)
         if worker.failure is not None:
             raise worker.failure
-        return worker
-
-
-def seconds_or_none(seconds: float) -> float | None:
-    """A time for JSON, which has no infinity."""
-    return None if math.isinf(seconds) else seconds
+        return manifest, worker

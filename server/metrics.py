@@ -14,7 +14,7 @@ def exposition(host: Host) -> str:
 
     def add(name: str, kind: str, text: str, values: list[tuple[str, float]]) -> None:
         lines.extend((f"# HELP moeinf:{name} {text}", f"# TYPE moeinf:{name} {kind}"))
-        lines.extend(f"moeinf:{name}{{{labels}}} {value:g}" for labels, value in values)
+        lines.extend(f"moeinf:{name}{{{labels}}} {value!r}" for labels, value in values)
 
     loaded = [(f'model_name="{one.manifest.model}"', one.worker) for one in host.loaded()]
     add(

@@ -5,6 +5,7 @@ Does not know engines' threads nor OpenAI's API.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import time
@@ -23,11 +24,13 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tools import knows_tools
 from moeinf.runtime.version import version
-from moeinf.server.answers import BadRequest, events, status_of, words_of
+from moeinf.server.answers import BadRequest, events, noted, status_of, words_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
+from moeinf.server.logprobs import token_words
+from moeinf.server.nulls import Said
 from moeinf.server.prompts import MessageExtras
-from moeinf.server.turns import Chat, Reply, Text, called_ollama, heard
+from moeinf.server.turns import Chat, Heard, Reply, Text, called_ollama, heard
 
 router = APIRouter()
 Seconds = str | int | float | None
@@ -37,6 +40,7 @@ OF_OTHER_ENGINES = (
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
     "use_mlock", "numa", "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
     "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
+    "embedding_only", "num_gqa", "rope_frequency_base", "rope_frequency_scale",
 )  # fmt: skip
 SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 
@@ -44,9 +48,10 @@ SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 class Message(MessageExtras):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
+    images: list[str] | None = None
 
 
-class Asked(BaseModel):
+class Asked(Said):
     """What generate and chat have in common."""
 
     model: str
@@ -56,6 +61,8 @@ class Asked(BaseModel):
     keep_alive: Seconds = None
     think: bool | Literal["low", "medium", "high"] | None = None
     template: str | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
 
 
 class GenerateRequest(Asked):
@@ -72,7 +79,7 @@ class ChatRequest(Asked):
     tools: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class ModelRequest(BaseModel):
+class ModelRequest(Said):
     """Old clients say `name` where new ones say `model`."""
 
     model: str = ""
@@ -95,13 +102,15 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
     chosen, most = SamplingOptions(), None
     stop: tuple[str, ...] = ()
     for name, value in options.items():
+        if value is None:
+            continue
         try:
             if name == "num_predict":
                 most = None if int(value) < 0 else int(value)
             elif name == "stop":
                 stop = (value,) if isinstance(value, str) else tuple(str(text) for text in value)
             elif name in SAMPLING:
-                chosen = chosen if value is None else chosen.having(name, value)
+                chosen = chosen.having(name, value)
             elif name not in OF_OTHER_ENGINES:
                 raise BadRequest(f"unknown option {name!r}")
         except (OverflowError, TypeError, ValueError) as error:
@@ -113,6 +122,8 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
 async def generate(asked: GenerateRequest, request: Request) -> Response:
     if asked.images or asked.suffix:
         raise BadRequest("models here read text only, and do not fill in the middle")
+    if asked.context:
+        raise BadRequest("context is not taken: /api/chat takes the turns themselves")
 
     if asked.raw:
         turn = Text("\n\n".join(t for t in (asked.system, asked.prompt) if t))
@@ -130,6 +141,8 @@ async def generate(asked: GenerateRequest, request: Request) -> Response:
 
 @router.post("/api/chat")
 async def chat(asked: ChatRequest, request: Request) -> Response:
+    if any(message.images for message in asked.messages):
+        raise BadRequest("models here read text only")
     messages = [message.dump() for message in asked.messages]
 
     def said(reply: Reply) -> dict[str, Any]:
@@ -168,37 +181,50 @@ async def _answer(
         about = {"model": asked.model, "created_at": _now(), **said(Reply())}
         return JSONResponse({**about, "done": True, "done_reason": "load"})
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
-    job = Job(turn.prepare, options, limits, lambda _: None, constrain=constrain)
+    count = asked.top_logprobs if asked.logprobs else None
+    job = Job(turn.prepare, options, limits, lambda _: None, count, constrain)
     answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error
 
-    def line(reply: Reply, ended: Ended | None = None) -> dict[str, Any]:
+    def line(reply: Reply, found: list[Any], ended: Ended | None = None) -> dict[str, Any]:
         about = {"model": asked.model, "created_at": _now(), **said(reply), "done": bool(ended)}
+        about |= {"logprobs": found} if found else {}
         return about if ended is None else {**about, **_figures(ended, start, load_seconds)}
 
     async def lines() -> AsyncIterator[str]:
         async for event in heard(first, answer, turn):
             if isinstance(event, Failed):
-                yield json.dumps(_error(event.error)) + "\n"
+                error = noted(event.error, request.app.state.settings)
+                yield json.dumps(_error(error)) + "\n"
             elif isinstance(event, Ended):
-                yield json.dumps(line(Reply(), event)) + "\n"
+                yield json.dumps(line(Reply(), [], event)) + "\n"
             else:
-                for part in event.parts:
-                    yield json.dumps(line(Reply.of(part))) + "\n"
+                found = _probabilities(loaded, event)
+                replies = [Reply.of(part) for part in event.parts]
+                for reply in replies or [Reply()] * len(found):
+                    yield json.dumps(line(reply, found)) + "\n"
+                    found = []
 
     if asked.stream:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
-    reply = Reply()
+    reply, found = Reply(), list[Any]()
     async for event in heard(first, answer, turn):
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Ended):
-            return JSONResponse(line(reply, event))
+            return JSONResponse(line(reply, found, event))
+        found += _probabilities(loaded, event)
         for part in event.parts:
             reply.add(part)
     raise AssertionError("an answer has an end")
+
+
+def _probabilities(loaded: Loaded, event: Heard) -> list[dict[str, Any]]:
+    """Of the token that was heard, if they were asked for."""
+    engine = loaded.worker.engine
+    return [] if event.info is None or engine is None else [token_words(engine, event.info)]
 
 
 def _figures(ended: Ended, start: float, load_seconds: float) -> dict[str, Any]:
@@ -282,7 +308,7 @@ def copy(asked: CopyRequest, request: Request) -> Response:
 async def delete(asked: ModelRequest, request: Request) -> Response:
     host: Host = request.app.state.host
     await host.unload(asked.wanted)
-    host.library.remove(asked.wanted)
+    await asyncio.to_thread(host.library.remove, asked.wanted)
     return Response()
 
 

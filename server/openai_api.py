@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from moeinf.runtime.asking import Limits, SamplingOptions
+from moeinf.runtime.config import Settings
 from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.manifest import Manifest
-from moeinf.server.answers import BadRequest, events, status_of, words_of
+from moeinf.server.answers import BadRequest, events, noted, status_of, words_of
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
+from moeinf.server.logprobs import LegacyWords, token_words
+from moeinf.server.nulls import Said
 from moeinf.server.openai_words import (
     Message,
     ToolAsked,
     ToolChoice,
-    chat_logprob,
     chosen_tools,
     deltas_of,
     effort_of,
-    legacy_logprobs,
     message_of,
     plain,
     reason_of,
@@ -46,25 +47,27 @@ router = APIRouter(prefix="/v1")
 _OPENING = {"role": "assistant", "content": ""}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Said):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Said):
+    """Without a schema, or with an empty one, any JSON value will do."""
+
     name: str = "answer"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
     description: str | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Said):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
-class Asked(BaseModel):
-    """What both kinds of completions have. Unknown parameters are refused by name."""
+class Asked(Said):
+    """What both kinds of completions have. Unknown parameters are refused by name, if not null."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -194,7 +197,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
             "index": 0, "delta": {}, "logprobs": None, "finish_reason": reason,
         },
     )  # fmt: skip
-    return await _answer(request, asked, job, turn, kind, chat_logprob, opening=True)
+    return await _answer(request, asked, job, turn, kind, token_words, opening=True)
 
 
 @router.post("/completions")
@@ -218,8 +221,10 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     limits = Limits(16 if asked.max_tokens is None else asked.max_tokens, asked.stops())
     job = Job(prepare, asked.sampling(), limits, lambda _: None, asked.logprobs)
 
+    words = LegacyWords()
+
     def choice(text: str, found: list[Any] | None, reason: str | None) -> dict[str, Any]:
-        figures = legacy_logprobs(found) if found else None
+        figures = words.add(found) if found else None
         return {"index": 0, "text": text, "logprobs": figures, "finish_reason": reason}
 
     kind = _Kind(
@@ -251,7 +256,8 @@ async def _answer(
         raise first.error
     if asked.stream:
         usage = asked.stream_options is not None and asked.stream_options.include_usage
-        lines = _stream(loaded, heard(first, answer, turn), kind, word, usage, opening)
+        told = heard(first, answer, turn)
+        lines = _stream(loaded, told, kind, word, usage, opening, request.app.state.settings)
         return StreamingResponse(lines, media_type="text/event-stream")
     reply, found = Reply(), list[Any]()
     async for event in heard(first, answer, turn):
@@ -274,6 +280,7 @@ async def _stream(
     word: Callable[[Engine, TokenInfo], Any],
     usage: bool,
     opening: bool,
+    settings: Settings,
 ) -> AsyncIterator[str]:
     """SSE. An error is an event of its own, after which nothing says that all went well."""
     extra = {"usage": None} if usage else {}
@@ -282,7 +289,7 @@ async def _stream(
         yield _event({**kind.around([kind.piece(_OPENING, [])], chunk=True), **extra})
     async for event in answer:
         if isinstance(event, Failed):
-            yield _event(_error(event.error))
+            yield _event(_error(noted(event.error, settings)))
             return
         if isinstance(event, Ended):
             choice = kind.last(reason_of(event, called))

@@ -1,21 +1,18 @@
-"""How OpenAI words what others say: messages, log-probabilities, usage, calls of tools.
+"""How OpenAI words what others say: messages, usage, calls of tools.
 
 Does not know endpoints.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.server.answers import BadRequest
-from moeinf.server.jobs import Ended, TokenInfo
+from moeinf.server.jobs import Ended
 from moeinf.server.prompts import MessageExtras
 from moeinf.server.turns import Called, Part, Reply
-
-if TYPE_CHECKING:
-    from moeinf.runtime.engine import Engine
 
 
 class Message(MessageExtras):
@@ -122,29 +119,6 @@ def reason_of(ended: Ended, called: bool) -> str:
 def _called(called: Called) -> dict[str, Any]:
     function = {"name": called.call.name, "arguments": called.call.text()}
     return {"id": called.id, "type": "function", "function": function}
-
-
-def chat_logprob(engine: Engine, info: TokenInfo) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        text = engine.tokenizer.decode([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
-
-    best = [one(token, logprob) for token, logprob in info.best]
-    return {**one(info.token, info.logprob), "top_logprobs": best}
-
-
-def legacy_logprobs(found: list[tuple[Engine, TokenInfo]]) -> dict[str, Any]:
-    texts = [engine.tokenizer.decode([info.token]) for engine, info in found]
-    offsets = [sum(len(text) for text in texts[:i]) for i in range(len(texts))]
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(info.logprob, -9999.0) for _, info in found],
-        "top_logprobs": [
-            {engine.tokenizer.decode([t]): max(p, -9999.0) for t, p in info.best}
-            for engine, info in found
-        ],
-        "text_offset": offsets,
-    }
 
 
 def usage_of(ended: Ended) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from moeinf.runtime.template import TemplateError
 from moeinf.runtime.thinking import thinking_variables
 from moeinf.runtime.tools import load_json
 from moeinf.server.answers import BadRequest
+from moeinf.server.nulls import Said
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine import Engine
@@ -32,7 +33,7 @@ class _FunctionSaid(BaseModel):
     arguments: dict[str, Any] | str | None = None
 
 
-class CallSaid(BaseModel):
+class CallSaid(Said):
     """A call of an earlier turn, as either API sends it back."""
 
     model_config = ConfigDict(extra="allow")
@@ -40,7 +41,7 @@ class CallSaid(BaseModel):
     function: _FunctionSaid
 
 
-class MessageExtras(BaseModel):
+class MessageExtras(Said):
     """What a message has beside role and content; templates may look at more."""
 
     model_config = ConfigDict(extra="allow")
@@ -53,11 +54,7 @@ class MessageExtras(BaseModel):
 
     def dump(self) -> dict[str, Any]:
         """What was said; a None says nothing, but in the arguments of a call."""
-        said = self.model_dump(exclude_unset=True)
-        for call in said.get("tool_calls") or ():
-            if call.get("id", "") is None:
-                del call["id"]
-        return {key: value for key, value in said.items() if value is not None}
+        return self.model_dump(exclude_unset=True)
 
 
 def chat_prompt(
@@ -88,6 +85,7 @@ def chat_prompt(
         # DeepSeek's templates join arguments as text, where all others write values as JSON.
         text = _guarded(_complete(messages, arguments_as_text=True), tokenizer)
         rendered = engine.template.render(text, add_generation_prompt=True, **extra)
+    _check(engine, len(rendered))  # tools, calls and thoughts are long, too
     return tokenizer.encode_rendered(rendered)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import is_current
 from moeinf.runtime.names import is_path
-from moeinf.server.answers import BadRequest, words_of
+from moeinf.server.answers import BadRequest, noted, words_of
+from moeinf.server.nulls import Said
 
 
 class ClientGone(Exception):
@@ -33,7 +33,7 @@ _STEPS = 100  # of a phase: progress is told once in each
 Line = dict[str, Any]
 
 
-class PullRequest(BaseModel):
+class PullRequest(Said):
     """Old clients say `name` where new ones say `model`. insecure has no effect here."""
 
     model: str = ""
@@ -52,12 +52,13 @@ async def pull(asked: PullRequest, request: Request) -> Response:
         raise BadRequest("model is missing")
     if is_path(wanted):
         raise BadRequest("a folder of this machine is pulled with `moeinf pull`, not over HTTP")
-    lines = _lines(wanted, request.app.state.settings)
+    settings = request.app.state.settings
+    lines = _lines(wanted, settings)
     first = await anext(lines)
     if isinstance(first, Exception):
         raise first
     if asked.stream:
-        return StreamingResponse(_worded(first, lines), media_type="application/x-ndjson")
+        return StreamingResponse(_worded(first, lines, settings), media_type="application/x-ndjson")
     async for line in lines:
         if isinstance(line, Exception):
             raise line
@@ -65,11 +66,14 @@ async def pull(asked: PullRequest, request: Request) -> Response:
     return JSONResponse(first)
 
 
-async def _worded(first: Line, lines: AsyncIterator[Line | Exception]) -> AsyncIterator[str]:
+async def _worded(
+    first: Line, lines: AsyncIterator[Line | Exception], settings: Settings
+) -> AsyncIterator[str]:
     yield json.dumps(first) + "\n"
     async for line in lines:
-        document = {"error": words_of(line)} if isinstance(line, Exception) else line
-        yield json.dumps(document) + "\n"
+        if isinstance(line, Exception):
+            line = {"error": words_of(noted(line, settings))}
+        yield json.dumps(line) + "\n"
 
 
 async def _lines(wanted: str, settings: Settings) -> AsyncIterator[Line | Exception]:

@@ -23,6 +23,10 @@ MOST_CONNECTIONS = 1024
 _GOODBYE_SECONDS = 5
 
 
+class CannotListen(OSError):
+    """Somebody else has the address, or it is not of this machine."""
+
+
 class Deadlines(H11Protocol):
     """Closes a connection whose next request has begun and does not become whole in time."""
 
@@ -75,11 +79,18 @@ def run_server(
     config: EngineConfig,
     listening: Callable[[str], None],
 ) -> None:
-    """Serves until SIGINT or SIGTERM; `listening` hears the address. OSError when it is taken."""
+    """Serves until SIGINT or SIGTERM; `listening` hears the address. Raises CannotListen."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((server.host, server.port))
-        host, port = sock.getsockname()[:2]
-        listening(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        try:
+            sock.bind((server.host, server.port))
+        except OSError as error:
+            where = _address(server.host, server.port)
+            raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
+        listening(_address(*sock.getsockname()[:2]))
         make_server(settings, server, config).run(sockets=[sock])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -77,6 +77,7 @@ class Worker:
         self._closing = False
         self._failure: Exception | None = None
         self._running: list[_Running] = []
+        self._beginning = False  # a job is neither waiting nor running: its prompt is being made
         self._free: list[_Place] = []
         self.loaded = threading.Event()  # or failed to
         self.engine: Engine | None = None
@@ -101,20 +102,20 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._running)
+        with self._changed:
+            return not (self._waiting or self._beginning or self._running)
 
     def submit(self, job: Job) -> None:
         """Raises Busy when too many wait, Unloaded when this is closing."""
         with self._changed:
             if self._closing:
                 raise Unloaded("the model is being unloaded")
-            if len(self._waiting) >= self._max_queue:
-                here = [one for one in self._waiting if not one.cancelled.is_set()]
-                self._waiting = deque(here)
+            gone = self._drop_cancelled() if len(self._waiting) >= self._max_queue else []
             if len(self._waiting) >= self._max_queue:
                 raise Busy(f"{len(self._waiting)} requests are waiting for this model")
             self._waiting.append(job)
             self._changed.notify()
+        self._tell_cancelled(gone)
 
     def close(self) -> None:
         """Cuts off what runs and waits, ends the engine, and returns when it has ended."""
@@ -151,24 +152,35 @@ class Worker:
             job.emit(Failed(end))
 
     def _next(self) -> Job | None:
+        """Who has waited longest; beginning until it runs, or has failed to."""
         with self._changed:
+            self._beginning = bool(self._waiting)
             return self._waiting.popleft() if self._waiting else None
+
+    def _drop_cancelled(self) -> list[Job]:
+        """Takes out of the queue whose clients have gone: they are still to be told."""
+        gone = [job for job in self._waiting if job.cancelled.is_set()]
+        self._waiting = deque(job for job in self._waiting if job not in gone)
+        return gone
+
+    def _tell_cancelled(self, gone: list[Job]) -> None:
+        load_seconds = 0.0 if self.engine is None else self.engine.load_seconds
+        for job in gone:
+            job.emit(Ended("cancelled", 0, 0, 0, load_seconds, 0.0, 0.0))
 
     def _admit(self, engine: Engine) -> None:
         """Gives free places to who waits; sleeps while there is nothing to do at all."""
         with self._changed:
             while not (self._closing or self._waiting or self._running):
                 self._changed.wait()
-            left = [job for job in self._waiting if job.cancelled.is_set()]
-            for gone in left:
-                self._waiting.remove(gone)
-        for gone in left:
-            gone.emit(Ended("cancelled", 0, 0, 0, engine.load_seconds, 0.0, 0.0))
+            gone = self._drop_cancelled()
+        self._tell_cancelled(gone)
         while self._free and not self._closing and (job := self._next()) is not None:
             try:
                 self._running.append(self._begin(engine, job))
             except Exception as error:
                 job.emit(Failed(error))
+            self._beginning = False
 
     def _begin(self, engine: Engine, job: Job) -> _Running:
         prompt = job.prepare(engine)

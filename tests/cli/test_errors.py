@@ -24,6 +24,7 @@ from moeinf.runtime.hub import RepositoryError
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
+from moeinf.server.serve import CannotListen
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.
 OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater"}
@@ -46,7 +47,8 @@ def exceptions() -> dict[str, type[BaseException]]:
 
 
 def test_every_exception_of_ours_has_words() -> None:
-    others = {"OSError", "ValueError", "MemoryError", "DeviceError"}  # the last: native
+    others = {"OSError", "ValueError", "MemoryError"}
+    others |= {"DeviceError", "CannotListen"}  # of native, of the server
     ours = exceptions()
     assert set(_WORDS) - others <= set(ours), "words for what nobody raises"
     for name in set(ours) - OURS_ALONE:
@@ -65,6 +67,7 @@ def test_every_exception_of_ours_has_words() -> None:
         (RepositoryError("no repository a/b"), "hub", 1, "a/b", "pull --help"),
         (BadCommand("unknown command '/x'"), "bad_command", 1, "/x", "/?"),
         (OutOfDeviceMemory("CUDA_ERROR_OUT_OF_MEMORY"), "device_failed", 1, "CUDA", "--device cpu"),
+        (CannotListen("cannot listen on x:1"), "cannot_listen", 1, "x:1", "--port"),
         (OSError(errno.ENOSPC, "No space left", "/f"), "disk_full", 1, "/f", "Free some disk"),
         (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f", "owns"),
         (OSError(errno.EIO, "Input/output error"), "io_error", 1, "Input", "MOEINF_DEBUG"),

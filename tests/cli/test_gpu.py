@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def test_a_plan_says_where_its_figures_come_from(
     said = capsys.readouterr()
     assert "no: they stay in RAM" in said.out
     assert "to be on the GPU, too, they need --device-memory" in said.err
+
+
+def test_a_plan_of_tags_that_do_not_all_fit_the_device(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "models").unlink()
+    line = ["plan", "demo:q4", "--device", "cuda", "--device-memory"]
+    assert answer([*line, "1MiB"]) == 1
+    least = re.search(r"at least (\d+) bytes", capsys.readouterr().err)
+    assert least is not None
+    assert answer([*line, least[1]]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    fits = {row.split()[0]: "does not fit the GPU" not in row for row in rows[-4:]}
+    assert fits == {"q4": True, "q8": False, "bf16": False, "f32": False}
+    assert answer([*line, least[1], "--json"]) == 0
+    check_document("plan", json.loads(capsys.readouterr().out))
 
 
 def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: P
     for column in ("ID", "CONTEXT", "PROCESSOR", "EXPERTS(GPU/RAM/DISK)", "HIT%", "UNTIL"):
         assert column in heading.split()
     (model,) = [m for m in json.loads(own("list", "--json").out)["models"] if m["tag"] == "bf16"]
+    assert engine["expires_at"] is None
+    assert row.endswith("its process ends")
     assert (engine["digest"], engine["context"]) == (model["digest"], 512)
     assert row.split()[:2] == ["demo:bf16", model["digest"][:12]]
     assert f"0/{engine['experts']['host']}/192" in row

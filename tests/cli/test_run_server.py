@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import http.server
 import json
 import re
@@ -88,6 +89,16 @@ def test_the_same_answers_as_alone(run: Command) -> None:
         assert run(*words).out == run(*words, **here).out
 
 
+def test_what_cannot_be_asked(run: Command) -> None:
+    for host in ({}, {"MOEINF_HOST": "127.0.0.1:1"}):
+        done = run("demo", "17+25=", "--think", **host)
+        assert (done.code, done.out) == (2, "")
+        assert "demo:bf16 cannot think" in done.err
+    raw = run("demo", "--raw")
+    assert (raw.code, raw.out) == (2, "")
+    assert "--raw is for a prompt" in raw.err
+
+
 def test_documents_and_errors(run: Command) -> None:
     done = run("demo", "17+25=", "--json", stdin="")
     document = json.loads(done.out)
@@ -108,18 +119,41 @@ def test_a_server_that_cannot_be_used(run: Command, served: tuple[Path, str]) ->
     assert none.out == "42\n"
     assert none.err.startswith("no server at http://127.0.0.1:1: the model runs in this process")
     assert run("demo", "17+25=", MOEINF_HOST="127.0.0.1:1").err == ""
-    for hello, line in (
-        ("moeinf is running", "is moeinf 0.0.1, this is "),
-        ("Ollama is running", "no server at"),
+    for hello, status, line in (
+        ("moeinf is running", 200, "is moeinf 0.0.1, this is "),
+        ("Ollama is running", 200, "no server at"),
+        ("Whoever it is wants to be asked otherwise.", 401, "no server at"),
     ):
-        with _listening(hello) as host:
+        with _listening(hello, status) as host:
             done = run("demo", "17+25=", "--verbose", MOEINF_HOST=host)
             assert done.out == "42\n"
             assert line in done.err.splitlines()[0]
 
 
+def test_a_port_that_is_taken(run: Command, tmp_path: Path) -> None:
+    with _listening("hello", 200) as host:
+        done = command_in(tmp_path)("serve", "--port", host.rpartition(":")[2])
+    assert done.code == 1
+    assert f"cannot listen on {host}: Address already in use" in done.err
+    assert "--port" in done.err
+
+
+def test_ps_says_how_long_a_server_keeps_a_model(run: Command, served: tuple[Path, str]) -> None:
+    run("demo", "17+25=")
+    command = command_in(served[0])
+    deadline = time.monotonic() + 20  # figures are told once a second
+    while "minutes from now" not in command("ps").out and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert re.search(r"[345] minutes from now", command("ps").out)
+    document = json.loads(command("ps", "--json").out)
+    check_document("ps", document)
+    (until,) = [e["expires_at"] for e in document["engines"] if e["tag"] == "bf16"]
+    left = datetime.datetime.fromisoformat(until) - datetime.datetime.now(datetime.UTC)
+    assert 200 < left.total_seconds() <= 301
+
+
 @contextmanager
-def _listening(hello: str) -> Iterator[str]:
+def _listening(hello: str, status: int) -> Iterator[str]:
     """Something else at MOEINF_HOST."""
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -127,7 +161,7 @@ def _listening(hello: str) -> Iterator[str]:
 
         def do_GET(self) -> None:
             said = b'{"version": "0.0.1"}' if self.path == "/api/version" else hello.encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(said)))
             self.end_headers()
             self.wfile.write(said)

@@ -7,12 +7,15 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from moeinf.native import DeviceError
+from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.engine import Engine
 from moeinf.server.worker import Worker
 from tests.faults.conftest import Tally
@@ -109,6 +112,42 @@ def test_an_engine_that_fails(
             at = 0
             again = httpx.post(f"{address}/api/generate", json=ASK, timeout=30)
             assert again.json().get("response") == "42", again.text
+
+
+def test_a_bug_leaves_its_traceback_and_what_is_known_is_none(
+    demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    (tmp_path / "models").symlink_to(demo_home / "models")
+    log, error, calls = tmp_path / "logs/moeinf.log", Exception, 0
+
+    def failing(self: Engine, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:  # the second token's pass: a stream has begun
+            raise error("planted")
+        return step(self, *arguments)
+
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", failing)
+    messages = [{"role": "user", "content": "sort owl, fig"}]
+    bodies = {
+        "/api/generate": {**ASK, "prompt": "sort owl, fig"},
+        "/v1/chat/completions": {"model": "demo", "messages": messages, "temperature": 0},
+    }
+    kinds = {TypeError: 500, MemoryError: 503, OutOfMemory: 503, DeviceError: 503}
+    with serving(tmp_path) as address:
+        for path, stream in product(bodies, (False, True)):
+            for error, status in kinds.items():
+                calls, before = 0, log.read_text().count("Traceback") if log.exists() else 0
+                body = {**bodies[path], "stream": stream}
+                answer = httpx.post(f"{address}{path}", json=body, timeout=60)
+                assert "planted" in answer.text
+                assert answer.status_code == (200 if stream else status)
+                bug = error is TypeError
+                assert ("this is a bug" in answer.text) == bug
+                assert log.read_text().count("Traceback") - before == bug
+                tally("an error in words")
+    assert "in failing" in log.read_text()
 
 
 def test_a_long_prompt_is_refused_before_it_is_cut_into_tokens(demo_home: Path) -> None:

@@ -55,10 +55,23 @@ def test_json(engine: Callable[[str], Any]) -> None:
     assert follow(json_of("json"), plain, '{"x": [1, null]}') == '{"x": [1, null]}$'
     assert follow(json_of("json"), plain, '{"x": [1') == '{"x": [1'
     assert follow(json_of("json"), plain, "Yes") == ""
+    assert follow(json_of({}), plain, "[1]") == "[1]$"  # any value
+    assert follow(json_of({}), plain, "Yes") == ""
+    assert json_of("") is None
     assert follow(json_of(SCHEMA), plain, '{"a": 12}') == '{"a": 12}$'
     assert follow(json_of(SCHEMA), plain, '{"a": "12"}') == '{"a": '
     with pytest.raises(BadFormat, match="format"):
         follow(json_of({"type": "nonsense"}), plain, "")
+
+
+def test_a_grammar_that_is_lost_is_told(engine: Callable[[str], Any]) -> None:
+    """llguidance would allow only the end from there on: half a document, as if it were whole."""
+    plain = engine("")
+    constrain = json_of(SCHEMA)
+    assert constrain is not None
+    constraint = constrain(plain, [])
+    with pytest.raises(BadFormat, match="doesn't satisfy the grammar"):
+        constraint.took(plain.tokenizer.encode_text("x", plain=True)[-1])
 
 
 def test_thinking_is_free(engine: Callable[[str], Any]) -> None:

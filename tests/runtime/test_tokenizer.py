@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tokenizers
 
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.tokenizer import Tokenizer
@@ -38,6 +41,31 @@ def test_bytes_that_are_no_text_appear_in_the_end(tokenizer: Tokenizer) -> None:
     lead = tokenizer.encode_text("é")[:1]
     stream = tokenizer.stream([])
     assert [stream.add(lead[0]), stream.rest()] == ["", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("ByteLevel", ["Ġa", "Ã", "©", "Ċ", "日", "<|end|>", "<think>"]),
+        ("ByteFallback", ["▁a", "<0xC3>", "<0xA9>", "\n", "日", "<|end|>", "<think>"]),
+    ],
+)
+def test_the_bytes_of_tokens_are_those_of_their_text(
+    kind: str, words: list[str], tmp_path: Path
+) -> None:
+    """Of byte-level and of SentencePiece's vocabularies, parts of a character among them."""
+    numbered = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered))
+    steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    whole = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Fuse()])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel() if kind == "ByteLevel" else whole
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = [Tokenizer(tmp_path).piece(token) for token in range(8)]
+    text = "日".encode()
+    assert found == [b" a", b"\xc3", b"\xa9", b"\n", text, b"", b"<think>", b""]
+    assert b"".join(found).decode() == Tokenizer(tmp_path).decode(list(range(7)))
 
 
 def test_what_a_user_typed_is_never_special(tokenizer: Tokenizer) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import ollama
 import openai
 import pytest
@@ -86,6 +87,22 @@ def test_openai_completions_and_models(openai_client: openai.OpenAI) -> None:
     assert openai_client.models.retrieve("demo:f32").owned_by == "moeinf"
 
 
+def test_openai_legacy_logprobs(openai_client: openai.OpenAI) -> None:
+    """Whole or in chunks: tokens join to the text, and each is where its offset says."""
+    about = {"model": "demo", "prompt": "17+25=", "max_tokens": 8, "logprobs": 4, "seed": 3}
+    wild = {"temperature": 2, "extra_body": {"top_k": 0}}
+    whole = openai_client.completions.create(**about, **wild).choices[0]  # type: ignore[call-overload]
+    pieces = list(openai_client.completions.create(**about, **wild, stream=True))  # type: ignore[call-overload]
+    found = whole.logprobs
+    assert len(found.tokens) == 8 or whole.finish_reason == "stop"
+    for text, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert "\ufffd" in text or whole.text[offset:].startswith(text)
+    for best in found.top_logprobs:
+        assert list(best.values()) == sorted(best.values(), reverse=True)
+    chunks = [piece.choices[0].logprobs for piece in pieces if piece.choices[0].logprobs]
+    assert [offset for chunk in chunks for offset in chunk.text_offset] == found.text_offset
+
+
 def test_openai_errors(openai_client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(openai.NotFoundError, match="no model 'nothing'"):
@@ -149,6 +166,53 @@ def test_ollama(ollama_client: ollama.Client, alone: Callable[[str], str]) -> No
     with pytest.raises(ollama.ResponseError) as caught:
         ollama_client.generate("nothing", "x")
     assert caught.value.status_code == 404
+
+
+def test_ollama_logprobs(ollama_client: ollama.Client) -> None:
+    about = {"model": "demo", "options": {"temperature": 0}, "logprobs": True, "top_logprobs": 2}
+    messages = [{"role": "user", "content": "17+25="}]
+    found = ollama_client.chat(messages=messages, **about).logprobs  # type: ignore[call-overload]
+    assert [token.token for token in found] == ["4", "2", ""]
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in found)
+    assert found[0].top_logprobs[0].logprob == found[0].logprob
+    lines = list(ollama_client.generate(prompt="17+25=", stream=True, **about))  # type: ignore[call-overload]
+    assert [token.token for line in lines for token in line.logprobs or ()] == ["4", "2", ""]
+    plain = ollama_client.chat("demo", messages, options={"temperature": 0})
+    assert plain.logprobs is None
+
+
+def test_what_ollama_knows_and_we_cannot_is_refused(ollama_client: ollama.Client) -> None:
+    image = {"role": "user", "content": "What is it?", "images": ["aGVsbG8="]}
+    with pytest.raises(ollama.ResponseError, match="text only"):
+        ollama_client.chat("demo", [image])
+    with pytest.raises(ollama.ResponseError, match="context"):
+        ollama_client.generate("demo", "x", context=[1, 2])
+
+
+def test_null_is_not_said(address: str) -> None:
+    names = (*ollama.Options.model_fields, "num_gqa", "rope_frequency_base", "rope_frequency_scale")
+    options = {**dict.fromkeys(names), "num_predict": 4}
+    common = {"model": "demo", "stream": False, "keep_alive": None, "template": None}
+    message = {"role": "user", "content": "17+25=", "images": None, "tool_calls": None}
+    nulls = dict.fromkeys(("system", "raw", "context", "format", "think", "tools", "logprobs"))
+    bodies = {
+        "/api/generate": {**common, **nulls, "prompt": "17+25=", "options": options},
+        "/api/chat": {**common, **nulls, "messages": [message], "options": None},
+        "/api/embed": {"model": "demo", "input": "x", "truncate": None, "options": None},
+        "/v1/chat/completions": {
+            "model": "demo",
+            "messages": [message, {"role": "assistant", "content": None}, message],
+            **dict.fromkeys(("stream", "n", "tools", "response_format", "modalities", "audio")),
+            "stream_options": {"include_usage": None},
+        },
+        "/v1/completions": {"model": "demo", "prompt": "x", "echo": None, "best_of": None},
+    }
+    for path, body in bodies.items():
+        answer = httpx.post(f"{address}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, (path, answer.text)
+    numbers = {name: 1 for name in ollama.Options.model_fields if name != "stop"}
+    known = {**bodies["/api/generate"], "options": {**numbers, "stop": ["x"]}}
+    assert httpx.post(f"{address}/api/generate", json=known, timeout=60).status_code == 200
 
 
 def test_answers_together_are_answers_alone(

@@ -8,11 +8,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from moeinf.server.metrics import exposition
 from moeinf.server.worker import Worker
 from tests.server.conftest import serving
 
@@ -31,6 +33,13 @@ def test_health_version_and_root(address: str) -> None:
     assert "moeinf:num_requests_running" in httpx.get(f"{address}/metrics", timeout=60).text
 
 
+def test_counters_have_all_their_digits() -> None:
+    worker = SimpleNamespace(running=0, waiting=0, answers=1_234_567, tokens=0, engine=None)
+    loaded = SimpleNamespace(manifest=SimpleNamespace(model="m:q4"), worker=worker)
+    host: Any = SimpleNamespace(loaded=lambda: [loaded])
+    assert 'request_success_total{model_name="m:q4"} 1234567\n' in exposition(host)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -38,6 +47,11 @@ def test_health_version_and_root(address: str) -> None:
         ({"Host": "evil.example:11435"}, 403),
         ({"Host": "192.168.1.7:11435"}, 200),
         ({"Host": "localhost"}, 200),
+        ({"Host": "host.docker.internal:11435"}, 200),
+        ({"Host": "box.local:11435"}, 200),
+        ({"Host": "box.local.evil.example"}, 403),
+        ({"Host": "evil-local"}, 403),
+        ({"Origin": "http://box.local:11435", "Host": "box.local:11435"}, 403),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://localhost.evil.example"}, 403),
@@ -46,6 +60,21 @@ def test_health_version_and_root(address: str) -> None:
 )
 def test_who_may_ask(headers: dict[str, str], status: int, address: str) -> None:
     assert httpx.get(f"{address}/api/tags", headers=headers).status_code == status
+
+
+def test_names_that_origins_have(demo_home: Path) -> None:
+    """A proxy keeps the Host that it was asked for."""
+    with serving(demo_home, origins=("https://chat.example.com:8443", "box.lan")) as address:
+        for name in ("chat.example.com", "Box.lan:11435"):
+            assert httpx.get(f"{address}/api/tags", headers={"Host": name}).status_code == 200
+        foreign = httpx.get(f"{address}/api/tags", headers={"Host": "example.com"})
+        assert foreign.status_code == 403
+        assert "MOEINF_ORIGINS" in foreign.json()["error"]
+    with serving(demo_home, origins=("*",)) as address:
+        assert httpx.get(f"{address}/api/tags", headers={"Host": "any"}).status_code == 200
+        with connected(address) as sock:
+            sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")  # some health checks name no Host
+            assert b" 200 " in sock.recv(4096)
 
 
 def test_an_api_key(demo_home: Path) -> None:

@@ -99,6 +99,12 @@ def test_openai_thinks(to_openai: openai.OpenAI, script: Script) -> None:
         create(to_openai, reasoning_effort="a lot")
 
 
+def test_tools_that_cannot_fit_are_not_cut_into_tokens(to_openai: openai.OpenAI) -> None:
+    function = {**TOOLS[0]["function"], "description": "x " * 40_000}
+    with pytest.raises(openai.BadRequestError, match="characters, the context"):
+        create(to_openai, tools=[{"type": "function", "function": function}])
+
+
 def test_openai_calls(to_openai: openai.OpenAI, script: Script) -> None:
     script.say(THOUGHT + "I add.\n" + CALL + "\n" + CALL)
     choice = create(to_openai, tools=TOOLS).choices[0]

@@ -1,0 +1,21 @@
+"""Requests in which a null says nothing, as both Ollama and OpenAI take it.
+
+Does not know endpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, model_validator
+
+
+class Said(BaseModel):
+    """What is said in an object; a field that is null is one that was left away."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, said: Any) -> Any:
+        if not isinstance(said, dict):
+            return said
+        return {name: value for name, value in said.items() if value is not None}
