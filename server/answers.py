@@ -36,6 +36,7 @@ _STATUS = {
     "MemoryError": 503,
     "DeviceError": 503,
     "Unloaded": 503,
+    "DamagedModel": 500,
     "ExpertReadError": 500,
     "ModelDataError": 400,
     "BadCheckpoint": 400,

@@ -1,0 +1,35 @@
+"""Which status an error is answered with, and what is called a bug."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeinf.native import DeviceError
+from moeinf.offload.budget import DoesNotFit
+from moeinf.runtime.manifest import DamagedModel, NewerModel
+from moeinf.server.answers import status_of, words_of
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ValueError("temperature must be at least 0"), 400, "temperature must be at least 0"),
+        (DamagedModel("m: a shard is short"), 500, "m: a shard is short"),
+        (NewerModel("m: layout 9"), 500, "m: layout 9"),
+        (DeviceError("the device is gone"), 503, "the device is gone"),
+        (MemoryError(), 503, "MemoryError"),
+        (OSError(28, "No space left on device"), 500, "[Errno 28] No space left on device"),
+        (RuntimeError("oh"), 500, "this is a bug in moeinf: RuntimeError: oh"),
+        (KeyError("oh"), 500, "this is a bug in moeinf: KeyError: 'oh'"),
+    ],
+)
+def test_errors_in_words(error: Exception, status: int, words: str) -> None:
+    """A damaged model is not the fault of who asks, nor of the program."""
+    assert status_of(error) == status
+    assert words_of(error) == words
+
+
+def test_too_little_memory_is_no_bug() -> None:
+    error = DoesNotFit(1, 2)
+    assert status_of(error) == 503
+    assert words_of(error) == str(error)
