@@ -25,7 +25,11 @@ def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
     is used by the next.
     """
     partial = path.with_name(f".{path.name}.partial")
-    descriptor = _open_locked(partial, mode)
+    try:
+        descriptor = _open_locked(partial, mode)
+    except OSError as error:
+        error.filename = os.fspath(path)  # who asked knows no other name
+        raise
     try:
         os.ftruncate(descriptor, 0)
         view = memoryview(data)

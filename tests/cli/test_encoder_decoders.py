@@ -117,5 +117,5 @@ def test_shown_before_they_are_pulled(tmp_path: Path, name: str, family: str, re
     assert text.code == 0, text.err
     assert f"moeinf pull {name}" in text.out
     about = json.loads(machine("show", name, "--json").out)
-    assert (about["family"], about["repo"], about["files"]) == (family, repo, "bin")
+    assert (about["family"], about["repo"]) == (family, repo)
     assert about["pulled"] is False
