@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,21 @@ PROMPT = "sort owl, fig, zebra, ant"
 GREEDY = SamplingOptions(temperature=0)
 
 
-def orphans() -> set[str]:
-    """Template workers of this machine whose parent has ended."""
+def orphans(home: Path) -> set[str]:
+    """Template workers of this MOEINF_HOME whose parent has ended."""
     listed = subprocess.run(
         ["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True
     ).stdout
     rows = [line.split(maxsplit=2) for line in listed.splitlines()]
-    return {pid for parent, pid, args in rows if parent == "1" and "template_worker" in args}
+    found = {pid for parent, pid, args in rows if parent == "1" and "template_worker" in args}
+    return {pid for pid in found if os.fsencode(home) in variables_of(pid)}
+
+
+def variables_of(pid: str) -> bytes:
+    """A process's environment; of one that has just ended, nothing."""
+    with suppress(OSError):
+        return Path("/proc", pid, "environ").read_bytes()
+    return b""
 
 
 def held() -> tuple[int, int]:
@@ -92,7 +101,7 @@ def test_a_signal_at_every_token(
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_told_to_end(kind: signal.Signals, demo_home: Path, tally: Tally) -> None:
     """At several moments of `moeinf run`: an exit code, no child, no entry in the register."""
-    moments, before = range(24) if FULL else (0, 3, 9), orphans()
+    moments, before = range(24) if FULL else (0, 3, 9), orphans(demo_home)
     for moment in moments:
         process = subprocess.Popen(
             [*COMMAND, "run", "demo", PROMPT, "--memory", "10%"],
@@ -111,4 +120,4 @@ def test_a_process_that_is_told_to_end(kind: signal.Signals, demo_home: Path, ta
         assert b"Traceback" not in error
         tally(f"exit code {process.returncode}")
     assert Registry(Settings(demo_home).run).engines() == []
-    assert orphans() <= before
+    assert orphans(demo_home) <= before

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,9 +30,10 @@ def built_fake(folder: Path) -> Path:
     digest = hashlib.sha256(source + repr(_FLAGS).encode()).hexdigest()[:16]
     library = folder / f"libfakecuda-{digest}.so"
     if not library.exists():
-        made = library.with_suffix(".partial")
-        subprocess.run([compiler, *_FLAGS, "-o", str(made), str(SOURCE)], check=True)
-        made.replace(library)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # others may build it, too
+            made = Path(scratch, library.name)
+            subprocess.run([compiler, *_FLAGS, "-o", str(made), str(SOURCE)], check=True)
+            made.replace(library)
     return library
 
 
