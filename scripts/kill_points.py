@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -142,7 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--what", choices=("pull", "cp", "rm"), default="pull")
     parser.add_argument("--hub", action="store_true", help="pull from the stand-in for the hub")
-    parser.add_argument("--every", type=int, default=1, help="try only every N-th point")
+    parser.add_argument("--every", type=int, default=1, help="only every N-th, before the last few")
     parser.add_argument("--full", action="store_true", help="the disk is full there, instead")
     parser.add_argument("--served", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -196,6 +197,9 @@ def remove(settings: Settings) -> None:
         library.discard(partial.name)
 
 
+LAST = 8  # points that are tried one by one, whatever --every says
+
+
 def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare) -> int:
     """Kills at every point, prints what came of it, and returns the exit code."""
     full, every, before = options.full, options.every, place / "before"
@@ -212,11 +216,14 @@ def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare
     assert (status, kind) == (0, "absent" if what == "rm" else "complete"), (status, kind)
     shas = shas or state(before)[1]
     outcomes: Counter[str] = Counter()
-    for at in range(1, points + 1, every):
+    near = max(1, points - LAST)  # where absent becomes complete, or the other way round
+    for at in itertools.chain(range(1, near, every), itertools.count(near)):
         home = begin(place / "home")
         status, _ = act(home, action, at, full)
         kind, found = state(home, changed)
         met = (FULL << 8) if full else signal.SIGKILL
+        if at > points and status != met:
+            break  # beyond the end; how many there are depends on the time that all takes, too
         outcomes[kind if status == met else f"unharmed {kind}"] += 1
         if kind == "HALF" or (found and found != shas):
             wrong.append(f"point {at}: {kind} after the kill")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 _TRIM_EVERY_S = 30.0
+_GRACE_S = 1.0  # between being given a model and asking it something
 
 
 @dataclass
@@ -60,7 +61,8 @@ class Loaded:
 
     @property
     def expired(self) -> bool:
-        return self.idle and time.monotonic() - self.worker.last_used >= self.keep_alive_s
+        keep_s = max(self.keep_alive_s, _GRACE_S)
+        return self.idle and time.monotonic() - self.worker.last_used >= keep_s
 
     @contextmanager
     def used(self) -> Iterator[None]:

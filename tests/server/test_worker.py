@@ -98,12 +98,13 @@ def test_a_model_stays_until_its_prompt_is_made(
     asked = Asked()
 
     async def serve() -> None:
-        host = Host(Settings(demo_home), ServerSettings(keep_alive_s=0), CONFIG)
+        host = Host(Settings(demo_home), ServerSettings(keep_alive_s=60), CONFIG)
         keeper = asyncio.create_task(host.run())
         loaded = await host.model("demo:bf16")
         monkeypatch.setattr(host.library, "read", None)  # megabytes: not for what is loaded
         assert await host.model("demo:bf16") is loaded
         loaded.worker.submit(asked.job)
+        loaded.keep_alive_s = 0
         await asyncio.sleep(0.3)
         assert host.loaded() == [loaded]
         asked.may.set()
