@@ -55,10 +55,15 @@ class Client:
                 return None
             said = json.loads(self._ask(connection, "GET", "/api/version"))
             return str(said["version"])
-        except (ServerError, OSError, http.client.HTTPException):
-            return None
-        except (ValueError, LookupError, TypeError):  # it says so, and is not us
-            return None
+        except (
+            ServerError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            http.client.HTTPException,
+        ):
+            return None  # nobody, or somebody else
         finally:
             connection.close()
 

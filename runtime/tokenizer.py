@@ -60,6 +60,8 @@ class Tokenizer:
             (t.content for t in added.values() if t.special), key=len, reverse=True
         )
         self._added = {t.content: t.special for t in added.values()}  # whether it is special
+        decoder = self._tokenizer.decoder
+        self._decoder: bytes = b"" if decoder is None else decoder.__getstate__()  # its JSON
         form = format_of(self.chat_template)
         marks_calls = form is not None and form.open in self._special
         self._shows_special = is_harmony(self.chat_template) or marks_calls
@@ -139,11 +141,9 @@ class Tokenizer:
         special = self._added.get(name)
         if special is not None:
             return b"" if special else name.encode()
-        decoder = self._tokenizer.decoder
-        how = b"" if decoder is None else decoder.__getstate__()
-        if b'"ByteLevel"' in how:
+        if b'"ByteLevel"' in self._decoder:
             return b"".join(bytes([_BYTES[c]]) if c in _BYTES else c.encode() for c in name)
-        if b'"ByteFallback"' in how and (byte := _BYTE.fullmatch(name)):
+        if b'"ByteFallback"' in self._decoder and (byte := _BYTE.fullmatch(name)):
             return bytes([int(byte[1], 16)])
         return name.replace(_SPACE, " ").encode()
 

@@ -173,13 +173,19 @@ def test_any_order_of_things(fake: Fake, seed: int, plays: list[tuple[str, objec
     rig.check()
 
 
-def test_one_call_for_a_layer_where_the_driver_has_it(fake: Fake) -> None:
+def large_rig(fake: Fake) -> Rig:
+    """All of its host slots full and page-locked, and so large that their copies go together."""
     fake.reset("mode=deferred,seed=3")
-    large = Rig(fake, slot_bytes=LEAST_BATCHED_BYTES)
+    rig = Rig(fake, slot_bytes=LEAST_BATCHED_BYTES)
     for slot in range(5):
-        large.fill(slot)
-        if large.lock.next_bytes:
-            large.lock.lock_next()
+        rig.fill(slot)
+        if rig.lock.next_bytes:
+            rig.lock.lock_next()
+    return rig
+
+
+def test_one_call_for_a_layer_where_the_driver_has_it(fake: Fake) -> None:
+    large = large_rig(fake)
     large.copy({0: 1, 1: 2, 2: 3})
     large.read([0, 1, 2])
     large.check()
@@ -195,12 +201,7 @@ def test_one_call_for_a_layer_where_the_driver_has_it(fake: Fake) -> None:
 @pytest.mark.parametrize(("code", "again"), [(801, 1), (1, 1), (719, 0)])
 def test_a_driver_that_refuses_batches_is_asked_once(fake: Fake, code: int, again: int) -> None:
     """Not supported, or an invalid value: the copies go one by one. Anything else is an error."""
-    fake.reset("mode=deferred,seed=3")
-    rig = Rig(fake, slot_bytes=LEAST_BATCHED_BYTES)
-    for slot in range(5):
-        rig.fill(slot)
-        if rig.lock.next_bytes:
-            rig.lock.lock_next()
+    rig = large_rig(fake)
     fake.configure(f"fail=cuMemcpyBatchAsync:0:{code}:-1")
     if not again:
         with pytest.raises(DeviceError, match="cuMemcpyBatchAsync: CUDA_ERROR_LAUNCH_FAILED"):
