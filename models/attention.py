@@ -185,20 +185,28 @@ class GqaCore:
         Rows that no span of `rows` names are left as they come.
         """
         shape = self.shape
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        if shape.clip is not None:
-            q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
-        q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))  # [T, heads, W]
-        q, k = (rotate_half(y, rows.cos, rows.sin) for y in (q, k))
+        q, k, v = self.heads(q, k, v, rows)
         out = q.new_empty(len(q), shape.heads * shape.head_dim)
         for span in rows.spans:
             r = span.rows
             keys, values = span.cache.write(self.layer, span.past, k[r], v[r])
             out[r] = attend(q[r], keys, values, shape.softmax_scale, shape.window, self.sinks)
         return out
+
+    def heads(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed, clipped and turned: [T, heads, W] each, as attention and the cache take them."""
+        shape = self.shape
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if shape.clip is not None:
+            q, k, v = (y.clamp(-shape.clip, shape.clip) for y in (q, k, v))
+        q, k, v = (torch.unflatten(y, -1, (-1, shape.head_dim)) for y in (q, k, v))
+        q, k = (rotate_half(y, rows.cos, rows.sin) for y in (q, k))
+        return q, k, v
 
 
 @dataclass(frozen=True)

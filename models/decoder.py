@@ -12,7 +12,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from moeinf.models.base import ContextFull, Experts, Linear, MoeShape, Parts, Phase, State
+from moeinf.models.base import (
+    ContextFull,
+    Embedding,
+    Experts,
+    Linear,
+    MoeShape,
+    Parts,
+    Phase,
+    State,
+)
 from moeinf.models.config import (
     MAX_CONTEXT,
     MAX_HEADS,
@@ -138,6 +147,39 @@ class ParallelBlock:
 Layer = Block | ParallelBlock
 
 
+@dataclass(frozen=True)
+class DecodeStep:
+    """A token of each request, from its id to logits; what differs between two tokens of a text is
+    in tensors alone, if attention's cores take it from there."""
+
+    embedding: Embedding
+    embedding_scale: float
+    rope: Rope
+    blocks: tuple[Layer, ...]
+    norm: Callable[[Tensor], Tensor]
+    head: Linear
+    cache: CacheLayout
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
+    ) -> Tensor:
+        """ids and positions [T] int64 -> [T, vocab], not scaled, where the weights lie."""
+        return self.head(self.norm(self.states(ids, positions, spans, experts)))
+
+    def states(
+        self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
+    ) -> Tensor:
+        """Any rows, ids and positions [T] -> hidden states [T, D] before the final norm."""
+        contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
+        rows = PassRows(spans, positions, *self.rope(positions, contexts))
+        x = self.embedding.rows(ids)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        for block in self.blocks:
+            x = block(x, rows, experts)
+        return x
+
+
 class Decoder:
     """A `Model` made of blocks. Weights are named as in the checkpoints of llama-like families."""
 
@@ -159,15 +201,20 @@ class Decoder:
         self._hidden = config.hidden
         self.max_context, self.usual_context = config.max_context, config.usual_context
         embedding = parts.embedding("model.embed_tokens", config.vocab, config.hidden)
-        self._embedding = embedding
-        self._blocks = _looking_ahead([_tuned(block, parts) for block in blocks])
-        self._norm = parts.tuned(_final_norm(config, parts))
-        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
-        self._head: Linear = parts.linear(head, config.vocab, config.hidden, config.head_bias)
-        self._embedding_scale, self._logits_scale = config.embedding_scale, config.logits_scale
-        self._rope = Rope(config.rope, rope_dim, embedding.device)
         attending = config.layers - (0 if recurrent is None else recurrent.layers)
         self._cache = CacheLayout(attending, planes, embedding.dtype, embedding.device, recurrent)
+        head = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+        self._logits_scale = config.logits_scale
+        self._body = DecodeStep(
+            embedding,
+            config.embedding_scale,
+            Rope(config.rope, rope_dim, embedding.device),
+            _looking_ahead([_tuned(block, parts) for block in blocks]),
+            parts.tuned(_final_norm(config, parts)),
+            parts.linear(head, config.vocab, config.hidden, config.head_bias),
+            self._cache,
+        )
+        self._decode = parts.tuned(self._body)
         self.kv_bytes_per_token = self._cache.bytes_per_token
         self.state_bytes = self._cache.fixed_bytes
 
@@ -186,8 +233,10 @@ class Decoder:
         """See base.Model. ValueError for no tokens, unknown ids, or a state twice in a batch."""
         spans = check_batch(batch, self._cache, self.vocab_size)
         count = spans[-1].rows.stop
-        device = self._embedding.device
+        device = self._cache.device
         ids = torch.tensor([i for tokens, _ in batch for i in tokens], device=device)  # [T]
+        places = [place for s in spans for place in range(s.past, s.past + s.count)]
+        positions = torch.tensor(places, device=device)  # [T]
         owner = [span.cache.request for span in spans for _ in range(span.count)]
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         # Made outside of inference mode, so that the caller may write into them.
@@ -198,36 +247,27 @@ class Decoder:
             span.cache.begin(span.count)
         phase: Phase = "decode" if decoding else "prefill"
         with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase):
-            x = self._run(ids, spans, experts)  # [T, D]
-            if logits == "states":
-                out.copy_(self._norm(x))
+            if decoding and logits != "states" and count <= _HEAD_ROWS:
+                out.copy_(self._decode(ids, positions, spans, experts))
             else:
-                self._logits(x if logits == "all" else x[last], out)
+                x = self._body.states(ids, positions, spans, experts)  # [T, D]
+                x = x[last] if logits == "last" else x
+                self._fill(out, x, self._body.norm if logits == "states" else self._logits)
+        if self._logits_scale != 1.0 and logits != "states":
+            out /= self._logits_scale
         for span in spans:
             span.cache.advance(span.count)
         return out
 
-    def _run(self, ids: Tensor, spans: tuple[Span, ...], experts: Experts) -> Tensor:
-        """ids [T] -> hidden states [T, D] before the final norm."""
-        positions = torch.cat(
-            [torch.arange(s.past, s.past + s.count, device=ids.device) for s in spans]
-        )
-        contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
-        rows = PassRows(spans, *self._rope(positions, contexts))
-        x = self._embedding.rows(ids)
-        if self._embedding_scale != 1.0:
-            x = x * self._embedding_scale
-        for block in self._blocks:
-            x = block(x, rows, experts)
-        return x
+    def _logits(self, x: Tensor) -> Tensor:
+        """x [n, D] -> [n, vocab]."""
+        return self._body.head(self._body.norm(x))
 
-    def _logits(self, x: Tensor, out: Tensor) -> None:
-        """x [n, D] -> out [n, vocab] float32."""
+    def _fill(self, out: Tensor, x: Tensor, made: Callable[[Tensor], Tensor]) -> None:
+        """out [n, …] = made(x [n, D]), a few rows at a time."""
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
-            out[rows].copy_(self._head(self._norm(x[rows])))
-        if self._logits_scale != 1.0:
-            out /= self._logits_scale
+            out[rows].copy_(made(x[rows]))
 
 
 def check_batch(

@@ -106,6 +106,11 @@ class KvCache:
         """The layer's planes [heads, capacity, width], for whoever writes and reads them itself."""
         return self._layers[layer]
 
+    @property
+    def places(self) -> tuple[int | None, ...]:
+        """Where the open pass of one token reads and writes, but for the planes' next column."""
+        return () if self.recurrent is None else self.recurrent.places
+
     def begin(self, tokens: int) -> None:
         """Opens a pass of so many tokens; without `advance` after it nothing has happened."""
         if self.recurrent is not None:
@@ -135,8 +140,10 @@ class Span:
 
 @dataclass(frozen=True)
 class PassRows:
-    """All rows of a pass: who they belong to, and their rope angles [T, rope_dim/2]."""
+    """All rows of a pass: who they belong to, where each stands in its text (positions [T] int64),
+    and their rope angles [T, rope_dim/2]."""
 
     spans: tuple[Span, ...]
+    positions: Tensor
     cos: Tensor
     sin: Tensor

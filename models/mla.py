@@ -102,12 +102,7 @@ class MlaCore:
         Rows that no span of `rows` names are left as they come.
         """
         shape = self.shape
-        q = torch.unflatten(q, -1, (shape.heads, -1))  # [T, H, nope + rope]
-        q_nope, q_rope = torch.split(q, [shape.nope, shape.rope], -1)
-        q_rope = rotate_pairs(q_rope, rows.cos, rows.sin)
-        latent, k_rope = torch.split(latent, [shape.kv_lora, shape.rope], -1)
-        k_rope = rotate_pairs(k_rope[:, None], rows.cos, rows.sin)  # [T, 1, rope]
-        new = torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, kv_lora + rope]
+        q_nope, q_rope, new = self.heads(q, latent, rows)
         past = [
             span.cache.write(self.layer, span.past, new[span.rows])[0][0] for span in rows.spans
         ]  # per request [S, kv_lora + rope]
@@ -121,18 +116,37 @@ class MlaCore:
                 self._expanded(q_nope, q_rope, span, memory, out)
         return out.flatten(1)
 
+    def heads(self, q: Tensor, latent: Tensor, rows: PassRows) -> tuple[Tensor, Tensor, Tensor]:
+        """q_nope [T, H, nope], q_rope [T, H, rope] and, for the cache, [T, 1, kv_lora + rope]."""
+        shape = self.shape
+        q = torch.unflatten(q, -1, (shape.heads, -1))  # [T, H, nope + rope]
+        q_nope, q_rope = torch.split(q, [shape.nope, shape.rope], -1)
+        q_rope = rotate_pairs(q_rope, rows.cos, rows.sin)
+        latent, k_rope = torch.split(latent, [shape.kv_lora, shape.rope], -1)
+        k_rope = rotate_pairs(k_rope[:, None], rows.cos, rows.sin)  # [T, 1, rope]
+        return q_nope, q_rope, torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)
+
+    def absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """Queries of the latents themselves: [R, H, kv_lora + rope]."""
+        w_uk = self.kv_b[:, : self.shape.nope]  # [H, nope, kv_lora]
+        return torch.cat(((q_nope.transpose(0, 1) @ w_uk).transpose(0, 1), q_rope), -1)
+
+    def release(self, mixed: Tensor) -> Tensor:
+        """Sums of latents [R, H, kv_lora] -> sums of values [R, H, v]."""
+        w_uv = self.kv_b[:, self.shape.nope :]  # [H, v, kv_lora]
+        return (mixed.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
+
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, past: Sequence[Tensor]) -> Tensor:
         """One row for each of R requests: q_nope [R, H, nope], q_rope [R, H, rope] -> [R, H, v]."""
         shape = self.shape
-        w_uk, w_uv = torch.split(self.kv_b, [shape.nope, shape.value], 1)  # [H, …, kv_lora] each
-        q = torch.cat(((q_nope.transpose(0, 1) @ w_uk).transpose(0, 1), q_rope), -1)
+        q = self.absorb(q_nope, q_rope)
         mixed = q.new_empty(len(past), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
         for row, memory in enumerate(past):
             shared = memory[None]  # [1, S, kv_lora + rope]: one key head for all query heads
             values = shared[..., : shape.kv_lora]
             for block in head_blocks(shape.heads, len(memory) * 8):
                 mixed[row, block] = attend_one(q[row, block][None], shared, values, shape.scale)[0]
-        return (mixed.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
+        return self.release(mixed)
 
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, span: Span, memory: Tensor, out: Tensor

@@ -80,6 +80,11 @@ class RecurrentMemory:
             self._new_mark = at, self._free_slot(self._now, self._next)
 
     @property
+    def places(self) -> tuple[int | None, int]:
+        """The slots that the open pass reads and writes."""
+        return self._now, self._next
+
+    @property
     def mark_at(self) -> int | None:
         """How many tokens the request has where this pass is to leave a mark behind."""
         return None if self._new_mark is None else self._new_mark[0]

@@ -162,7 +162,10 @@ class Rope:
         """
         frequencies: Tensor = self._frequencies
         factor: Tensor | float = self._factor
-        if self._long is not None:
+        beyond_original = {context > self._original for context in contexts}
+        if self._long is not None and beyond_original == {True}:
+            frequencies, factor = self._long  # nothing to upload: a pass may be a recorded one
+        elif self._long is not None and len(beyond_original) > 1:
             beyond = torch.tensor(contexts, device=positions.device)[:, None] > self._original
             frequencies = torch.where(beyond, self._long[0], frequencies)  # [T, dim/2]
             factor = torch.where(beyond, self._long[1], self._factor)  # [T, 1]

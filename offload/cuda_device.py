@@ -6,18 +6,17 @@ installed (runtime/gpu.py asks first).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moeinf.native import OutOfDeviceMemory
-from moeinf.offload import device_linears
+from moeinf.offload import device_attention, device_linears
+from moeinf.offload.cuda_graphs import CudaGraphs
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import TorchFfn
-
-Piece = TypeVar("Piece")
 
 
 class CudaDevice:
@@ -30,6 +29,7 @@ class CudaDevice:
     tiled_linear = staticmethod(device_linears.tiled_linear)
     plain_linear = staticmethod(device_linears.plain_linear)
     tiled_embedding = staticmethod(device_linears.tiled_embedding)
+    attend_newest = staticmethod(device_attention.attend_newest)
 
     _limits: ClassVar[dict[int, int]] = {}  # of every engine here: torch knows one for the process
 
@@ -64,11 +64,12 @@ class CudaDevice:
         return rows.cpu()
 
     def release(self) -> None:
-        torch.cuda.empty_cache()
+        with CudaGraphs.one_at_a_time:  # while work is written down torch would give nothing back
+            torch.cuda.empty_cache()
 
-    def tuned(self, piece: Piece) -> Piece:
-        """torch's own kernels compute what stands between the products."""
-        return piece
+    def graphs(self) -> CudaGraphs:
+        """What writes down work for this device."""
+        return CudaGraphs(self.place)
 
 
 class _Memory:

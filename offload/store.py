@@ -78,7 +78,7 @@ class ExpertStore:
         self._math = math
         self._wishes, self._hints = wishes, hints
         self._throttle = Throttle(worth_share)
-        self._began, self._stalled = 0.0, 0.0  # the pass: when, and stall_seconds then
+        self._began, self._stalled = 0.0, 0.0  # the pass's first layer: when, and stall_seconds
         self._slots: HostRunner = runner or SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._decoding = False
@@ -127,7 +127,7 @@ class ExpertStore:
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self.abandon()
         self._decoding = self._ahead.decoding = phase == "decode"
-        self._began, self._stalled = time.perf_counter(), self.stats.stall_seconds
+        self._began, self._stalled = 0.0, self.stats.stall_seconds
         begin = self._clock()
         self._policy.begin_pass(rows.numpy(), phase)
         self._decided(begin)
@@ -148,7 +148,7 @@ class ExpertStore:
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self.abandon()
-        if self._decoding:
+        if self._decoding and self._began:
             waited = self.stats.stall_seconds - self._stalled
             self._throttle.passed(waited, time.perf_counter() - self._began)
         begin = self._clock()
@@ -160,6 +160,7 @@ class ExpertStore:
         if self.stopped():
             self.abandon()
             raise Stopped
+        self._began = self._began or time.perf_counter()
         groups = {
             layer * self._experts + expert: places
             for expert, places in self._math.group(ids, self._experts)

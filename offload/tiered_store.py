@@ -169,7 +169,7 @@ class TieredStore:
             table = self._tier.table(first, self._experts)
             if table is not None and self._tier.can_route(len(x)):
                 self._uncounted.append(ids.flatten())
-                return _AllThere(self._tier, x, ids, weights, table)
+                return ByTable(self._tier, x, ids, weights, table)
             ids = self._tier.read(ids)
         chosen = ids.numpy()
         self._tier.policy.routed(layer, chosen)
@@ -218,17 +218,22 @@ class TieredStore:
             stats.prefill_hits += events
 
 
-class _AllThere:
-    """One submitted layer whose experts are all on the device for good: nobody looks at its ids."""
+class ByTable:
+    """One submitted layer whose experts are all on the device for good: nobody looks at its ids.
+
+    What its result queues depends on nothing else: as long as a layer has the same `table` it may
+    be repeated without asking.
+    """
 
     def __init__(
         self, tier: DeviceTier, x: Tensor, ids: Tensor, weights: Tensor, table: Tensor
     ) -> None:
-        """Queues the kernels; rows without an expert stay 0."""
-        self._tier, self._mix = tier, weights
-        self._rows = x.new_zeros(*ids.shape, x.shape[1])
-        tier.compute_routed(x, ids, table, self._rows.view(-1, x.shape[1]))
+        self.table = table
+        self._tier, self._given = tier, (x, ids, weights)
 
     def result(self) -> Tensor:
-        """[T, D]."""
-        return self._tier.combine(self._rows, self._mix)
+        """Queues the kernels: [T, D]; rows without an expert are 0."""
+        x, ids, weights = self._given
+        rows = x.new_zeros(*ids.shape, x.shape[1])
+        self._tier.compute_routed(x, ids, self.table, rows.view(-1, x.shape[1]))
+        return self._tier.combine(rows, weights)

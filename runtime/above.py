@@ -27,9 +27,9 @@ from moeinf.offload.trace import RoutingShape
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.bus import measure_contended
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.device_pieces import DevicePieces
 from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.devices import remember_gpu, remembered_contended
-from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import available_bytes
 from moeinf.runtime.processor import DeviceUnavailable
@@ -49,11 +49,7 @@ class OpenGpu:
     share: float  # of misses that bus and CPU read in the same time: what the bus reads
     notes: tuple[str, ...]
     free_bytes: int  # of the device, before anything was allocated
-
-    @property
-    def dense_math(self) -> DenseMath | None:
-        """What computes with the dense weights on the device; None: they stay in RAM."""
-        return self.device if self.placement.inside else None
+    dense_math: DevicePieces | None  # with the dense weights there; None: they stay in RAM
 
     def close(self) -> None:
         """Gives back what torch keeps; nothing that lies on the device is used afterwards."""
@@ -87,7 +83,8 @@ def open_gpu(
         share, notes = speeds.fetched_share, (_words(speeds),)
     device, free = gpus.torch_device(), context.memory()[0]
     device.limit(placement.budget_bytes - placement.context_bytes)
-    return OpenGpu(context, device, placement, config.miss, share, notes, free)
+    pieces = DevicePieces(device) if placement.inside else None
+    return OpenGpu(context, device, placement, config.miss, share, notes, free, pieces)
 
 
 def _words(speeds: Contended) -> str:

@@ -22,6 +22,7 @@ from moeinf.runtime.sizes import MemorySize, format_bytes
 
 CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded: assumed, not measured
 HEADROOM_BYTES = 256 << 20  # left to others, the desktop say, by the default budget
+_GRAPHS_BYTES = 64 << 20  # of CUDA graphs: a token's activations, and up to 32 MiB for cuBLAS
 _TORCH_BYTES = 64 << 20  # pieces of 2 to 20 MiB that torch takes, and up to 32 MiB for cuBLAS
 
 
@@ -127,7 +128,7 @@ def dense_workspace_bytes(manifest: Manifest, context: int) -> int:
     """The same where attention computes there, too: a dozen rows of D in float32 for every token of
     a chunk, and which of `context` tokens it sees."""
     rows = _chunk(manifest) * (12 * manifest.hidden * 4 + 4 * context)
-    return workspace_bytes(manifest) + rows
+    return workspace_bytes(manifest) + rows + _GRAPHS_BYTES
 
 
 def _chunk(manifest: Manifest) -> int:

@@ -290,10 +290,11 @@ class Engine:
 
     def take_notes(self) -> list[str]:
         """The notes since the last call."""
-        note = self.store.note
-        if note is not None and note not in self._told:
-            self._told.add(note)
-            self.notes.append(note)
+        inside = None if self.gpu is None else self.gpu.dense_math
+        for note in (self.store.note, None if inside is None else inside.note):
+            if note is not None and note not in self._told:
+                self._told.add(note)
+                self.notes.append(note)
         taken = self.notes[:]
         self.notes.clear()
         return taken

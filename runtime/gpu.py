@@ -22,9 +22,9 @@ _MISTAKE = "device-side assert"  # an index out of range, say: ours, not the dev
 
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
-    from moeinf.runtime.linears import DenseMath
+    from moeinf.runtime.device_pieces import DeviceMath
 
-    class TorchDevice(Device, DenseMath, Protocol):
+    class TorchDevice(Device, DeviceMath, Protocol):
         """What computes on a GPU: experts in slots, and dense weights."""
 
 

@@ -162,7 +162,7 @@ def _mixed(
     out = torch_core(*inputs, replace(rows, spans=others))
     if single:
         at = [span.rows.start for span in single]
-        some = PassRows(single, rows.cos[at], rows.sin[at])
+        some = PassRows(single, rows.positions[at], rows.cos[at], rows.sin[at])
         done = out[at]  # a copy
         step(some, done, *(x[at] for x in inputs))
         out[at] = done

@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moeinf.offload import device_attention as attention
 from moeinf.offload import device_gemm as gemm
 from moeinf.offload import device_kernels as kernels
 from moeinf.offload.device_tiles import FUSION
@@ -36,7 +37,8 @@ POINTERS = {
     "x_words": "*i32", "x_starts": "*i32", "x_scales": "*fp32", "codes": "*i8", "starts": "*i32",
     "scales": "*fp32", "sizes": "*fp32", "out": "*bf16", "x": "*bf16", "rows": "*bf16",
     "weights": "*fp32", "bytes_of": "*u8", "x_codes": "*i8", "begins": "*i64", "slots": "*i32",
-    "order": "*i64",
+    "order": "*i64", "q": "*bf16", "k": "*bf16", "v": "*bf16", "positions": "*i64",
+    "sums": "*fp32", "tops": "*fp32", "sinks": "*bf16", "scale": "fp32",
 }  # fmt: skip
 # What a model's shapes make multiples of 16, and Triton then takes for granted.
 ROUND = (
@@ -48,6 +50,11 @@ ROUND = (
     "outputs",
     "matrix_words",
     "down_words",
+    "value_width",
+    "k_head",
+    "k_token",
+    "v_head",
+    "v_token",
 )
 
 
@@ -70,6 +77,13 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             constants = {"FORM": form, "COLUMNS": 512}
             yield f"gather_rows {form}", kernels.gather_rows, constants, 4
     yield "combine_rows", kernels.combine_rows, {"COLUMNS": 512}, 4
+    for values, block in ((128, 64), (512, 32)):
+        common = {"BLOCK": block, "VALUES": values, "SPLITS": attention.SPLITS}
+        constants = {**common, "PIECE": 64, "HEADS": 16, "EMULATE": False}
+        yield f"attend_part {values}", attention.attend_part, constants, 4
+        yield f"attend_part fp32 {values}", attention.attend_part, constants | {"TYPE": "*fp32"}, 8
+        constants = {**common, "COLUMNS": 64, "SUNK": True}
+        yield f"attend_join {values}", attention.attend_join, constants, 4
 
 
 def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
@@ -87,8 +101,11 @@ def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
     """The kernel for one GPU, with types and alignments as device_ffn.py passes them."""
-    form = constants.get("FORM")
+    constants = dict(constants)
+    form, plain = constants.get("FORM"), constants.pop("TYPE", None)
     types = dict(POINTERS)
+    if plain is not None:
+        types |= dict.fromkeys(("q", "k", "v", "sinks", "out"), plain)
     if form == "bf16":
         types["x_words"] = types["codes"] = "*bf16"
         if kernel is kernels.linear_rows:

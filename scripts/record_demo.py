@@ -37,7 +37,7 @@ class RecordingExperts:
     def __init__(self, engine: Engine, recording: Recording) -> None:
         self._store, self._recording = engine.store, recording
         self._shape = recording.shape
-        blocks = engine.model._blocks  # type: ignore[attr-defined]
+        blocks = engine.model._body.blocks  # type: ignore[attr-defined]
         self._routers = [block.ffn.router for block in blocks if isinstance(block.ffn, SparseFfn)]
         self._begin, self._submit, self._end = (
             self._store.begin_pass,

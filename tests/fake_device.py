@@ -20,6 +20,7 @@ from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.cpu_math import CpuMath
+from moeinf.runtime.graphs import Graphs
 from tests.native.fake_cuda import Fake
 
 
@@ -56,6 +57,28 @@ class FakeDevice(CpuMath):
     def download(self, rows: Tensor) -> Tensor:
         self.synchronise()
         return rows
+
+    def attend_newest(
+        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
+        window: int | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Over all of the cache, masked: like the kernel it does not ask where the token is."""
+        key = torch.arange(k.shape[1], device=position.device)
+        seen = key <= position
+        if window is not None:
+            seen = seen & (key > position - window)
+        heads = torch.unflatten(q.float() * scale, 0, (len(k), -1))  # [G, H/G, W]
+        scores = (heads @ k.float().mT).masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            logits = torch.unflatten(sinks.float(), 0, (len(k), -1))[..., None]
+            scores = torch.cat((scores, logits), -1)
+        shares = scores.softmax(-1)[..., : k.shape[1]]
+        values = v.float().masked_fill(~seen[:, None], 0.0)  # beyond, there may be anything
+        return (shares @ values).flatten(0, 1).to(q.dtype)
+
+    def graphs(self) -> Graphs | None:
+        """There are none."""
+        return None
 
     def synchronise(self) -> None:
         """What is queued has run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, ValuesView
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ _MARK = "_lies_there"
 
 
 class Strict(TorchFunctionMode):
-    """waits: how often the host had to wait for the device, by the name of the call."""
+    """waits: how often the host had to wait for the device, by the name of the call. Nothing waits,
+    and nothing crosses, while work of the device is written down (`writing`)."""
+
+    writing: ClassVar = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +65,10 @@ class Strict(TorchFunctionMode):
             self.waits[name] += 1
             return func(*args, **named)
         if there and name in _WAITS:
+            assert not self.writing, name
             self.waits[name] += 1
+        if there and name in ("tensor", "as_tensor", "from_numpy"):
+            assert not self.writing, "the host's numbers are uploaded"
         if (
             there
             and name == "__getitem__"
@@ -80,6 +86,7 @@ class Strict(TorchFunctionMode):
     ) -> Any:  # fmt: skip
         """Between the sides: copies, which the host waits for when they come down."""
         if name == "copy_":
+            assert not self.writing or lies_there(args[1]) == mine, name
             if lies_there(args[1]) and not mine:
                 self.waits[name] += 1
             return func(*args, **named)
@@ -93,6 +100,7 @@ class Strict(TorchFunctionMode):
             named.pop("non_blocking", None)
             found = func(args[0], *rest, **named) if rest or named else args[0]
             return _marked(found) if mine else found
+        assert not self.writing, name
         if mine:
             self.waits[name] += 1
         moved = args[0].clone()
@@ -102,6 +110,12 @@ class Strict(TorchFunctionMode):
 
 def lies_there(x: Tensor) -> bool:
     return bool(getattr(x, _MARK, False))
+
+
+def laid_there(x: Tensor) -> Tensor:
+    """x itself, which a kernel has made there."""
+    setattr(x, _MARK, True)
+    return x
 
 
 def _marked(found: Any) -> Any:

@@ -6,7 +6,7 @@ Does not know what calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from moeinf.offload.slot_math import TorchFfn
 from moeinf.runtime import linears
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
-from tests.strict_device import PLACE, lies_there
-
-Piece = TypeVar("Piece")
+from tests.strict_device import PLACE, laid_there, lies_there
+from tests.written_down import WritingGraphs
 
 
 class StrictFake(FakeDevice):
@@ -37,6 +36,7 @@ class StrictFake(FakeDevice):
         super().__init__(fake)
         self.scarce = 0
         self.faults: list[Exception] = []
+        self.writing = WritingGraphs()
 
     def upload(self, x: Tensor) -> Tensor:
         return x.to(PLACE)
@@ -48,14 +48,14 @@ class StrictFake(FakeDevice):
         super().download(rows)
         return rows.cpu()
 
-    def tuned(self, piece: Piece) -> Piece:
-        return piece
+    def graphs(self) -> WritingGraphs | None:
+        return self.writing
 
     def tiled_linear(self, *given: Any) -> Linear:
-        return made_there(linears.tiled_linear, *given)
+        return self.made_there(linears.tiled_linear, *given)
 
     def plain_linear(self, *given: Any) -> Linear:
-        linear = made_there(linears.plain_linear, *given)
+        linear = self.made_there(linears.plain_linear, *given)
 
         def compute(x: Tensor) -> Tensor:
             if self.scarce > 0:
@@ -68,26 +68,43 @@ class StrictFake(FakeDevice):
         return compute
 
     def tiled_embedding(self, *given: Any) -> linears.Rows:
-        return made_there(linears.tiled_embedding, *given)
+        return self.made_there(linears.tiled_embedding, *given)
+
+    def made_there(
+        self, make: Callable[..., Callable[[Tensor], Tensor]], *given: Any
+    ) -> Callable[[Tensor], Tensor]:
+        """The CPU's function over weights that lie there, for rows that do."""
+        assert all(lies_there(x) for x in given if isinstance(x, Tensor))
+        with torch._C.DisableTorchFunction():
+            made = make(*given)
+
+        def compute(x: Tensor) -> Tensor:
+            assert lies_there(x)
+            with torch._C.DisableTorchFunction():
+                found = self.writing.opaque(lambda: made(x), x)
+            return laid_there(found)
+
+        return compute
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
     ) -> RoutedRunner:
-        return _There(super().math(layout, address, shape, reference))
+        return _There(super().math(layout, address, shape, reference), self)
 
     def launch(self, work: Callable[[], None]) -> None:
         def unseen() -> None:
             with torch._C.DisableTorchFunction():
                 work()
 
-        super().launch(unseen)
+        queue = super().launch
+        self.writing.queued(lambda: queue(unseen))
 
 
 class _There:
     """Takes nothing but what lies on the device."""
 
-    def __init__(self, math: RoutedRunner) -> None:
-        self._math = math
+    def __init__(self, math: RoutedRunner, device: StrictFake) -> None:
+        self._math, self._device = math, device
         self.can_route = math.can_route
 
     def run(
@@ -106,19 +123,7 @@ class _There:
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         assert lies_there(rows)
         assert lies_there(weights)
-        return self._math.combine(rows, weights)
-
-
-def made_there(make: Callable[..., Callable[[Tensor], Tensor]], *given: Any) -> Linear:
-    """The CPU's function over weights that lie there, for rows that do."""
-    assert all(lies_there(x) for x in given if isinstance(x, Tensor))
-    with torch._C.DisableTorchFunction():
-        made = make(*given)
-
-    def compute(x: Tensor) -> Tensor:
-        assert lies_there(x)
-        with torch._C.DisableTorchFunction():
-            found = made(x)
-        return found.to(PLACE)
-
-    return compute
+        found = self._device.writing.opaque(
+            lambda: self._math.combine(rows, weights), rows, weights
+        )
+        return laid_there(found)

@@ -1,6 +1,9 @@
 """llama.cpp: python -m benchmarks.peers.llama_cpp FILE.gguf --setting default …
 
-Knows numpy and llama_cpp (its low-level calls, so that nothing of its Python part counts).
+    --setting experts --gpu-share 0.35      on a GPU, with the experts of that share of the layers;
+                                            the CPU computes the others (its --n-cpu-moe)
+
+Knows numpy, gguf and llama_cpp (its low-level calls, so that nothing of its Python part counts).
 """
 
 from __future__ import annotations
@@ -9,18 +12,21 @@ import argparse
 import ctypes
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import gguf
 import llama_cpp as api
 import numpy as np
 
 from benchmarks.peers.base import main
 from benchmarks.worker import forced_turn
 
-SETTINGS: dict[str, dict[str, bool]] = {
+SETTINGS: dict[str, dict[str, int]] = {
     "default": {},
     "no-repack": {"use_extra_bufts": False},
-    "no-mmap": {"use_mmap": False},
+    "no-mmap": {"load_mode": api.LLAMA_LOAD_MODE_NONE},
+    "experts": {"n_gpu_layers": -1},
 }
 _ERROR = 4  # GGML_LOG_LEVEL_ERROR
 _MOST_ROWS = 2048  # llama.cpp's default n_batch
@@ -34,8 +40,15 @@ class LlamaRunner:
         api.llama_log_set(self._log, ctypes.c_void_p(0))
         api.llama_backend_init()
         model = api.llama_model_default_params()
+        known = {name for name, *_ in model._fields_}
         for field, value in SETTINGS[o.setting].items():
+            assert field in known, field  # ctypes would take any other, and do nothing
             setattr(model, field, value)
+        if o.setting == "experts":
+            if not api.llama_supports_gpu_offload():
+                raise SystemExit("this llama.cpp was built without CUDA")
+            self._places = experts_on_cpu(o.model, o.gpu_share)  # read while it loads
+            model.tensor_buft_overrides = ctypes.cast(self._places, ctypes.c_void_p)
         self._model = api.llama_model_load_from_file(o.model.encode(), model)
         if not self._model:
             raise SystemExit(f"llama.cpp does not load {o.model}")
@@ -107,6 +120,25 @@ class LlamaRunner:
         if code:
             raise SystemExit(f"llama_decode returned {code}")
         api.llama_get_logits_ith(self._context, -1)  # waits for the result
+
+
+class Place(ctypes.Structure):
+    """llama_model_tensor_buft_override: where tensors whose name matches are to lie."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def experts_on_cpu(path: str, gpu_share: float) -> ctypes.Array[Place]:
+    """The experts of the first layers in RAM, so many that those of gpu_share of them are not."""
+    fields = gguf.GGUFReader(path).fields
+    (count,) = (field for name, field in fields.items() if name.endswith(".block_count"))
+    layers = int(count.contents())
+    base = ctypes.CDLL(str(next(Path(api.__file__).parent.glob("lib/libggml-base.so"))))
+    base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    ram = base.ggml_backend_cpu_buffer_type()
+    below = layers - round(gpu_share * layers)
+    patterns = [rb"^blk\.%d\.ffn_(up|down|gate|gate_up)_exps\." % n for n in range(below)]
+    return (Place * (below + 1))(*((pattern, ram) for pattern in patterns))  # the last is empty
 
 
 def _log(level: int, text: bytes, _: object) -> None:

@@ -63,6 +63,7 @@ def _has(python: str, package: str) -> bool:
 
 
 _LLAMA = ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf"
+_LLAMA_CUDA = "CMAKE_ARGS=-DGGML_CUDA=on pip install llama-cpp-python gguf"
 _ACCELERATE = ("accelerate", "transformers", "torch"), "pip install accelerate transformers"
 _DEEPSPEED = ("deepspeed", "transformers"), "pip install deepspeed transformers"
 _KT = (), "pip install kt-kernel sglang-kt, start its server, --server ktransformers=URL"
@@ -73,6 +74,8 @@ PEERS = {
     for peer in (
         Peer("llama.cpp", "llama_cpp", "gguf", ("ram", "limited"), *_LLAMA),
         Peer("llama.cpp no-repack", "llama_cpp", "gguf", ("limited",), *_LLAMA, "no-repack"),
+        Peer("llama.cpp gpu", "llama_cpp", "gguf", ("gpu",), _LLAMA[0], _LLAMA_CUDA, "experts",
+             gpu=True),
         Peer("transformers", "transformers", "checkpoint", ("ram",),
              ("transformers", "torch"), "pip install transformers"),
         Peer("accelerate cpu", "accelerate", "checkpoint", ("ram", "gpu"), *_ACCELERATE, "cpu"),

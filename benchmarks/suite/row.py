@@ -41,6 +41,7 @@ from benchmarks.suite.models import SuiteModel
 from benchmarks.suite.scenarios import SECOND_PROMPT, Scenario
 from benchmarks.worker import WorkerFailed
 from moeinf.runtime.bench import read_ceiling
+from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.measure import measure
 
 OURS = "moeinf"
@@ -148,8 +149,10 @@ def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
             share = round(manifest.slots.max_bytes * scenario.memory / 100)
             where += ["--memory", str(share)]
         if scenario.gpu is not None:
+            fixed = CONTEXT_BYTES + manifest.dense_bytes + manifest.kv_bytes(scenario.context)
+            fixed += dense_workspace_bytes(manifest, scenario.context)
             share = round(manifest.slots.max_bytes * scenario.gpu / 100)
-            where += ["--device-memory", str(share)]
+            where += ["--device-memory", str(fixed + share)]
         command = [sys.executable, "-m", "benchmarks.ours", *where]
         return Program(command, race.folder(bench.model.tag))
     how = ["--setting", peer.setting]

@@ -42,7 +42,7 @@ def test_a_row(
     gpus._driver.cache_clear()
     gpus._context.cache_clear()
     tiny = ["--layers", "3", "--config", json.dumps(_TINY[row]), "--prompt", "20", "--tokens", "4"]
-    where = ["--disk", str(tmp_path), "--device-memory", "600MiB", "--fake", fake.path]
+    where = ["--disk", str(tmp_path), "--device-memory", "664MiB", "--fake", fake.path]
     benchmark.main([row, *tiny, *where, "--miss", "compute"])
     found = json.loads(capsys.readouterr().out)
     assert (found["row"], found["gpu"]) == (row, "Fake GPU")

@@ -15,7 +15,7 @@ from tests.models.conftest import Pair
 
 
 def sparse(loaded: Loaded) -> list[SparseFfn]:
-    blocks = loaded.model._blocks  # type: ignore[attr-defined]
+    blocks = loaded.model._body.blocks  # type: ignore[attr-defined]
     return [block.ffn for block in blocks if isinstance(block.ffn, SparseFfn)]
 
 

@@ -31,9 +31,9 @@ def layer() -> MlaAttention:
 
 
 def rows_of(*spans: Span) -> PassRows:
-    angles = torch.cat([torch.arange(s.past, s.past + s.count) for s in spans])[:, None] * 0.1
-    angles = angles.expand(-1, SHAPE.rope // 2)
-    return PassRows(spans, angles.cos(), angles.sin())
+    positions = torch.cat([torch.arange(s.past, s.past + s.count) for s in spans])
+    angles = (positions[:, None] * 0.1).expand(-1, SHAPE.rope // 2)
+    return PassRows(spans, positions, angles.cos(), angles.sin())
 
 
 def run(layer: MlaAttention, x: Tensor, cuts: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import _native
-from moeinf.offload import device_linears
+from moeinf.offload import device_attention, device_linears
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
@@ -33,8 +33,8 @@ from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
 from tests.offload.device import DEVICE
-from tests.strict_device import PLACE, Strict
-from tests.strict_fake import StrictFake, made_there
+from tests.strict_device import Strict, laid_there
+from tests.strict_fake import StrictFake
 from tests.tiny import save_tiny
 
 
@@ -44,13 +44,24 @@ class KernelFake(StrictFake):
     routed = 0
 
     def tiled_linear(self, *given: Any) -> Linear:
-        return made_there(device_linears.tiled_linear, *given)
+        return self.made_there(device_linears.tiled_linear, *given)
 
     def plain_linear(self, *given: Any) -> Linear:
-        return made_there(device_linears.plain_linear, *given)
+        return self.made_there(device_linears.plain_linear, *given)
 
     def tiled_embedding(self, *given: Any) -> linears.Rows:
-        return made_there(device_linears.tiled_embedding, *given)
+        return self.made_there(device_linears.tiled_embedding, *given)
+
+    def attend_newest(
+        self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
+        window: int | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        given = q, k, v, position, scale, window, sinks
+        with torch._C.DisableTorchFunction():
+            found = self.writing.opaque(
+                lambda: device_attention.attend_newest(*given), q, k, v, position
+            )
+        return laid_there(found)
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
@@ -59,6 +70,15 @@ class KernelFake(StrictFake):
         with torch._C.DisableTorchFunction():
             arena = torch.frombuffer(memory, dtype=torch.uint8).view(shape)
             return _Later(DeviceMath(layout, arena, reference), self)
+
+
+class PlainFake(StrictFake):
+    """The CPU's, but for attention, of which torch has other bits; nothing is written down."""
+
+    attend_newest = KernelFake.attend_newest
+
+    def graphs(self) -> None:
+        return None
 
 
 class _Later:
@@ -80,10 +100,13 @@ class _Later:
         self._device.launch(lambda: self._math.run_routed(x, ids, table, first_cell, rows))
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        self._device.synchronise()
+        def work() -> Tensor:
+            self._device.synchronise()
+            return self._math.combine(rows, weights)
+
         with torch._C.DisableTorchFunction():
-            found = self._math.combine(rows, weights)
-        return found.to(PLACE)
+            found = self._device.writing.opaque(work, rows, weights)
+        return laid_there(found)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake's memory is not the GPU's")
@@ -118,7 +141,7 @@ def test_the_cpus_logits(
         return found
 
     kernels = KernelFake(fake)
-    ours, wanted = logits(kernels), logits(StrictFake(fake))
+    ours, wanted = logits(kernels), logits(PlainFake(fake))
     assert kernels.routed >= manifest.layers
     for mine, its in zip(ours, wanted, strict=False):  # reads end when they end
         np.testing.assert_array_equal(mine, its)

@@ -66,7 +66,7 @@ def rows_of(counts: list[int], caches: list[KvCache], rope: int) -> PassRows:
         at += range(cache.length, cache.length + count)
         start += count
     angles = torch.tensor(at)[:, None] / 10 ** torch.linspace(0, 3, rope // 2)
-    return PassRows(tuple(spans), angles.cos(), angles.sin())
+    return PassRows(tuple(spans), torch.tensor(at), angles.cos(), angles.sin())
 
 
 def play(core: Callable[..., Tensor], made: tuple[object, CacheLayout, list[int]]) -> list[Tensor]:

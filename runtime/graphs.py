@@ -1,0 +1,294 @@
+"""A decode step that a device repeats by itself, from one look at its experts to the next.
+
+Does not know families, nor what a graph is to the device. Where a token's dense part is some
+hundreds of small kernels, most of its time goes into telling the device what to run (PyGraph, arXiv
+2503.19779, section 1). So what a step queues between two calls of the `Experts` seam is written
+down as one graph. The model's own code is run once, for that; then a tape plays it:
+
+    model    embed … router │submit│ shared experts │result│ attention … router │submit│ …
+    tape     graph            call   graph            call   graph                call
+
+Calls of the seam are made for every token, since the host, the drive and the policy have business
+there, and between them no Python of the model runs. The result of a layer whose experts are all on
+the device for good is one more graph.
+
+A rehearsal comes first: the step runs with experts that answer at once, as it is and from its
+graphs. Logits must agree bit for bit, and the graphs be faster: so what does not pay on some
+machine is not used there, and a note says what was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from moeinf.models.base import Experts, Pending, Phase
+from moeinf.models.decoder import DecodeStep
+from moeinf.models.kv_cache import KvCache, Span
+from moeinf.models.moe import Done
+from moeinf.offload.tiered_store import ByTable
+
+_BEFORE = 2  # tokens of a text that are decoded without: a short answer is not worth a rehearsal
+_ROUNDS = 5  # of both, in turns
+_MOST = 4  # tapes that are kept
+_IDLE = 64  # tokens for which a tape was not played before it makes room for another
+
+_Key = tuple[int, bool, tuple[int | None, ...]]  # a cache's id, whether there are hints, its places
+
+
+class Graphs(Protocol):
+    """Work of a device, written down and repeated: see offload/cuda_graphs.py."""
+
+    def aside(self, warm_up: Callable[[], object]) -> AbstractContextManager[None]:
+        """Where `begin` and `end` may be called, after warm_up(), which does the work itself. An
+        error within ends what was begun."""
+        ...
+
+    def begin(self, apart: bool = False) -> None:
+        """From here on work is written down, and does not run. apart: it will be played between
+        others, and hands on nothing of its own."""
+        ...
+
+    def end(self) -> Callable[[], None] | None:
+        """What queues it all; None: it is nothing."""
+        ...
+
+
+class GraphedStep:
+    """A DecodeStep. Of one request alone its tokens come from a tape, once there is one."""
+
+    def __init__(self, step: DecodeStep, graphs: Graphs, tell: Callable[[str], None]) -> None:
+        """tell: what a rehearsal has to say, for a face."""
+        self._step, self._graphs, self._tell = step, graphs, tell
+        self._tapes: dict[_Key, _Tape] = {}
+        self._seen: WeakKeyDictionary[KvCache, int] = WeakKeyDictionary()  # tokens without a tape
+        self._tokens = 0  # of single requests
+        self.pays: bool | None = None  # None: not rehearsed yet
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
+    ) -> Tensor:
+        """See DecodeStep. What it returns is written over by the next token."""
+        if len(spans) > 1 or self.pays is False:
+            return self._step(ids, positions, spans, experts)
+        cache, hints = spans[0].cache, experts.wants_hints
+        key = id(cache), hints, cache.places
+        self._tokens += 1
+        tape = self._tapes.get(key)
+        if tape is None or tape.cache() is not cache:
+            self._seen[cache] = seen = self._seen.get(cache, 0) + 1
+            worth = seen > _BEFORE and self._make_room()
+            tape = self._rehearsed(ids, positions, spans, hints) if worth else None
+            if tape is None:
+                return self._step(ids, positions, spans, experts)
+            self._tapes[key] = tape
+        tape.played_at = self._tokens
+        logits = tape.play(ids, positions, experts)
+        if tape.unwritten:
+            self._write_results(tape)
+        return logits
+
+    def _write_results(self, tape: _Tape) -> None:
+        """Of layers that have not needed the host for the first time."""
+        try:
+            with self._graphs.aside(lambda: None):  # they have just run
+                tape.write_results(self._graphs)
+        except RuntimeError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """torch's and the driver's, want of memory among them."""
+        self.pays = False
+        self._tapes.clear()
+        self._tell(f"no CUDA graphs: {str(error).splitlines()[0]}")
+
+    def _make_room(self) -> bool:
+        """Whether there is a place for one more tape: of a text that is gone, or that was not heard
+        of for long. Texts that take turns do not push one another out."""
+        for key, tape in list(self._tapes.items()):
+            idle = self._tokens - tape.played_at > _IDLE and len(self._tapes) >= _MOST
+            if tape.cache() is None or idle:
+                del self._tapes[key]
+        return len(self._tapes) < _MOST
+
+    def _rehearsed(
+        self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], hints: bool
+    ) -> _Tape | None:
+        """A tape for this text; None where it does not pay, or cannot be made.
+
+        Writes what is not so into the caches, at this token's place; the pass writes over it.
+        """
+        echo = _Echo(hints)
+        try:
+            with self._graphs.aside(lambda: self._step(ids, positions, spans, echo)):
+                tape = _Tape(self._step, self._graphs, ids, positions, spans, hints)
+            if self.pays is None:
+                self._judge(tape, ids, positions, spans, echo)
+        except RuntimeError as error:
+            self._give_up(error)
+        return tape if self.pays else None
+
+    def _judge(
+        self, tape: _Tape, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], echo: _Echo
+    ) -> None:
+        times: tuple[list[float], list[float]] = ([], [])
+        found: list[Tensor] = []
+        for _ in range(_ROUNDS):
+            for way, spent in enumerate(times):
+                start = perf_counter()
+                if way == 0:
+                    logits = self._step(ids, positions, spans, echo)
+                else:
+                    logits = tape.play(ids, positions, echo)
+                found.append(logits.cpu().view(torch.uint8))  # waits; bits, as a NaN equals none
+                spent.append(perf_counter() - start)
+        alone, graphed = (statistics.median(spent) * 1e3 for spent in times)
+        same = all(torch.equal(found[0], other) for other in found[1:])
+        self.pays = same and graphed < alone
+        words = f"the dense part of a token takes {graphed:.2f} ms so, {alone:.2f} without"
+        if not same:
+            words = "they do not repeat what was computed without them; please report this"
+        self._tell(f"{'' if self.pays else 'no '}CUDA graphs: {words}")
+
+
+class _Tape:
+    """The graphs of one text's step, and the calls between them. A text whose memory is recurrent
+    has two, since its places take turns."""
+
+    def __init__(
+        self, step: DecodeStep, graphs: Graphs, ids: Tensor, positions: Tensor,
+        spans: tuple[Span, ...], hints: bool,
+    ) -> None:  # fmt: skip
+        self.cache = ref(spans[0].cache)  # the graphs have its planes' addresses, no more
+        self.played_at = 0
+        self._ids, self._positions = ids.clone(), positions.clone()
+        seam = _Seam(graphs, hints)
+        graphs.begin()
+        self._logits = step(self._ids, self._positions, spans, seam)
+        seam.play(graphs.end())
+        self._moves, self._results = tuple(seam.moves), tuple(seam.results)
+        seam.moves.clear()  # results know the seam: nothing is to wait for a garbage collection
+        seam.results.clear()
+
+    def play(self, ids: Tensor, positions: Tensor, experts: Experts) -> Tensor:
+        """ids and positions [1] -> logits [1, vocab], where they are written every time."""
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
+        for move in self._moves:
+            move(experts)
+        return self._logits
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether the last token had results that could be graphs and were not."""
+        return any(result.fresh is not None for result in self._results)
+
+    def write_results(self, graphs: Graphs) -> None:
+        """Makes them graphs."""
+        for result in self._results:
+            result.write(graphs)
+
+
+@dataclass
+class _Seam:
+    """`Experts` of a step that is written down: every call ends a graph and begins another."""
+
+    graphs: Graphs
+    wants_hints: bool
+    moves: list[Callable[[Experts], None]] = field(default_factory=list)
+    results: list[_Result] = field(default_factory=list)
+
+    def play(self, graph: Callable[[], None] | None) -> None:
+        if graph is not None:
+            self.moves.append(lambda _: graph())
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _Result:
+        self.play(self.graphs.end())
+        result = _Result(self, torch.empty_like(x))
+        self.results.append(result)
+        self.moves.append(lambda experts: result.start(experts, layer, x, ids, weights))
+        self.graphs.begin()
+        return result
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        self.play(self.graphs.end())
+        self.moves.append(lambda experts: _hint(experts, layer, ids, scores))
+        self.graphs.begin()
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        """Whoever runs the step has opened the pass."""
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        """And closes it."""
+
+
+def _hint(experts: Experts, layer: int, ids: Tensor, scores: Tensor) -> None:
+    if experts.wants_hints:
+        experts.hint(layer, ids, scores)
+
+
+class _Result:
+    """A layer's routed sum, where the graphs after it read it."""
+
+    def __init__(self, seam: _Seam, place: Tensor) -> None:
+        self._seam, self._place = seam, place
+        self._pending: Pending | None = None
+        self._graph: Callable[[], None] | None = None
+        self._table: Tensor | None = None  # with which the graph was written
+        self.fresh: ByTable | None = None  # what could be one, and is not yet
+
+    def start(self, experts: Experts, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self._pending = experts.submit(layer, x, ids, weights)
+
+    def result(self) -> Tensor:
+        """Where it will be."""
+        seam = self._seam
+        seam.play(seam.graphs.end())
+        seam.moves.append(lambda _: self._finish())
+        seam.graphs.begin()
+        return self._place
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        by_table = pending if isinstance(pending, ByTable) else None
+        if self._graph is not None and by_table is not None and by_table.table is self._table:
+            self._graph()
+            return
+        self._place.copy_(pending.result())
+        self.fresh = by_table
+
+    def write(self, graphs: Graphs) -> None:
+        """What the last token's result has queued becomes a graph, if it can."""
+        pending, self.fresh = self.fresh, None
+        if pending is not None:
+            graphs.begin(apart=True)
+            self._place.copy_(pending.result())
+            self._graph, self._table = graphs.end(), pending.table
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """`Experts` that give back what they are given."""
+
+    wants_hints: bool
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        """Nothing."""
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
+        return Done(x)
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        """Nothing."""
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        """Nothing."""

@@ -1,0 +1,298 @@
+"""Decode steps that the device repeats by itself: the same tokens, and when not.
+
+Without a GPU: tests/written_down.py does again what torch was told to do, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import accumulate, cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeinf.models.base import State
+from moeinf.models.kv_cache import KvCache
+from moeinf.runtime import graphs
+from moeinf.runtime.config import Settings
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import Library
+from tests.native.fake_cuda import Fake
+from tests.runtime.test_dense_on_gpu import config_of
+from tests.strict_fake import StrictFake
+
+PROMPTS = (b"17+25=", b"reverse: stone =", b"the largest of 3, 9, 4 is")
+
+Open = Callable[..., Engine]
+
+
+@pytest.fixture
+def open_engine(
+    fake: Fake, devices: list[StrictFake], demo_home: Path, request: pytest.FixtureRequest
+) -> Iterator[Open]:
+    """open_engine(slots=…, miss=…): the demo with its dense weights on a device."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    request.getfixturevalue("strict")
+    engines: list[Engine] = []
+
+    def open_one(*, graphed: bool = True, **given: Any) -> Engine:
+        if "slots" in given:
+            given = {"memory": "30%", "context": 64, **given}
+        engine = Engine(manifest, folder, config_of(fake, manifest, **given), settings)
+        engines.append(engine)
+        if not graphed:
+            devices[-1].writing.failing = RuntimeError("a test's: nothing is written down")
+        return engine
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+def decoded(engine: Engine, state: State, prompt: bytes, count: int) -> list[int]:
+    """Greedy tokens, the last of them not appended."""
+    logits, found = engine.extend(state, list(prompt)), list[int]()
+    for _ in range(count):
+        found.append(int(logits.argmax()))
+        logits = engine.extend(state, found[-1:])
+    return found
+
+
+def texts(engine: Engine, count: int = 12) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        state = engine.new_state()
+        request = engine.begin_request(state)
+        found.append(decoded(engine, state, prompt, count))
+        engine.end_request(request, counts=True)
+    assert engine.store.idle
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"slots": 9, "miss": "fetch"},
+        {"slots": 60, "miss": "compute"},
+        {"slots": 30, "miss": "auto"},
+        {"miss": "fetch"},
+    ],
+    ids=str,
+)
+def test_the_tokens_are_those_without(
+    given: dict[str, Any], open_engine: Open, devices: list[StrictFake]
+) -> None:
+    without = open_engine(graphed=False, **given)
+    expected, stats = texts(without), without.store.stats
+    assert devices[-1].writing.played == 0
+    engine = open_engine(**given)
+    assert texts(engine) == expected
+    writing, layers = devices[-1].writing, engine.manifest.layers
+    assert writing.written >= 3 * (layers + 1)
+    assert writing.played >= 3 * 10 * (layers + 1)
+    assert engine.store.stats.decode_events == stats.decode_events  # all are routed, and once
+    assert engine.take_notes() == [
+        "CUDA graphs: the dense part of a token takes 1.00 ms so, 3.00 without"
+    ]
+    assert without.take_notes() == ["no CUDA graphs: a test's: nothing is written down"]
+
+
+def test_texts_in_turn_keep_apart_and_go_back(open_engine: Open, devices: list[StrictFake]) -> None:
+    """Ten conversations, more than there are tapes, each cut back into its prompt once."""
+
+    def play(engine: Engine) -> list[list[int]]:
+        states = [engine.new_state() for _ in range(10)]
+        found: list[list[int]] = []
+        for number, state in enumerate(states):
+            engine.begin_request(state)
+            prompt = PROMPTS[number % len(PROMPTS)]
+            found.append([int(engine.extend(state, list(prompt)).argmax())])
+        for step in range(7):
+            for number, (state, tokens) in enumerate(zip(states, found, strict=True)):
+                if step == 4 + number % 2:
+                    state.truncate(5)
+                tokens.append(int(engine.extend(state, tokens[-1:]).argmax()))
+        return found
+
+    given = {"slots": 30, "miss": "fetch"}
+    expected = play(open_engine(graphed=False, **given))
+    assert play(open_engine(**given)) == expected
+    assert devices[-1].writing.played > 0
+
+
+def test_requests_that_travel_together_go_without(
+    open_engine: Open, devices: list[StrictFake]
+) -> None:
+    engine = open_engine()
+    states = [engine.new_state() for _ in range(2)]
+    for state in states:
+        engine.begin_request(state)
+        engine.extend(state, list(PROMPTS[0]))
+    for _ in range(6):
+        engine.step([(state, 7) for state in states])
+    assert devices[-1].writing.written == 0
+
+
+def test_once_all_are_there_results_are_graphs_until_slots_are_given_up(
+    open_engine: Open, devices: list[StrictFake]
+) -> None:
+    engine = open_engine(context=64)
+    device, store, layers = devices[-1], engine.store, engine.manifest.layers
+    expected = texts(engine, 30)
+    assert store.device_resident == engine.manifest.slots.experts
+    state = engine.new_state()
+    decoded(engine, state, PROMPTS[0], 6)
+    before = device.writing.played
+    decoded(engine, state, b"+", 2)
+    assert device.writing.played - before == 3 * (2 * layers + 1)
+    assert store.shrink()
+    assert store.device_slots < engine.manifest.slots.experts
+    before = device.writing.played
+    decoded(engine, state, b"+", 2)
+    assert device.writing.played - before == 3 * (layers + 1)
+    assert texts(engine, 30) == expected
+
+
+def test_what_is_slower_is_not_used(
+    open_engine: Open, devices: list[StrictFake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = accumulate(cycle([1.0, 0.001, 1.0, 0.0015]))
+    monkeypatch.setattr(graphs, "perf_counter", lambda: next(ticks))
+    engine = open_engine(slots=30, miss="fetch")
+    expected = texts(open_engine(graphed=False, slots=30, miss="fetch"))
+    assert texts(engine) == expected
+    assert engine.take_notes() == [
+        "no CUDA graphs: the dense part of a token takes 1.50 ms so, 1.00 without"
+    ]
+    played = devices[0].writing.played
+    assert played == graphs._ROUNDS * (engine.manifest.layers + 1)
+
+
+def test_what_does_not_repeat_itself_is_not_used(
+    open_engine: Open, devices: list[StrictFake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number that the host changes from call to call, as a text's length would be."""
+    calls = 0
+
+    def attend(device: StrictFake, q: Tensor, *given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return q * calls
+
+    monkeypatch.setattr(StrictFake, "attend_newest", attend)
+    engine = open_engine()
+    texts(engine, 4)
+    assert engine.take_notes() == [
+        "no CUDA graphs: they do not repeat what was computed without them; please report this"
+    ]
+
+
+@pytest.mark.parametrize("after", [0, 20])
+def test_a_device_that_cannot_write_down_goes_on_without(
+    after: int, open_engine: Open, devices: list[StrictFake]
+) -> None:
+    """From the beginning, and when all experts have arrived at last."""
+    expected = texts(open_engine(graphed=False), 30)
+    engine = open_engine()
+    device = devices[-1]
+    end, ended = device.writing.end, 0
+
+    def fails_later() -> Callable[[], None]:
+        nonlocal ended
+        ended += 1
+        if ended > after:
+            device.writing.failing = torch.AcceleratorError("CUDA error: operation not permitted\n")
+        return end()
+
+    device.writing.end = fails_later  # type: ignore[method-assign]
+    assert texts(engine, 30) == expected
+    assert engine.take_notes()[-1] == "no CUDA graphs: CUDA error: operation not permitted"
+    assert device.writing.current is None
+
+
+def test_hints_come_and_go(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tapes of a text: with the next layer's router and without."""
+    expected = texts(open_engine(graphed=False, slots=30, miss="fetch"))
+    engine, hinted = open_engine(slots=30, miss="fetch"), 0
+    store, wanted = type(engine.store), cycle([True] * 3 + [False] * 4)
+    opened = next(wanted)
+    begin, hint = store.begin_pass, store.hint
+
+    def begin_pass(self: Any, *given: Any) -> None:
+        nonlocal opened
+        opened = next(wanted)
+        begin(self, *given)
+
+    def count(self: Any, *given: Any) -> None:
+        nonlocal hinted
+        hinted += 1
+        hint(self, *given)
+
+    monkeypatch.setattr(store, "begin_pass", begin_pass)
+    monkeypatch.setattr(store, "hint", count)
+    monkeypatch.setattr(store, "wants_hints", property(lambda _: opened))
+    assert texts(engine) == expected
+    assert hinted > 0
+
+
+def test_nothing_is_left_for_a_garbage_collection(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text goes when it is let go of, its tapes when another needs room, the rest on close."""
+    tapes: list[weakref.ref[graphs._Tape]] = []
+    made = graphs._Tape.__init__
+
+    def noted(self: graphs._Tape, *given: Any) -> None:
+        tapes.append(weakref.ref(self))
+        made(self, *given)
+
+    monkeypatch.setattr(graphs._Tape, "__init__", noted)
+    engine = open_engine()
+    gc.disable()
+    try:
+        state = engine.new_state()
+        assert isinstance(state, KvCache)
+        decoded(engine, state, PROMPTS[0], 5)
+        text = weakref.ref(state)
+        del state
+        assert text() is None
+        other = engine.new_state()
+        decoded(engine, other, PROMPTS[1], 5)
+        assert [tape() is not None for tape in tapes] == [False, True]
+        engine.close()
+        assert tapes[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_texts_in_turn_do_not_push_one_another_out(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six of them, and four have places; one that is not heard of for long loses its own."""
+    monkeypatch.setattr(graphs, "_IDLE", 10)
+    rehearsals = 0
+    made = graphs._Tape.__init__
+
+    def counted(self: graphs._Tape, *given: Any) -> None:
+        nonlocal rehearsals
+        rehearsals += 1
+        made(self, *given)
+
+    monkeypatch.setattr(graphs._Tape, "__init__", counted)
+    engine = open_engine()
+    states = [engine.new_state() for _ in range(6)]
+    for state in states:
+        engine.extend(state, list(PROMPTS[0]))
+    for _ in range(8):
+        for state in states:
+            engine.extend(state, [7])
+    assert rehearsals == 4
+    for _ in range(12):
+        engine.extend(states[5], [7])
+    assert rehearsals == 5

@@ -1,0 +1,166 @@
+"""CUDA graphs without CUDA: what torch is told to do is written down, and done again on demand.
+
+Does not know what is computed. As with a graph, nothing has happened when the writing ends: what
+the work has made is overwritten with rubbish, what it has changed is as it was. Repeated, every
+operation gets the tensors that it got, and what it makes lies where it lay; a number that came from
+the host stays what it was. Graphs of a pool that were written another time may use the same memory:
+when one of them is played, rubbish is what is left of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tests.strict_device import Strict
+
+
+class WrittenDown(TorchDispatchMode):
+    """One graph that is being written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._work: list[Callable[[], None]] = []
+        self._made: dict[int, Tensor] = {}  # by address, of storages
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what was changed, and as it was
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        given = [x for x in tree_leaves((args, named)) if isinstance(x, Tensor)]
+        if func._schema.is_mutable:
+            for x in given:
+                if _storage(x) not in self._made:
+                    self._before.setdefault(_storage(x), (x, x.clone()))
+            found = func(*args, **named)
+            self._work.append(lambda: func(*args, **named))
+            return found
+        found = func(*args, **named)
+        self.does(lambda: func(*args, **named), found, given)
+        return found
+
+    def does(self, compute: Callable[[], Any], found: Any, given: list[Tensor]) -> None:
+        """Writes down what makes `found` out of tensors."""
+        places = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        theirs = {_storage(x) for x in given}
+        if all(_storage(x) in theirs for x in places):
+            return  # views
+        for x in places:
+            self._made[_storage(x)] = x
+
+        def again() -> None:
+            made = [x for x in tree_leaves(compute()) if isinstance(x, Tensor)]
+            for place, x in zip(places, made, strict=True):
+                place.copy_(x)
+
+        self._work.append(again)
+
+    def also(self, work: Callable[[], None]) -> None:
+        """Writes down what makes nothing anew."""
+        self._work.append(work)
+
+    def done(self) -> Callable[[], None] | None:
+        """What does it all; nothing has happened before. None: it is nothing."""
+        for x, before in self._before.values():
+            x.copy_(before)
+        self.spoil()
+        work = tuple(self._work)
+
+        def play() -> None:
+            with torch._C.DisableTorchFunction(), torch.inference_mode():
+                for one in work:
+                    one()
+
+        return play if work else None
+
+    def spoil(self) -> None:
+        """Rubbish, where something was made."""
+        for x in self._made.values():
+            x.fill_(torch.nan if x.is_floating_point() else -1 if x.dtype != torch.bool else 0)
+
+
+class WritingGraphs:
+    """A runtime.graphs.Graphs. `played` counts graphs; `failing` says how the next one ends."""
+
+    def __init__(self) -> None:
+        self.current: WrittenDown | None = None
+        self.inside = False
+        self.written = self.played = 0
+        self.failing: Exception | None = None
+        self._pool = False
+        self._times: dict[bool, list[list[WrittenDown]]] = {False: [], True: []}  # by pool
+
+    @contextmanager
+    def aside(self, warm_up: Callable[[], object]) -> Iterator[None]:
+        warm_up()
+        self.inside = True
+        for times in self._times.values():
+            times.append([])
+        try:
+            yield
+        finally:
+            self.inside = False
+            if self.current is not None:
+                self._stop().__exit__(None, None, None)
+
+    def begin(self, apart: bool = False) -> None:
+        assert self.inside
+        assert self.current is None
+        self._pool, self.current, Strict.writing = apart, WrittenDown(), True
+        self._times[apart][-1].append(self.current)
+        self.current.__enter__()
+
+    def end(self) -> Callable[[], None] | None:
+        current, mine = self._stop(), self._times[self._pool][-1]
+        current.__exit__(None, None, None)
+        if self.failing is not None:
+            raise self.failing
+        play = current.done()
+        if play is None:
+            return None
+        self.written += 1
+        pool = self._times[self._pool]
+
+        def played() -> None:
+            assert self.current is None, "a graph is played into another"
+            self.played += 1
+            for graphs in pool:
+                if graphs is not mine:
+                    for graph in graphs:
+                        graph.spoil()
+            play()
+
+        return played
+
+    def _stop(self) -> WrittenDown:
+        assert self.current is not None
+        current, self.current, Strict.writing = self.current, None, False
+        return current
+
+    def queued(self, queue: Callable[[], None]) -> None:
+        """queue(), whose work writes to what was made there."""
+        if self.current is None:
+            queue()
+        else:
+            self.current.also(queue)
+
+    def opaque(self, compute: Callable[[], Tensor], *given: Tensor) -> Tensor:
+        """compute(), which does not go through torch, as one piece of work."""
+        if self.current is None:
+            return compute()
+        with _disable_current_modes(), np.errstate(all="ignore"):  # of rubbish
+            found = compute()
+        self.current.does(compute, found, list(given))
+        return found
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
