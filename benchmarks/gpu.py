@@ -12,6 +12,9 @@ model's, what it says is nothing.
             and the bytes of the other experts ÷ what bus and CPU move at once; all speeds measured
             in this run.
 
+    device_used_bytes   what nvidia-smi says that the device's memory holds more than before the row
+            began, CUDA's context and all workspaces included, beside what was promised of it
+
 `--fake LIBRARY` runs the same with the tests' fake libcuda, to see that the command works: then the
 device is the CPU, and no figure means anything.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -90,6 +94,16 @@ def device_ceiling() -> float:
     return best
 
 
+def used_bytes() -> int | None:
+    """Of the first device's memory, by anybody; None: there is no nvidia-smi that says so."""
+    ask = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout
+        return int(said) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
 def measure(
     engine: Engine, prompt: list[int], text: list[int], device_bytes_per_s: float
 ) -> dict[str, Any]:
@@ -129,7 +143,7 @@ def measure(
         "contended_cpu_bytes_per_s": round(both.cpu_bytes_per_s),
         "ram_bytes_per_s": round(ram),
         "device_allocated_bytes": gpu.allocated_bytes(),
-        "device_promised_bytes": gpu.placement.peak_bytes - gpu.placement.context_bytes,
+        "device_promised_bytes": gpu.placement.peak_bytes,
         "page_locked": engine.store.note or "all host slots",
         "choices": engine.choices,
     }
@@ -151,17 +165,21 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
         trace=False,
         libcuda=o.fake,
     )
+    before = used_bytes()
     ceiling = device_ceiling()  # while torch may still have what it takes
     with Engine(manifest, model.folder(row.tag), settings, model.settings) as engine:
         assert engine.gpu is not None
         driver = gpus.find_gpu(o.fake)
+        found = measure(engine, text[: o.prompt], text[o.prompt :], ceiling)
+        after = used_bytes()
         return {
             "row": row.name,
             "date": now(),
             "command": " ".join(sys.argv),
             "gpu": engine.gpu.placement.gpu,
             "driver": driver.driver_version if isinstance(driver, gpus.Gpu) else None,
-            **measure(engine, text[: o.prompt], text[o.prompt :], ceiling),
+            **found,
+            "device_used_bytes": None if before is None or after is None else after - before,
         }
 
 

@@ -188,8 +188,10 @@ class _Tape:
 
     @property
     def unwritten(self) -> bool:
-        """Whether the last token had results that could be graphs and were not."""
-        return any(result.fresh is not None for result in self._results)
+        """Whether no result of the last token needed the host, and some could be graphs and were
+        not: then all are written down at once, as that takes a while."""
+        free = all(result.repeats or result.fresh is not None for result in self._results)
+        return free and not all(result.repeats for result in self._results)
 
     def write_results(self, graphs: Graphs) -> None:
         """Makes them graphs."""
@@ -243,6 +245,7 @@ class _Result:
         self._pending: Pending | None = None
         self._graph: Callable[[], None] | None = None
         self._table: Tensor | None = None  # with which the graph was written
+        self.repeats = False  # whether the last token's was that graph
         self.fresh: ByTable | None = None  # what could be one, and is not yet
 
     def start(self, experts: Experts, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
@@ -260,7 +263,8 @@ class _Result:
         pending, self._pending = self._pending, None
         assert pending is not None
         by_table = pending if isinstance(pending, ByTable) else None
-        if self._graph is not None and by_table is not None and by_table.table is self._table:
+        self.repeats = by_table is not None and by_table.table is self._table
+        if self.repeats and self._graph is not None:
             self._graph()
             return
         self._place.copy_(pending.result())

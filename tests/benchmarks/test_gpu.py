@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,16 @@ def test_a_row(
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
     gpus._driver.cache_clear()
     gpus._context.cache_clear()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    smi = tmp_path / "nvidia-smi"  # 300 MiB at first, 900 then
+    smi.write_text(
+        f"#!/bin/sh\nif mkdir {tmp_path}/asked 2> /dev/null; then echo 300; else echo 900; fi\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     tiny = ["--layers", "3", "--config", json.dumps(_TINY[row]), "--prompt", "20", "--tokens", "4"]
-    where = ["--disk", str(tmp_path), "--device-memory", "664MiB", "--fake", fake.path]
+    where = ["--disk", str(disk), "--device-memory", "664MiB", "--fake", fake.path]
     benchmark.main([row, *tiny, *where, "--miss", "compute"])
     found = json.loads(capsys.readouterr().out)
     assert (found["row"], found["gpu"]) == (row, "Fake GPU")
@@ -51,8 +60,20 @@ def test_a_row(
     assert found["tpot_ms"] > 0 < found["floor_ms"]
     assert found["over_floor"] > 1
     assert found["dense_weights_on"] == "device"
-    assert found["device_allocated_bytes"] <= found["device_promised_bytes"] <= 600 << 20
-    assert list(tmp_path.iterdir()) == []
+    assert found["device_allocated_bytes"] <= found["device_promised_bytes"] <= 664 << 20
+    assert found["device_used_bytes"] == 600 << 20
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("said", ["exit 9", "echo '[N/A]'", None])
+def test_used_memory_is_unknown_without_a_word_of_the_driver(
+    said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{said}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert benchmark.used_bytes() is None
 
 
 def test_rows_are_the_papers_setting_and_smaller_ones(capsys: pytest.CaptureFixture[str]) -> None:
