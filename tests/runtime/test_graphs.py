@@ -144,7 +144,7 @@ def test_once_all_are_there_results_are_graphs_until_slots_are_given_up(
 ) -> None:
     engine = open_engine(context=64)
     device, store, layers = devices[-1], engine.store, engine.manifest.layers
-    expected = texts(engine, 30)
+    expected = texts(engine, 14)
     assert store.device_resident == engine.manifest.slots.experts
     state = engine.new_state()
     decoded(engine, state, PROMPTS[0], 6)
@@ -156,7 +156,7 @@ def test_once_all_are_there_results_are_graphs_until_slots_are_given_up(
     before = device.writing.played
     decoded(engine, state, b"+", 2)
     assert device.writing.played - before == 3 * (layers + 1)
-    assert texts(engine, 30) == expected
+    assert texts(engine, 14) == expected
 
 
 def test_what_is_slower_is_not_used(

@@ -25,7 +25,7 @@ from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import TorchFfn
 from moeinf.runtime import gpu as gpus
-from moeinf.runtime import linears
+from moeinf.runtime import graphs, linears
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
@@ -117,6 +117,8 @@ def test_the_cpus_logits(
     name: str, form: str, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(device_attention, "SPLITS", 4)  # the interpreter takes its time for each
+    monkeypatch.setattr(graphs, "_ROUNDS", 1)
     assert _native._use_kernels("portable")
     request.addfinalizer(lambda: _native._use_kernels(""))
     fake.reset("mode=deferred,seed=9,memory=2000000000")
