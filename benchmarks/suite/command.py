@@ -26,7 +26,7 @@ from moeinf.runtime.bench import machine
 from moeinf.runtime.config import read_environment
 
 _MOST_S = 2 * 3600.0  # of the default selection
-_QUICK_ROW_S = 60.0
+_QUICK_ROW_S, _ALL_ROW_S = 60.0, 600.0
 # Seconds per layer and token of OLMoE's shape on two cores, only to say how long it will take:
 # (prompt, decode, decode with too little memory).
 _PACE = {
@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> None:
             or results.is_noisy(job[0], _name(job[1]), o.again_above)
         )
     ]
-    limit_s = o.row_limit or (_QUICK_ROW_S if o.quick else _MOST_S / max(60, len(waiting)))
+    usual = _QUICK_ROW_S if o.quick else _ALL_ROW_S if o.all else _MOST_S / max(60, len(waiting))
+    limit_s = o.row_limit or usual
     layers = model.race.config["num_hidden_layers"]
     expected = sum(min(limit_s, _expected_s(job, layers)) for job in waiting)
     print(

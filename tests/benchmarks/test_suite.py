@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.suite import models, scenarios
+from benchmarks.suite.command import main
 from benchmarks.suite.report import OtherModel, Results, markdown
 from benchmarks.suite.scenarios import Scenario
 
@@ -127,6 +129,20 @@ def suite(cache: Path, *more: str) -> tuple[dict[str, Any], str]:
     assert done.stdout == out.with_suffix(".md").read_text()
     found: dict[str, Any] = json.loads(out.read_text())["rows"]
     return found, done.stderr
+
+
+@pytest.mark.parametrize("selection", [[], ["--all"]])
+def test_how_long_a_row_may_take(
+    selection: list[str], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default selection ends within two hours; rows of the full product have ten minutes."""
+    where = ["--cache", str(cache), "--out", str(cache / "none.json"), "--shape", "thin"]
+    main([*selection, "--dry-run", "--programs", "moeinf", *where])
+    said = capsys.readouterr().err
+    found = re.search(r": (\d+) rows to run.*, at most (\d+)$", said, re.M)
+    assert found is not None, said
+    rows, most = map(int, found.groups())
+    assert most == rows * 10 if selection else 0 < most <= 120
 
 
 def test_the_whole_command(cache: Path) -> None:
