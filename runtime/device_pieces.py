@@ -13,31 +13,16 @@ import torch
 from torch import Tensor
 
 from moeinf.models.attention import GqaCore
-from moeinf.models.base import Linear, Piece
+from moeinf.models.base import Piece
 from moeinf.models.decoder import DecodeStep
 from moeinf.models.kv_cache import PassRows
 from moeinf.models.mla import MlaCore
 from moeinf.runtime.graphs import GraphedStep, Graphs
-from moeinf.runtime.linears import Rows
+from moeinf.runtime.linears import Products
 
 
-class DeviceMath(Protocol):
-    """What a device offers for dense weights; tensors that it is given lie there already."""
-
-    @property
-    def place(self) -> torch.device:
-        """Where that is."""
-        ...
-
-    def tiled_linear(
-        self, tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
-    ) -> Linear:
-        """See linears.DenseMath, also for the next two."""
-        ...
-
-    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
-
-    def tiled_embedding(self, tiles: Tensor, form: str, count: int, width: int) -> Rows: ...
+class DeviceMath(Products, Protocol):
+    """What a device offers for dense weights."""
 
     def attend_newest(
         self,

@@ -19,8 +19,8 @@ from moeinf.offload.slot_math import MOST_ROWS
 Rows = Callable[[Tensor], Tensor]  # ids [T] -> [T, width]
 
 
-class DenseMath(Protocol):
-    """How dense weights compute where they lie. Tensors that it is given lie there already."""
+class Products(Protocol):
+    """Dense weights times rows, where they lie. Tensors that it is given lie there already."""
 
     @property
     def place(self) -> torch.device:
@@ -40,6 +40,10 @@ class DenseMath(Protocol):
     def tiled_embedding(self, tiles: Tensor, form: str, count: int, width: int) -> Rows:
         """Rows of Q8 or Q4 tiles, as exact as bfloat16 can say them."""
         ...
+
+
+class DenseMath(Products, Protocol):
+    """How dense weights compute where they lie, and what stands between the products."""
 
     def tuned(self, piece: Piece) -> Piece:
         """See models.base.Parts.tuned."""

@@ -18,7 +18,11 @@ import pytest
 from benchmarks.suite import models, scenarios
 from benchmarks.suite.command import main
 from benchmarks.suite.report import OtherModel, Results, markdown
+from benchmarks.suite.row import Bench, Here, program
 from benchmarks.suite.scenarios import Scenario
+from moeinf.runtime.device_plan import DeviceBudget
+from moeinf.runtime.gpu import Gpu
+from moeinf.runtime.sizes import parse_memory
 
 _ABOUT = {"model": "thin:q4", "machine": {"cpu": "x"}, "command": "c", "when": "w", "threads": 1}
 _ROW = {
@@ -143,6 +147,20 @@ def test_how_long_a_row_may_take(
     assert found is not None, said
     rows, most = map(int, found.groups())
     assert most == rows * 10 if selection else 0 < most <= 120
+
+
+def test_a_gpu_budget_holds_the_share_of_experts_beside_all_else(cache: Path) -> None:
+    model = models.make(cache, "thin", None, "q4", set(), sys.executable)
+    scenario, manifest = Scenario(gpu=35), model.manifest()
+    bench = Bench(model, 1, 60.0, Here(True, {}, {}, {}))
+    command = program(bench, None, scenario).command
+    budget = parse_memory(command[command.index("--device-memory") + 1])
+    gpu = Gpu("a GPU", 8 << 30, 8 << 30, 12080, "libcuda.so.1")
+    kv = manifest.kv_bytes(scenario.context)
+    placed = DeviceBudget(manifest, budget, gpu).place(scenario.context, kv)
+    assert placed.inside
+    assert placed.slots == round(manifest.slots.max_bytes * 0.35) // manifest.slots.slot_bytes
+    assert 0 < placed.slots < manifest.slots.experts
 
 
 def test_the_whole_command(cache: Path) -> None:
