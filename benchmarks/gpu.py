@@ -12,8 +12,9 @@ model's, what it says is nothing.
             and the bytes of the other experts ÷ what bus and CPU move at once; all speeds measured
             in this run.
 
-    device_used_bytes   what nvidia-smi says that the device's memory holds more than before the row
-            began, CUDA's context and all workspaces included, beside what was promised of it
+    device_held_bytes   the most that the process was seen holding of the device's memory, CUDA's
+            own part and all workspaces included (by NVML, if device_held_is_measured), beside what
+            was promised of it
 
 `--fake LIBRARY` runs the same with the tests' fake libcuda, to see that the command works: then the
 device is the CPU, and no figure means anything.
@@ -24,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -94,16 +94,6 @@ def device_ceiling() -> float:
     return best
 
 
-def used_bytes() -> int | None:
-    """Of the first device's memory, by anybody; None: there is no nvidia-smi that says so."""
-    ask = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout
-        return int(said) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-
-
 def measure(
     engine: Engine, prompt: list[int], text: list[int], device_bytes_per_s: float
 ) -> dict[str, Any]:
@@ -126,7 +116,7 @@ def measure(
     floor = above / device_bytes_per_s
     floor += (sizes.dense + sizes.kv) / (device_bytes_per_s if gpu.placement.inside else ram)
     floor += below / (both.bus_bytes_per_s + both.cpu_bytes_per_s)
-    tpot = statistics.median(seconds)
+    tpot, held = statistics.median(seconds), gpu.promise.look()
     return {
         "ttft_ms": round(first_s * 1e3, 1),
         "tpot_ms": round(tpot * 1e3, 2),
@@ -142,7 +132,8 @@ def measure(
         "contended_bus_bytes_per_s": round(both.bus_bytes_per_s),
         "contended_cpu_bytes_per_s": round(both.cpu_bytes_per_s),
         "ram_bytes_per_s": round(ram),
-        "device_allocated_bytes": gpu.allocated_bytes(),
+        "device_held_bytes": held.peak_bytes,
+        "device_held_is_measured": held.measured,
         "device_promised_bytes": gpu.placement.peak_bytes,
         "page_locked": engine.store.note or "all host slots",
         "choices": engine.choices,
@@ -165,13 +156,11 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
         trace=False,
         libcuda=o.fake,
     )
-    before = used_bytes()
     ceiling = device_ceiling()  # while torch may still have what it takes
     with Engine(manifest, model.folder(row.tag), settings, model.settings) as engine:
         assert engine.gpu is not None
         driver = gpus.find_gpu(o.fake)
         found = measure(engine, text[: o.prompt], text[o.prompt :], ceiling)
-        after = used_bytes()
         return {
             "row": row.name,
             "date": now(),
@@ -179,7 +168,6 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "gpu": engine.gpu.placement.gpu,
             "driver": driver.driver_version if isinstance(driver, gpus.Gpu) else None,
             **found,
-            "device_used_bytes": None if before is None or after is None else after - before,
         }
 
 

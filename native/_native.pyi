@@ -87,8 +87,8 @@ class Driver:
     def has_batches(self) -> bool:
         """Whether many copies can be one call (CUDA 12.8)."""
 
-    def info(self, device: int) -> tuple[str, int]:
-        """Name and bytes of memory."""
+    def info(self, device: int) -> tuple[str, int, str]:
+        """Name, bytes of memory, and PCI address ("0000:65:00.0"; "": it has none)."""
 
 @final
 class DeviceContext:
@@ -99,6 +99,10 @@ class DeviceContext:
 
     def memory(self) -> tuple[int, int]:
         """Bytes free and in all, of the whole device."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """By the device slots that there are."""
 
 @final
 class HostLock:

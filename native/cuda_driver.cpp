@@ -8,33 +8,10 @@
 #include <array>
 #include <vector>
 
+#include "cuda_calls.h"
+
 namespace moeinf {
-namespace {
-
-// Values of the driver's interface, which never change.
-constexpr int kSuccess = 0;
-constexpr int kInvalidValue = 1;
-constexpr int kOutOfMemory = 2;
-constexpr int kNotReady = 600;
-constexpr int kNotSupported = 801;
-constexpr unsigned kNonBlockingStream = 1;
-constexpr unsigned kEventWithoutTiming = 2;
-constexpr unsigned kPortable = 1;  // page-locked for every context
-constexpr int kSourceInStreamOrder = 1;
-
-struct Location {
-    int type;  // 0: no hint
-    int id;
-};
-struct CopyAttributes {
-    int source_order;
-    Location source_hint;
-    Location target_hint;
-    unsigned flags;
-};
-static_assert(sizeof(CopyAttributes) == 24, "as CUmemcpyAttributes");
-
-}  // namespace
+using namespace cuda;
 
 DriverError::DriverError(const char* call, int code, std::string name, const std::string& words)
     : std::runtime_error(std::string(call) + ": " + name + (words.empty() ? "" : ": " + words)),
@@ -50,53 +27,6 @@ bool DriverError::unsupported() const noexcept {
     return code_ == kNotSupported || code_ == kInvalidValue;
 }
 
-// The names with _v2 are those that every driver since CUDA 4 exports for 64-bit sizes.
-struct Driver::Calls {
-    void* library = nullptr;
-    int (*init)(unsigned) = nullptr;
-    int (*version)(int*) = nullptr;
-    int (*error_name)(int, const char**) = nullptr;
-    int (*error_words)(int, const char**) = nullptr;
-    int (*device_count)(int*) = nullptr;
-    int (*device_get)(int*, int) = nullptr;
-    int (*device_name)(char*, int, int) = nullptr;
-    int (*device_memory)(std::size_t*, int) = nullptr;
-    int (*retain)(ContextHandle*, int) = nullptr;
-    int (*release)(int) = nullptr;
-    int (*push)(ContextHandle) = nullptr;
-    int (*pop)(ContextHandle*) = nullptr;
-    int (*memory_info)(std::size_t*, std::size_t*) = nullptr;
-    int (*allocate)(DevicePointer*, std::size_t) = nullptr;
-    int (*free)(DevicePointer) = nullptr;
-    int (*lock)(void*, std::size_t, unsigned) = nullptr;
-    int (*unlock)(void*) = nullptr;
-    int (*stream_create)(StreamHandle*, unsigned) = nullptr;
-    int (*stream_destroy)(StreamHandle) = nullptr;
-    int (*stream_synchronise)(StreamHandle) = nullptr;
-    int (*stream_wait)(StreamHandle, EventHandle, unsigned) = nullptr;
-    int (*event_create)(EventHandle*, unsigned) = nullptr;
-    int (*event_destroy)(EventHandle) = nullptr;
-    int (*event_record)(EventHandle, StreamHandle) = nullptr;
-    int (*event_query)(EventHandle) = nullptr;
-    int (*event_synchronise)(EventHandle) = nullptr;
-    int (*copy)(DevicePointer, const void*, std::size_t, StreamHandle) = nullptr;
-    // CUDA 12.8 has the first, with the index of the entry that failed; CUDA 13 the second.
-    int (*batch)(DevicePointer*, DevicePointer*, std::size_t*, std::size_t, CopyAttributes*,
-                 std::size_t*, std::size_t, std::size_t*, StreamHandle) = nullptr;
-    int (*batch_v2)(DevicePointer*, DevicePointer*, std::size_t*, std::size_t, CopyAttributes*,
-                    std::size_t*, std::size_t, StreamHandle) = nullptr;
-
-    template <class Function>
-    bool find(Function& function, const char* name) const {
-        function = reinterpret_cast<Function>(dlsym(library, name));
-        return function != nullptr;
-    }
-    template <class Function>
-    void need(Function& function, const char* name) const {
-        if (!find(function, name)) throw NoDriver(std::string("libcuda has no ") + name);
-    }
-};
-
 Driver::Driver(const std::string& library) : calls_(std::make_unique<Calls>()) {
     Calls& c = *calls_;
     c.library = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -104,34 +34,17 @@ Driver::Driver(const std::string& library) : calls_(std::make_unique<Calls>()) {
         const char* const why = dlerror();
         throw NoDriver(why != nullptr ? why : library + " cannot be opened");
     }
-    c.need(c.init, "cuInit");
-    c.need(c.version, "cuDriverGetVersion");
-    c.need(c.error_name, "cuGetErrorName");
-    c.need(c.error_words, "cuGetErrorString");
-    c.need(c.device_count, "cuDeviceGetCount");
-    c.need(c.device_get, "cuDeviceGet");
-    c.need(c.device_name, "cuDeviceGetName");
-    c.need(c.device_memory, "cuDeviceTotalMem_v2");
-    c.need(c.retain, "cuDevicePrimaryCtxRetain");
-    c.need(c.release, "cuDevicePrimaryCtxRelease_v2");
-    c.need(c.push, "cuCtxPushCurrent_v2");
-    c.need(c.pop, "cuCtxPopCurrent_v2");
-    c.need(c.memory_info, "cuMemGetInfo_v2");
-    c.need(c.allocate, "cuMemAlloc_v2");
-    c.need(c.free, "cuMemFree_v2");
-    c.need(c.lock, "cuMemHostRegister_v2");
-    c.need(c.unlock, "cuMemHostUnregister");
-    c.need(c.stream_create, "cuStreamCreate");
-    c.need(c.stream_destroy, "cuStreamDestroy_v2");
-    c.need(c.stream_synchronise, "cuStreamSynchronize");
-    c.need(c.stream_wait, "cuStreamWaitEvent");
-    c.need(c.event_create, "cuEventCreate");
-    c.need(c.event_destroy, "cuEventDestroy_v2");
-    c.need(c.event_record, "cuEventRecord");
-    c.need(c.event_query, "cuEventQuery");
-    c.need(c.event_synchronise, "cuEventSynchronize");
-    c.need(c.copy, "cuMemcpyHtoDAsync_v2");
-    if (!c.find(c.batch_v2, "cuMemcpyBatchAsync_v2")) c.find(c.batch, "cuMemcpyBatchAsync");
+    const auto find = [&c]<class Function>(Function& function, const char* name) {
+        function = reinterpret_cast<Function>(dlsym(c.library, name));
+        return function != nullptr;
+    };
+#define MOEINF_FIND(member, name, ...) find(c.member, #name)
+#define MOEINF_NEED(member, name, ...) \
+    if (!find(c.member, #name)) throw NoDriver("libcuda has no " #name);
+    MOEINF_CUDA_CALLS(MOEINF_NEED)
+    if (!MOEINF_CUDA_BATCH_V2(MOEINF_FIND)) MOEINF_CUDA_BATCH(MOEINF_FIND);
+#undef MOEINF_FIND
+#undef MOEINF_NEED
     check(c.init(0), "cuInit");
 }
 
@@ -162,11 +75,13 @@ int Driver::devices() const {
 DeviceInfo Driver::info(int device) const {
     int handle = 0;
     std::array<char, 256> name{};
+    std::array<char, 32> bus{};  // "0000:65:00.0"
     std::size_t bytes = 0;
     check(calls_->device_get(&handle, device), "cuDeviceGet");
     check(calls_->device_name(name.data(), name.size() - 1, handle), "cuDeviceGetName");
     check(calls_->device_memory(&bytes, handle), "cuDeviceTotalMem");
-    return {name.data(), bytes};
+    const int code = calls_->device_bus(bus.data(), bus.size() - 1, handle);
+    return {name.data(), bytes, code == kSuccess ? bus.data() : ""};
 }
 
 bool Driver::has_batches() const noexcept {
@@ -185,7 +100,7 @@ class Context::Current {
     }
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
-    const Driver::Calls* operator->() const noexcept { return driver_.calls_.get(); }
+    const Calls* operator->() const noexcept { return driver_.calls_.get(); }
 
   private:
     const Driver& driver_;
@@ -211,12 +126,14 @@ DevicePointer Context::allocate(std::size_t bytes) const {
     const Current now(*this);
     DevicePointer memory = 0;
     driver_->check(now->allocate(&memory, bytes), "cuMemAlloc");
+    allocated_ += bytes;
     return memory;
 }
 
-void Context::free(DevicePointer memory) const noexcept try {
+void Context::free(DevicePointer memory, std::size_t bytes) const noexcept try {
     const Current now(*this);
     now->free(memory);
+    allocated_ -= bytes;
 } catch (const DriverError&) {
 }
 

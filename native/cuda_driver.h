@@ -15,6 +15,7 @@
 // the call's name; an error of work that was queued earlier comes out of a later call, whichever.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -31,6 +32,10 @@ using StreamHandle = void*;
 using EventHandle = void*;
 using ContextHandle = void*;
 inline constexpr const char* kDriverLibrary = "libcuda.so.1";
+
+namespace cuda {
+struct Calls;  // cuda_calls.h
+}
 
 // There is no libcuda, or it lacks a call: this machine has no usable driver.
 class NoDriver : public std::runtime_error {
@@ -56,6 +61,7 @@ class DriverError : public std::runtime_error {
 struct DeviceInfo {
     std::string name;
     std::size_t total_bytes;
+    std::string bus;  // its PCI address, by which other libraries know it; "": it has none
 };
 
 struct MemoryInfo {
@@ -85,9 +91,8 @@ class Driver {
 
   private:
     friend class Context;
-    struct Calls;
     void check(int code, const char* call) const;
-    std::unique_ptr<Calls> calls_;
+    std::unique_ptr<cuda::Calls> calls_;
 };
 
 class Context {
@@ -98,10 +103,11 @@ class Context {
     Context& operator=(const Context&) = delete;
 
     MemoryInfo memory() const;
+    std::size_t allocated_bytes() const noexcept { return allocated_; }  // by `allocate`
     const Driver& driver() const noexcept { return *driver_; }
 
     DevicePointer allocate(std::size_t bytes) const;
-    void free(DevicePointer memory) const noexcept;
+    void free(DevicePointer memory, std::size_t bytes) const noexcept;
     void lock(void* host, std::size_t bytes) const;  // cuMemHostRegister
     void unlock(void* host) const noexcept;
 
@@ -126,6 +132,7 @@ class Context {
     std::shared_ptr<Driver> driver_;
     int device_;
     ContextHandle handle_ = nullptr;
+    mutable std::atomic<std::size_t> allocated_{0};
 };
 
 }  // namespace moeinf

@@ -36,7 +36,7 @@ void bind_context(py::module_& m) {
             "info",
             [](const Driver& driver, int device) {
                 const DeviceInfo info = driver.info(device);
-                return std::pair(info.name, info.total_bytes);
+                return std::tuple(info.name, info.total_bytes, info.bus);
             },
             py::arg("device"));
     py::class_<Context, std::shared_ptr<Context>>(m, "DeviceContext", py::is_final(),
@@ -46,7 +46,8 @@ void bind_context(py::module_& m) {
         .def("memory", [](const Context& context) {
             const MemoryInfo info = context.memory();
             return std::pair(info.free_bytes, info.total_bytes);
-        });
+        })
+        .def_property_readonly("allocated_bytes", &Context::allocated_bytes);
 }
 
 }  // namespace

@@ -29,12 +29,13 @@ DeviceSlots::DeviceSlots(std::shared_ptr<Context> context, std::shared_ptr<HostL
     try {
         stream_ = context_->make_stream();
     } catch (...) {
-        context_->free(base_);
+        context_->free(base_, bytes);
         throw;
     }
 }
 
 DeviceSlots::~DeviceSlots() {
+    const std::size_t bytes = slots() * slot_bytes();
     for (const StreamHandle stream : {stream_, compute_}) {
         try {
             context_->synchronise(stream);
@@ -45,7 +46,7 @@ DeviceSlots::~DeviceSlots() {
     flying_.clear();
     for (const EventHandle event : *free_) context_->destroy_event(event);
     context_->destroy_stream(stream_);
-    context_->free(base_);
+    context_->free(base_, bytes);
 }
 
 DeviceSlots::MarkPtr DeviceSlots::mark(StreamHandle stream) {

@@ -53,6 +53,10 @@ class CudaDevice:
         share = min(1.0, sum(self._limits.values()) / total) if self._limits else 1.0
         torch.cuda.set_per_process_memory_fraction(share, self.place)
 
+    def reserved_bytes(self) -> int:
+        """What torch has taken of the device, used or not, for whomever."""
+        return torch.cuda.memory_reserved(self.place)
+
     def upload(self, x: Tensor) -> Tensor:
         # The driver has read, or staged, pageable memory by the time it returns.
         return x.to(self.place, non_blocking=True)

@@ -77,6 +77,10 @@ class Device(Protocol):
         shares; more is out of memory. 0: the engine has ended."""
         ...
 
+    def reserved_bytes(self) -> int:
+        """What torch has taken of the device, used or not, for whomever."""
+        ...
+
     def upload(self, x: Tensor) -> Tensor:
         """x on the device; the host's may be changed as soon as this returns."""
         ...
@@ -302,6 +306,22 @@ class DeviceTier:
         slots = self._residency.slots // 2
         if slots == 0:
             return False
+        self._rebuild(slots)
+        return True
+
+    def give_up(self, size_bytes: int) -> bool:
+        """Evicts everybody and goes on with so much less memory, for good. False: there is not
+        even a slot left then, and nothing is given up. Raises like `shrink`."""
+        slots = self._residency.slots - -(-size_bytes // self._arena.slot_bytes)
+        if slots < 1:
+            return False
+        if self._memory_bytes is not None:
+            self._memory_bytes -= size_bytes
+        self._rebuild(slots)
+        return True
+
+    def _rebuild(self, slots: int) -> None:
+        """With so many slots, or half of them while there is no memory."""
         self.end_copies()
         self.finish()
         self._slots, self._residency = None, Residency(1, self.cells)
@@ -318,7 +338,6 @@ class DeviceTier:
                     raise
         if self._pass is not None:
             self.policy.begin_pass(*self._pass)
-        return True
 
     def close(self) -> None:
         """Ends the copies and gives the arena back."""

@@ -199,6 +199,10 @@ class ExpertStore:
         """Whether a device's memory was given back: there is none."""
         return False
 
+    def give_up(self, size_bytes: int) -> int:
+        """How many slots of a device were given back: there are none."""
+        return 0
+
     def abandon(self) -> None:
         """Ends the open layer, if there is one: for a pass that an error has cut off."""
         if self._open is not None:

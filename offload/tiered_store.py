@@ -194,6 +194,16 @@ class TieredStore:
         """Gives half of the device's slots back, between layers. False: there is but one."""
         return self._tier.shrink()
 
+    def give_up(self, size_bytes: int) -> int:
+        """Gives so much of the device's memory back, between layers, for good; how many slots that
+        were: 0 where too few are left."""
+        before = self._tier.slots
+        if not self._tier.give_up(size_bytes):
+            return 0
+        given = before - self._tier.slots
+        self._planned -= given
+        return given
+
     def close(self) -> None:
         self._locking.close()
         try:

@@ -33,6 +33,7 @@ from moeinf.runtime.devices import remember_gpu, remembered_contended
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import available_bytes
 from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.promise import Promise
 from moeinf.runtime.sizes import format_bytes
 
 _HOST_HEADROOM_BYTES = 1 << 30  # never page-locked: the rest of the machine must go on
@@ -48,17 +49,13 @@ class OpenGpu:
     miss: Miss
     share: float  # of misses that bus and CPU read in the same time: what the bus reads
     notes: tuple[str, ...]
-    free_bytes: int  # of the device, before anything was allocated
+    promise: Promise
     dense_math: DevicePieces | None  # with the dense weights there; None: they stay in RAM
 
     def close(self) -> None:
         """Gives back what torch keeps; nothing that lies on the device is used afterwards."""
         self.device.limit(0)
         self.device.release()
-
-    def allocated_bytes(self) -> int:
-        """What the device has less free than then, whoever took it."""
-        return max(0, self.free_bytes - self.context.memory()[0])
 
 
 def open_gpu(
@@ -81,10 +78,11 @@ def open_gpu(
             speeds = measure_contended(context, layout, math)
             remember_gpu(settings, found.name, contended=(manifest.dtype, speeds))
         share, notes = speeds.fetched_share, (_words(speeds),)
-    device, free = gpus.torch_device(), context.memory()[0]
+    device = gpus.torch_device()
+    promise = Promise(placement, gpus.held_memory(found), context, device.reserved_bytes)
     device.limit(placement.budget_bytes - placement.context_bytes)
     pieces = DevicePieces(device) if placement.inside else None
-    return OpenGpu(context, device, placement, config.miss, share, notes, free, pieces)
+    return OpenGpu(context, device, placement, config.miss, share, notes, promise, pieces)
 
 
 def _words(speeds: Contended) -> str:

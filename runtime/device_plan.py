@@ -4,9 +4,11 @@ Does not load anything, nor know the host's memory (plan.py). What is promised:
 
     context + workspace + dense weights + KV cache + arena ≤ --device-memory
 
-The context is assumed, all else is allocated by us, and torch is not let have more. Dense weights
-and KV cache go first, because every token reads them; where the least number of slots would not fit
-beside them they stay in RAM, and a note says so. The rest is slots for experts.
+The context is measured, where NVML says what a process holds, and the code of kernels that will be
+loaded into it is assumed; all else is allocated by us, and torch is not let have more. promise.py
+looks at what came of it. Dense weights and KV cache go first, because every token reads them; where
+the least number of slots would not fit beside them they stay in RAM, and a note says so. The rest
+is slots for experts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from moeinf.runtime.gpu import Gpu
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sizes import MemorySize, format_bytes
 
-CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded: assumed, not measured
+CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded, where nobody says
+CODE_BYTES = 128 << 20  # of those kernels, where the context without them is known: assumed
 HEADROOM_BYTES = 256 << 20  # left to others, the desktop say, by the default budget
 _GRAPHS_BYTES = 64 << 20  # of CUDA graphs: a token's activations, and up to 32 MiB for cuBLAS
 _TORCH_BYTES = 64 << 20  # pieces of 2 to 20 MiB that torch takes, and up to 32 MiB for cuBLAS
@@ -48,6 +51,7 @@ class DevicePlacement:
     context_bytes: int
     workspace_bytes: int
     provenance: str  # of the budget
+    context_why: str
     dense_bytes: int = 0  # 0: they stay in RAM, and so does the KV cache
     kv_bytes: int = 0
 
@@ -74,7 +78,12 @@ class DeviceBudget:
     """
 
     def __init__(self, manifest: Manifest, memory: MemorySize | None, gpu: Gpu) -> None:
-        there = gpu.free_bytes + CONTEXT_BYTES  # what was free before our context
+        own = gpu.context_bytes
+        self._context = CONTEXT_BYTES if own is None else own + CODE_BYTES
+        self._context_why = "assumed for CUDA itself"
+        if own is not None:
+            self._context_why = f"for CUDA itself: {format_bytes(own)} so far, and code to come"
+        there = gpu.free_bytes + (CONTEXT_BYTES if own is None else own)  # before our context
         if memory is None:
             self._budget, self._why = there - HEADROOM_BYTES, f"what {gpu.name} has free"
         else:
@@ -83,13 +92,13 @@ class DeviceBudget:
         self._usable = min(self._budget, there)
         slots = manifest.slots
         self._least = min(slots.top_k, slots.experts) * slots.slot_bytes
-        needed = CONTEXT_BYTES + workspace_bytes(manifest) + self._least
+        needed = self._context + workspace_bytes(manifest) + self._least
         if self._usable < needed:
             raise DeviceDoesNotFit(max(0, self._usable), needed)
 
     def spare_bytes(self, context: int) -> int:
         """What a KV cache for `context` tokens and the slots share with dense weights inside."""
-        fixed = CONTEXT_BYTES + dense_workspace_bytes(self._manifest, context)
+        fixed = self._context + dense_workspace_bytes(self._manifest, context)
         return self._usable - fixed - self._manifest.dense_bytes - self._least
 
     def place(self, context: int, kv_bytes: int) -> DevicePlacement:
@@ -101,11 +110,11 @@ class DeviceBudget:
         )
         dense, kv = (manifest.dense_bytes, kv_bytes) if inside else (0, 0)
         slots = manifest.slots
-        left = self._usable - CONTEXT_BYTES - workspace - dense - kv
+        left = self._usable - self._context - workspace - dense - kv
         count = min(left // slots.slot_bytes, slots.experts)
         return DevicePlacement(
-            self._gpu, self._budget, count, slots.slot_bytes, CONTEXT_BYTES, workspace, self._why,
-            dense, kv,
+            self._gpu, self._budget, count, slots.slot_bytes, self._context, workspace, self._why,
+            self._context_why, dense, kv,
         )  # fmt: skip
 
     def inside_bytes(self, context: int, kv_bytes: int) -> int:

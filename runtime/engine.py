@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ from moeinf.runtime.measure import drive_of
 from moeinf.runtime.memory import available_bytes, core_count, keep_heap_small, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
+from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.tracing import Recorder, routing_shape
@@ -272,6 +273,7 @@ class Engine:
         That it cannot be written is a note: an answer is worth more than the memory of it.
         """
         self.store.end_request(request)
+        self._keep_promise()
         if self.recorder is None:
             return
         eam = self.recorder.finish(request)
@@ -282,6 +284,19 @@ class Engine:
         except OSError as error:
             self.recorder, self.experts = None, self.store
             self.notes.append(f"the EAMC of {self.manifest.model} cannot be written: {error}")
+
+    @device_faults()
+    def _keep_promise(self) -> None:
+        """Experts make room for what CUDA turns out to take beyond what was counted for it."""
+        excess = 0 if self.gpu is None else self.gpu.promise.excess_bytes()
+        if not excess:
+            return
+        given = 0
+        with suppress(*self._scarce):  # others took what was given up for a moment
+            given = self.store.give_up(excess)
+        words = f"CUDA itself takes {format_bytes(excess)} more than was counted for it: "
+        words += f"{given} device slots given back" if given else "--device-memory is exceeded"
+        self.notes.append(words)
 
     def record(self, name: str) -> Recording:
         """From here on the events themselves are kept, in what is returned. Needs config.trace."""

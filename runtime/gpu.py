@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from moeinf.native import DRIVER_LIBRARY, DeviceContext, DeviceError, Driver, NoDriver
 from moeinf.runtime.sizes import format_bytes
@@ -23,6 +23,7 @@ _MISTAKE = "device-side assert"  # an index out of range, say: ours, not the dev
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
     from moeinf.runtime.device_pieces import DeviceMath
+    from moeinf.runtime.held import HeldMemory
 
     class TorchDevice(Device, DeviceMath, Protocol):
         """What computes on a GPU: experts in slots, and dense weights."""
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 class Gpu:
     """What the driver says of one. free_bytes: none of it claimed by anybody, our context included.
 
-    library: the libcuda that was asked.
+    library: the libcuda that was asked. context_bytes: of our context, before anything computes;
+    None: nobody says.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Gpu:
     free_bytes: int
     driver_version: int
     library: str
+    context_bytes: int | None = None
 
     def __str__(self) -> str:
         free, total = format_bytes(self.free_bytes), format_bytes(self.total_bytes)
@@ -65,7 +68,7 @@ def all_gpus(library: str | None = None) -> list[tuple[str, int]] | NoGpu:
     """Name and bytes of memory of each; the first is the one that is used."""
     try:
         driver = _driver(library or DRIVER_LIBRARY)
-        return [driver.info(number) for number in range(driver.devices)]
+        return [driver.info(number)[:2] for number in range(driver.devices)]
     except (NoDriver, DeviceError) as error:
         return NoGpu(str(error))
 
@@ -75,15 +78,21 @@ def find_gpu(library: str | None = None) -> Gpu | NoGpu:
     name = library or DRIVER_LIBRARY
     try:
         driver = _driver(name)
-        free, total = _context(name).memory()
-        return Gpu(driver.info(0)[0], total, free, driver.version, name)
+        opened = _opened(name)
+        free, total = opened.context.memory()
+        return Gpu(driver.info(0)[0], total, free, driver.version, name, opened.size_bytes)
     except (NoDriver, DeviceError) as error:
         return NoGpu(str(error))
 
 
 def open_context(gpu: Gpu) -> DeviceContext:
     """The primary context of its device. Raises DeviceError."""
-    return _context(gpu.library)
+    return _opened(gpu.library).context
+
+
+def held_memory(gpu: Gpu) -> HeldMemory:
+    """What this process holds there, whatever for. Raises DeviceError."""
+    return _opened(gpu.library).held
 
 
 def missing_for_kernels() -> str | None:
@@ -126,7 +135,18 @@ def _driver(library: str) -> Driver:
     return Driver(library)
 
 
+class _Opened(NamedTuple):
+    context: DeviceContext
+    held: HeldMemory
+    size_bytes: int | None  # of the context
+
+
 @cache
-def _context(library: str) -> DeviceContext:
+def _opened(library: str) -> _Opened:
     """Made once, because that takes a good part of a second, and kept until the process ends."""
-    return DeviceContext(_driver(library))
+    from moeinf.runtime.held import HeldMemory
+
+    driver = _driver(library)
+    held = HeldMemory(driver.info(0)[2])
+    context = DeviceContext(driver)
+    return _Opened(context, held, held.now_bytes())

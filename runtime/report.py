@@ -39,13 +39,15 @@ def _on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] 
     gpu, events = engine.gpu, store.decode_events
     if gpu is None:
         return None
+    held = gpu.promise.look()
     return {
         "experts": engine.store.device_resident,
         "hit_rate": round(store.decode_device_hits / events, 4) if events else None,
         "cpu_share": round(store.decode_cpu_events / events, 4) if events else None,
         "bus_bytes_per_token": store.decode_bus_bytes // steps if steps else None,
-        "allocated_bytes": gpu.allocated_bytes(),
-        "promised_bytes": gpu.placement.peak_bytes - gpu.placement.context_bytes,
+        "held_bytes": held.peak_bytes,
+        "held_is_measured": held.measured,
+        "promised_bytes": gpu.placement.peak_bytes,
     }
 
 
@@ -115,7 +117,8 @@ def verbose_lines(
 
 def _device_lines(gpu: OpenGpu, experts: int, store: StoreStats) -> list[tuple[str, str]]:
     events, place = max(1, store.decode_events), gpu.placement
-    promised = format_bytes(place.peak_bytes - place.context_bytes)
+    held, promised = gpu.promise.look(), format_bytes(place.peak_bytes)
+    whose = "NVML's count" if held.measured else "CUDA's own part is assumed"
     return [
         ("experts on device", f"{experts} of {place.slots} slots, {place.gpu}"),
         (
@@ -126,8 +129,7 @@ def _device_lines(gpu: OpenGpu, experts: int, store: StoreStats) -> list[tuple[s
         ("over the bus", f"{format_bytes(store.bus_bytes)} in all"),
         (
             "device memory",
-            f"{format_bytes(gpu.allocated_bytes())} allocated of {promised} promised, CUDA's "
-            "own besides",
+            f"{format_bytes(held.peak_bytes)} held at most of {promised} promised ({whose})",
         ),
     ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moeinf.runtime import gpu as gpus
 from moeinf.runtime.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
@@ -48,6 +49,19 @@ def fake(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
     return Fake(built_fake(folder))
+
+
+@pytest.fixture
+def new_to_gpus() -> Iterator[None]:
+    """A process that has not met a GPU yet; and once more afterwards."""
+    forget_gpus()
+    yield
+    forget_gpus()
+
+
+def forget_gpus() -> None:
+    gpus._driver.cache_clear()
+    gpus._opened.cache_clear()
 
 
 Open = Callable[..., Engine]

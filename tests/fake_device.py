@@ -89,6 +89,9 @@ class FakeDevice(CpuMath):
     def limit(self, size_bytes: int) -> None:
         self.limits.append(size_bytes)
 
+    def reserved_bytes(self) -> int:
+        return 0  # its tensors are the CPU's
+
     def release(self) -> None:
         self.released += 1
 

@@ -19,15 +19,15 @@ BUDGET = "664MiB"  # 512 of them are counted for CUDA itself
 
 
 @pytest.fixture
-def home(fake: Fake, demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(
+    fake: Fake, demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_to_gpus: None
+) -> Path:
     fake.reset("mode=deferred,seed=9,memory=2000000000")
     monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
     monkeypatch.setenv("MOEINF_LIBCUDA", fake.path)
     monkeypatch.setenv("MOEINF_HOST", "127.0.0.1:1")  # nobody serves there
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
-    gpus._driver.cache_clear()
-    gpus._context.cache_clear()
     (tmp_path / "models").symlink_to(demo_home / "models")
     return tmp_path
 
@@ -97,7 +97,8 @@ def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert 0 < found["hit_rate"] < 1
     assert found["hit_rate"] + found["cpu_share"] == pytest.approx(1, abs=1e-3)
     assert found["bus_bytes_per_token"] > 0
-    assert 0 < found["allocated_bytes"] <= found["promised_bytes"]
+    assert 0 < found["held_bytes"] <= found["promised_bytes"]
+    assert not found["held_is_measured"]
 
 
 def test_devices_measure_the_bus(

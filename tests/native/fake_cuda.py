@@ -18,6 +18,7 @@ import pytest
 
 SOURCE = Path(__file__).with_name("fake_libcuda.cpp")
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared", "-fPIC")
+_NAME = "-Wl,-soname,libnvidia-ml.so.1"  # who opens NVML once this is loaded, gets this
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -26,13 +27,14 @@ def built_fake(folder: Path) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build the fake libcuda with")
-    source = SOURCE.read_bytes() + SOURCE.with_name("fake_streams.h").read_bytes()
-    digest = hashlib.sha256(source + repr(_FLAGS).encode()).hexdigest()[:16]
+    parts = (SOURCE, *(SOURCE.with_name(name) for name in ("fake_nvml.h", "fake_streams.h")))
+    source = b"".join(part.read_bytes() for part in parts)
+    digest = hashlib.sha256(source + repr((_FLAGS, _NAME)).encode()).hexdigest()[:16]
     library = folder / f"libfakecuda-{digest}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # others may build it, too
             made = Path(scratch, library.name)
-            subprocess.run([compiler, *_FLAGS, "-o", str(made), str(SOURCE)], check=True)
+            subprocess.run([compiler, *_FLAGS, _NAME, "-o", str(made), str(SOURCE)], check=True)
             made.replace(library)
     return library
 

@@ -16,6 +16,7 @@
 // It also refuses what the real one refuses: calls without a current context, copies across two
 // registrations, more memory than there is. `fail=` makes calls fail at once; with code 700 a copy is
 // queued and fails when it runs, after which everything fails, as after a fault of the device.
+#include "fake_nvml.h"
 #include "fake_streams.h"
 
 using namespace fake;
@@ -80,6 +81,8 @@ void fake_reset(const char* words) {
     s.threads = s.at_once = false;
     s.memory_bytes = std::size_t{1} << 30;
     s.context_bytes = std::size_t{8} << 20;
+    s.others_bytes = 0;
+    s.nvml = "";
     s.lockable_bytes = ~std::size_t{0};
     s.devices = 1;
     s.configure(words);
@@ -164,6 +167,11 @@ int cuDeviceTotalMem_v2(std::size_t* bytes, int) {
     return kOk;
 }
 
+int cuDeviceGetPCIBusId(char* bus, int bytes, int) {
+    std::strncpy(bus, "0000:65:00.0", static_cast<std::size_t>(bytes));
+    return kOk;
+}
+
 int cuDevicePrimaryCtxRetain(void** context, int) {
     const Lock lock(state().mutex);
     if (const int code = enter("cuDevicePrimaryCtxRetain", false)) return code;
@@ -195,8 +203,7 @@ int cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
     State& s = state();
     const Lock lock(s.mutex);
     if (const int code = enter("cuMemGetInfo")) return code;
-    std::size_t used = s.retained > 0 ? s.context_bytes : 0;
-    for (const auto& [base, bytes] : s.allocated) used += bytes;
+    const std::size_t used = s.others_bytes + held_by_us();
     *total = s.memory_bytes;
     *free = s.memory_bytes - std::min(s.memory_bytes, used);
     return kOk;
@@ -206,8 +213,7 @@ int cuMemAlloc_v2(std::uint64_t* memory, std::size_t bytes) {
     State& s = state();
     const Lock lock(s.mutex);
     if (const int code = enter("cuMemAlloc")) return code;
-    std::size_t used = s.context_bytes;
-    for (const auto& [base, size] : s.allocated) used += size;
+    const std::size_t used = s.others_bytes + held_by_us();
     if (bytes > s.memory_bytes - std::min(used, s.memory_bytes)) return kOutOfMemory;
     void* const made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                             -1, 0);

@@ -28,7 +28,8 @@ namespace fake {
 enum Code {
     kOk = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoDevice = 100, kInvalidContext = 201,
     kInvalidHandle = 400, kNotReady = 600, kLaunchFailed = 719, kIllegalAddress = 700,
-    kAlreadyRegistered = 712, kNotRegistered = 713, kNotSupported = 801, kUnknown = 999
+    kAlreadyRegistered = 712, kNotRegistered = 713, kNotSupported = 801, kUnknown = 999,
+    kNvmlTooSmall = 7, kNvmlNotFound = 12
 };
 
 struct Event {
@@ -59,7 +60,8 @@ struct State {
     bool threads = false, at_once = false;
     std::mt19937 random{1};
     std::size_t memory_bytes = std::size_t{1} << 30, context_bytes = std::size_t{8} << 20;
-    std::size_t lockable_bytes = ~std::size_t{0};
+    std::size_t lockable_bytes = ~std::size_t{0}, others_bytes = 0;
+    std::string nvml;  // "": there is none; processes; device
     bool fault_next = false;  // the next copy fails when it runs
     int devices = 1, retained = 0, sticky = kOk;
     unsigned delay_us = 200;
@@ -74,8 +76,8 @@ struct State {
         if (const char* words = std::getenv("FAKE_CUDA")) configure(words);
     }
 
-    // "mode=threads,seed=3,memory=1000000,lockable=5000,devices=1,delay_us=9,
-    //  fail=CALL:AFTER:CODE:TIMES,mend" (mend: no call fails any more)
+    // "mode=threads,seed=3,memory=1000000,context=9,others=9,lockable=5000,devices=1,delay_us=9,
+    //  nvml=processes,fail=CALL:AFTER:CODE:TIMES,mend" (mend: no call fails any more)
     void configure(const std::string& words) {
         std::stringstream stream(words);
         for (std::string item; std::getline(stream, item, ',');) {
@@ -89,6 +91,8 @@ struct State {
             if (key == "seed") random.seed(static_cast<unsigned>(std::stoul(value)));
             if (key == "memory") memory_bytes = std::stoull(value);
             if (key == "context") context_bytes = std::stoull(value);
+            if (key == "others") others_bytes = std::stoull(value);
+            if (key == "nvml") nvml = value;
             if (key == "lockable") lockable_bytes = std::stoull(value);
             if (key == "devices") devices = std::stoi(value);
             if (key == "delay_us") delay_us = static_cast<unsigned>(std::stoul(value));

@@ -92,7 +92,7 @@ def test_what_there_is(fake: Fake) -> None:
     fake.reset("memory=1000000,devices=2,context=4096")
     driver = Driver(fake.path)
     assert (driver.devices, driver.version, driver.has_batches) == (2, 13000, True)
-    assert driver.info(1) == ("Fake GPU", 1000000)
+    assert driver.info(1) == ("Fake GPU", 1000000, "0000:65:00.0")
     assert DeviceContext(driver, 1).memory() == (1000000 - 4096, 1000000)
     with pytest.raises(DeviceError, match="cuDeviceGet: CUDA_ERROR_INVALID_VALUE"):
         DeviceContext(driver, 2)

@@ -24,7 +24,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
 from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.runtime.sizes import MemorySize, parse_memory
-from tests.conftest import Open
+from tests.conftest import Open, forget_gpus
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.runtime.test_engine import GREEDY, PROMPTS, SAMPLED, tokens
@@ -204,8 +204,7 @@ def test_no_gpu_no_torch_for_it_and_no_such_budget(
     with pytest.raises(DeviceUnavailable, match="Fake GPU is there, but this torch cannot use it"):
         open_gpu_engine(8)
     fake.configure("devices=0")
-    gpus._driver.cache_clear()
-    gpus._context.cache_clear()
+    forget_gpus()
     with pytest.raises(DeviceUnavailable, match="cuInit: CUDA_ERROR_NO_DEVICE"):
         open_gpu_engine(8)
     manifest, folder = Library(Settings(demo_home)).read("demo")

@@ -9,8 +9,9 @@ import torch
 
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_plan import CONTEXT_BYTES, workspace_bytes
+from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.engine import Engine
+from moeinf.runtime.gpu import Gpu, find_gpu
 from moeinf.runtime.library import Library
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
@@ -32,7 +33,10 @@ def test_the_cpus_tokens(
     (tmp_path / "models").symlink_to(demo_home / "models")
     settings = Settings(tmp_path)
     manifest, folder = Library(settings).read("demo")
-    budget = CONTEXT_BYTES + workspace_bytes(manifest) + slots * manifest.slots.slot_bytes
+    gpu = find_gpu()
+    assert isinstance(gpu, Gpu)
+    own = CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes + CODE_BYTES
+    budget = own + workspace_bytes(manifest) + slots * manifest.slots.slot_bytes
     config = EngineConfig(
         memory=parse_memory("30%"), device="cuda", miss=miss,
         device_memory=parse_memory(str(budget)),
@@ -41,4 +45,5 @@ def test_the_cpus_tokens(
         assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
         assert engine.store.idle
         assert engine.gpu is not None
-        assert engine.gpu.allocated_bytes() <= budget - CONTEXT_BYTES
+        held = engine.gpu.promise.look()
+        assert held.peak_bytes <= budget, held

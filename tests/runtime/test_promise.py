@@ -1,0 +1,160 @@
+"""What a process holds of a GPU, as NVML counts it, and that an engine keeps to --device-memory.
+
+The fake libcuda is its own NVML (tests/native/fake_libcuda.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeinf.runtime import gpu as gpus
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import Library
+from moeinf.runtime.promise import Held
+from moeinf.runtime.sizes import parse_memory
+from tests.conftest import Open
+from tests.fake_device import FakeDevice
+from tests.native.fake_cuda import Fake
+from tests.runtime.test_engine import PROMPTS, tokens
+
+OWN = 300 << 20  # of the fake's context
+SLOT = 49152  # of the demo's experts in bf16
+
+
+@pytest.fixture
+def there(fake: Fake, new_to_gpus: None) -> Callable[[str], gpus.Gpu]:
+    """there("nvml=processes"): the GPU, of which another process holds 50 MiB."""
+
+    def found(words: str) -> gpus.Gpu:
+        fake.reset(f"mode=at_once,memory=2000000000,context={OWN},others={50 << 20},{words}")
+        gpu = gpus.find_gpu(fake.path)
+        assert isinstance(gpu, gpus.Gpu)
+        return gpu
+
+    return found
+
+
+Opened = Callable[..., tuple[Engine, int]]
+
+
+@pytest.fixture
+def opened(
+    there: Callable[[str], gpus.Gpu],
+    fake: Fake,
+    demo_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Opened]:
+    """opened(nvml, slots): an engine of so many device slots, and its --device-memory."""
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
+    monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
+    (tmp_path / "models").symlink_to(demo_home / "models")
+    engines: list[Engine] = []
+
+    def open_one(nvml: str, slots: int) -> tuple[Engine, int]:
+        gpu, settings = there(nvml), Settings(tmp_path)
+        manifest, folder = Library(settings).read("demo")
+        own = CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes + CODE_BYTES
+        budget = own + workspace_bytes(manifest) + slots * SLOT
+        given: dict[str, Any] = {"device": "cuda", "miss": "fetch", "libcuda": fake.path}
+        memory = parse_memory("30%"), parse_memory(str(budget))
+        config = EngineConfig(memory=memory[0], device_memory=memory[1], **given)
+        engines.append(Engine(manifest, folder, config, settings))
+        return engines[-1], budget
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+def slots_of(engine: Engine) -> int:
+    plan = engine.placement.on_device
+    assert plan is not None
+    return plan.slots
+
+
+@pytest.mark.parametrize("nvml", ["nvml=processes", "nvml=device"])
+def test_others_are_not_counted(nvml: str, there: Callable[[str], gpus.Gpu], fake: Fake) -> None:
+    gpu = there(nvml)
+    assert gpu.context_bytes == OWN
+    assert gpu.free_bytes == 2000000000 - OWN - (50 << 20)
+    held = gpus.held_memory(gpu)
+    fake.configure(f"others={90 << 20}")  # who comes later counts where nobody is told apart
+    assert held.now_bytes() == OWN + (0 if nvml == "nvml=processes" else 40 << 20)
+    assert held.of_process_bytes() == (OWN if nvml == "nvml=processes" else None)
+    fake.configure(f"others=0,context={OWN - 5}")
+    held.now_bytes()
+    assert held.peak_bytes >= OWN
+
+
+def test_without_nvml_nothing_is_known(there: Callable[[str], gpus.Gpu]) -> None:
+    gpu = there("")
+    assert gpu.context_bytes is gpus.held_memory(gpu).now_bytes() is None
+    assert gpus.held_memory(gpu).peak_bytes == 0
+
+
+@pytest.mark.parametrize("nvml", ["nvml=processes", "nvml=device", "seed=1"])
+def test_plans_count_what_cuda_takes(nvml: str, opened: Opened) -> None:
+    engine, budget = opened(nvml, 40)
+    assert slots_of(engine) == 40
+    (words,) = [line for line in engine.choices if line.startswith("device memory ")]
+    if nvml == "seed=1":
+        assert words.endswith("512 MiB assumed for CUDA itself")
+    else:
+        assert words.endswith("428 MiB for CUDA itself: 300 MiB so far, and code to come")
+    tokens(engine, PROMPTS[0])
+    assert engine.gpu is not None
+    found, there = engine.gpu.promise.look(), CONTEXT_BYTES if nvml == "seed=1" else OWN
+    assert found == Held(there + 40 * SLOT, nvml != "seed=1")
+    assert found.peak_bytes <= budget
+    assert engine.take_notes() == []
+
+
+def test_experts_make_room_for_what_cuda_takes(
+    opened: Opened, fake: Fake, open_engine: Open
+) -> None:
+    expected = [tokens(open_engine(), prompt) for prompt in PROMPTS]
+    engine, budget = opened("nvml=processes", 40)
+    assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
+    state = engine.new_state()
+    request = engine.begin_request(state)
+    engine.extend(state, [1, 2, 3])
+    fake.configure(f"context={OWN + CODE_BYTES + 2 * SLOT + 1}")
+    engine.end_request(request, counts=False)
+    (note,) = engine.take_notes()
+    assert note == (
+        "CUDA itself takes 96.0 KiB more than was counted for it: 3 device slots given back"
+    )
+    assert engine.gpu is not None
+    assert fake.count("allocated") == 37 * SLOT
+    device = engine.gpu.device
+    assert isinstance(device, FakeDevice)
+    assert device.limits[-1] == budget - OWN - CODE_BYTES - 2 * SLOT - 1 - 37 * SLOT  # of torch
+    assert engine.gpu.promise.look().peak_bytes <= budget
+    assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
+    assert engine.take_notes() == []  # it is counted now
+    assert engine.store.idle
+
+
+def test_where_too_few_slots_are_left_it_is_said(opened: Opened, fake: Fake) -> None:
+    engine, _ = opened("nvml=processes", 4)
+    request = engine.begin_request(engine.new_state())
+    fake.configure(f"context={OWN + CODE_BYTES + 4 * SLOT}")
+    engine.end_request(request, counts=False)
+    (note,) = engine.take_notes()
+    assert note.endswith("--device-memory is exceeded")
+    assert fake.count("allocated") == 4 * SLOT
+
+
+def test_what_another_process_takes_is_not_made_room_for(opened: Opened, fake: Fake) -> None:
+    engine, _ = opened("nvml=device", 4)
+    request = engine.begin_request(engine.new_state())
+    fake.configure(f"others={400 << 20}")
+    engine.end_request(request, counts=False)
+    assert engine.take_notes() == []
