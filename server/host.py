@@ -84,6 +84,7 @@ class Host:
         self._config = config
         self._loaded: dict[ModelName, Loaded] = {}
         self._loading: dict[ModelName, asyncio.Lock] = {}
+        self._closing: set[asyncio.Future[None]] = set()
 
     def loaded(self) -> list[Loaded]:
         return list(self._loaded.values())
@@ -109,7 +110,7 @@ class Host:
         key, _ = await asyncio.to_thread(self.library.find, name)
         found = self._loaded.pop(key, None)
         if found is not None:
-            await asyncio.to_thread(found.worker.close)
+            await self._close(found.worker)
         return found is not None
 
     async def run(self) -> None:
@@ -136,9 +137,16 @@ class Host:
             found = self._loaded.get(key)
             if found is not None and leaves(found):
                 del self._loaded[key]
-                await asyncio.to_thread(found.worker.close)
+                await self._close(found.worker)
                 any_left = True
         return any_left
+
+    async def _close(self, worker: Worker) -> None:
+        """Whoever loads a model meanwhile waits: the memory is not free before."""
+        closing = asyncio.ensure_future(asyncio.to_thread(worker.close))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
 
     async def _load(self, key: ModelName) -> tuple[Manifest, Worker]:
         """Tries once more without the idle models when memory is short."""
@@ -164,6 +172,8 @@ class Host:
             worker.loaded.wait()
             return manifest, worker
 
+        while self._closing:
+            await asyncio.wait(self._closing)
         manifest, worker = await asyncio.to_thread(start)
         if worker.failure is not None:
             raise worker.failure

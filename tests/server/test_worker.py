@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,38 @@ def test_a_model_stays_until_its_prompt_is_made(
             await asyncio.sleep(0.02)
         assert not host.loaded()
         keeper.cancel()
+
+    asyncio.run(serve())
+
+
+def test_a_model_is_loaded_when_the_last_one_has_gone(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, its memory is not free."""
+    asked, beside = Asked(), list[bool]()
+    make = Engine.__init__
+
+    async def serve() -> None:
+        host = Host(Settings(demo_home), ServerSettings(), CONFIG)
+        old = (await host.model("demo:bf16")).worker
+
+        def watched(engine: Engine, *given: Any) -> None:
+            beside.append(old._thread.is_alive())
+            make(engine, *given)
+
+        monkeypatch.setattr(Engine, "__init__", watched)
+        old.submit(asked.job)
+        assert await asyncio.to_thread(asked.begun.wait, 20)
+        leaving = asyncio.create_task(host.unload("demo:bf16"))
+        while host.loaded():
+            await asyncio.sleep(0.01)
+        coming = asyncio.create_task(host.model("demo:bf16"))
+        await asyncio.sleep(0.2)
+        asked.may.set()
+        assert await leaving
+        await coming
+        assert beside == [False]
+        assert await host.unload("demo:bf16")
 
     asyncio.run(serve())
 
