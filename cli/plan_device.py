@@ -29,7 +29,7 @@ def device_document(gpu: DevicePlacement, miss: str, bus: Bus | None) -> dict[st
         "provenance": {
             "budget_bytes": gpu.provenance,
             "workspace_bytes": "computed: what a prefill chunk computes with",
-            "context_bytes": "assumed",
+            "context_bytes": gpu.context_why,
             "bus_bytes_per_s": _bus_words(bus),
         },
     }
@@ -53,7 +53,7 @@ def device_fields(gpu: DevicePlacement, bus: Bus | None) -> list[tuple[str, str]
             "device memory",
             f"at most {size(gpu.peak_bytes)} of {size(gpu.budget_bytes)} ({gpu.provenance}), with "
             f"{size(gpu.workspace_bytes)} of workspace; {size(gpu.context_bytes)} for CUDA itself "
-            "are assumed",
+            f"({gpu.context_why})",
         ),
         ("bus", f"{speed}({_bus_words(bus)})"),
     ]

@@ -80,9 +80,10 @@ class DeviceBudget:
     def __init__(self, manifest: Manifest, memory: MemorySize | None, gpu: Gpu) -> None:
         own = gpu.context_bytes
         self._context = CONTEXT_BYTES if own is None else own + CODE_BYTES
-        self._context_why = "assumed for CUDA itself"
+        self._context_why = "assumed"
         if own is not None:
-            self._context_why = f"for CUDA itself: {format_bytes(own)} so far, and code to come"
+            code = format_bytes(CODE_BYTES)
+            self._context_why = f"{format_bytes(own)} by NVML's count, and {code} for code to come"
         there = gpu.free_bytes + (CONTEXT_BYTES if own is None else own)  # before our context
         if memory is None:
             self._budget, self._why = there - HEADROOM_BYTES, f"what {gpu.name} has free"

@@ -162,7 +162,7 @@ def _on_device_words(plan: DevicePlacement) -> str:
     return (
         f"device memory {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} "
         f"({plan.provenance}): {dense}{plan.slots} experts, workspace, and "
-        f"{format_bytes(plan.context_bytes)} {plan.context_why}"
+        f"{format_bytes(plan.context_bytes)} for CUDA itself ({plan.context_why})"
     )
 
 

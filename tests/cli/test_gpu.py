@@ -40,7 +40,7 @@ def test_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "device: cuda (asked for: Fake GPU, 1.9 GiB of 1.9 GiB free)" in said.err
     for label in ("experts on device", "decode events", "over the bus", "device memory"):
         assert f"{label}: " in said.err
-    assert "192 experts, workspace, and 512 MiB assumed for CUDA itself" in said.err
+    assert "192 experts, workspace, and 512 MiB for CUDA itself (assumed)" in said.err
 
 
 def test_a_plan_says_where_its_figures_come_from(

@@ -105,9 +105,11 @@ def test_plans_count_what_cuda_takes(nvml: str, opened: Opened) -> None:
     assert slots_of(engine) == 40
     (words,) = [line for line in engine.choices if line.startswith("device memory ")]
     if nvml == "seed=1":
-        assert words.endswith("512 MiB assumed for CUDA itself")
+        assert words.endswith("512 MiB for CUDA itself (assumed)")
     else:
-        assert words.endswith("428 MiB for CUDA itself: 300 MiB so far, and code to come")
+        assert words.endswith(
+            "428 MiB for CUDA itself (300 MiB by NVML's count, and 128 MiB for code to come)"
+        )
     tokens(engine, PROMPTS[0])
     assert engine.gpu is not None
     found, there = engine.gpu.promise.look(), CONTEXT_BYTES if nvml == "seed=1" else OWN
