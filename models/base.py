@@ -98,7 +98,7 @@ class Parts(Protocol):
         ...
 
     def tuned(self, piece: Piece) -> Piece:
-        """`piece`, a norm, a router or an attention core in torch, or a faster equivalent of it."""
+        """`piece`, whatever a layer is made of beside its products, or a faster equivalent."""
         ...
 
 

@@ -99,8 +99,9 @@ def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> L
 
 def gated_mlp(parts: Parts, prefix: str, hidden: int, intermediate: int) -> GatedMlp:
     """From `prefix`.{gate,up,down}_proj.weight."""
-    return GatedMlp(
+    mlp = GatedMlp(
         gate=parts.linear(f"{prefix}.gate_proj", intermediate, hidden),
         up=parts.linear(f"{prefix}.up_proj", intermediate, hidden),
         down=parts.linear(f"{prefix}.down_proj", hidden, intermediate),
     )
+    return parts.tuned(mlp)

@@ -67,6 +67,19 @@ def parse_mla(fields: Fields, heads: int, rope: RopeConfig) -> MlaShape:
     )
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """A projection through a bottleneck."""
+
+    down: Linear
+    norm: Callable[[Tensor], Tensor]
+    up: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return self.up(self.norm(self.down(x)))
+
+
 class MlaAttention:
     """Latent attention of one layer."""
 
@@ -187,4 +200,4 @@ def _query(shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> Callable[
     down: Linear = parts.linear(f"{prefix}.q_a_proj", shape.q_lora, hidden, shape.bias)
     norm = RmsNorm(parts.tensor(f"{prefix}.q_a_layernorm.weight", shape.q_lora), _EPS)
     up: Linear = parts.linear(f"{prefix}.q_b_proj", wide, shape.q_lora)
-    return lambda x: up(norm(down(x)))
+    return parts.tuned(LowRank(down, norm, up))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeinf.native import OutOfDeviceMemory
-from moeinf.offload import device_attention, device_linears
+from moeinf.offload import device_attention, device_linears, device_router, device_rows
 from moeinf.offload.cuda_graphs import CudaGraphs
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.layout import ExpertLayout
@@ -30,6 +30,11 @@ class CudaDevice:
     plain_linear = staticmethod(device_linears.plain_linear)
     tiled_embedding = staticmethod(device_linears.tiled_embedding)
     attend_newest = staticmethod(device_attention.attend_newest)
+    rms_norm = staticmethod(device_rows.rms_norm)
+    gqa_heads = staticmethod(device_rows.gqa_heads)
+    mla_heads = staticmethod(device_rows.mla_heads)
+    gated = staticmethod(device_rows.gated)
+    route = staticmethod(device_router.route)
 
     _limits: ClassVar[dict[int, int]] = {}  # of every engine here: torch knows one for the process
 

@@ -143,8 +143,9 @@ def attend_newest(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """One token attends to itself and what came before it: q [H, W] -> [H, V].
+    """One token attends to itself and what came before it: q [H, W] -> [H, V], where `out` is.
 
     k [G, S, W] and v [G, S, V] are a cache with room for S tokens, of which those up to `position`
     ([1] int64 on the device) are there; query head h uses key head h // (H / G). A window of n sees
@@ -157,7 +158,8 @@ def attend_newest(
     block = _BLOCK if padded < _WIDE else _BLOCK // 2
     sums = torch.empty(SPLITS, heads, padded, dtype=torch.float32, device=q.device)
     tops, weights = torch.empty(2, SPLITS, heads, dtype=torch.float32, device=q.device)
-    out = q.new_empty(heads, values)
+    out = q.new_empty(heads, values) if out is None else out
+    assert out.is_contiguous()
     per_group = heads // groups
     attend_part[(SPLITS, groups, triton.cdiv(per_group, _HEADS))](
         q.contiguous(), k, v, position, sums, tops, weights, scale, window or 0,

@@ -1,41 +1,44 @@
 """What computes with dense weights on a device: its products, and between them its own pieces.
 
-Does not know kernels, nor names of tensors. Attention of single tokens takes its place in the text
-from a tensor there, so that a decode step can be repeated without the host (graphs.py).
+Does not know kernels, nor names of tensors. Up to MOST_ROWS rows the pieces are a kernel or two
+each; passes of more rows are torch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from moeinf.models.attention import GqaCore
 from moeinf.models.base import Piece
 from moeinf.models.decoder import DecodeStep
-from moeinf.models.kv_cache import PassRows
-from moeinf.models.mla import MlaCore
+from moeinf.models.ffn import GatedMlp
+from moeinf.models.mla import LowRank, MlaCore
+from moeinf.models.norms import RmsNorm, WideRmsNorm
+from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
+from moeinf.offload.router_kinds import RouterKind
+from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.runtime.device_cores import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
 from moeinf.runtime.graphs import GraphedStep, Graphs
 from moeinf.runtime.linears import Products
 
+_Router = SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter | SparseMixer
 
-class DeviceMath(Products, Protocol):
+
+class DeviceMath(Products, CoreMath, Protocol):
     """What a device offers for dense weights."""
 
-    def attend_newest(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position: Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q [H, W] of the token at `position` [1] over a cache k [G, S, W], v [G, S, V] -> [H, V];
-        see offload/device_attention.py."""
+    def route(
+        self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A router of models/routing.py; see offload/device_router.py."""
+        ...
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up."""
         ...
 
     def graphs(self) -> Graphs | None:
@@ -57,8 +60,9 @@ class DevicePieces:
     def tuned(self, piece: Piece) -> Piece:
         """See models.base.Parts.tuned."""
         made: object = piece
-        if type(piece) in _CORES:
-            made, self._cores = _CORES[type(piece)](piece, self._device), self._cores + 1
+        if type(piece) in _PIECES:
+            made = _PIECES[type(piece)](piece, self._device)
+            self._cores += isinstance(piece, GqaCore | MlaCore)
         elif isinstance(piece, DecodeStep) and self._cores == piece.cache.layers:
             graphs = self._device.graphs()
             if graphs is not None:
@@ -69,49 +73,55 @@ class DevicePieces:
         self.note = note
 
 
-class DeviceGqa:
-    """GqaCore for passes of one token per request."""
+class DeviceRouter:
+    """A router for few rows. None of them sees the others, as they do in torch's product."""
 
-    def __init__(self, core: GqaCore, device: DeviceMath) -> None:
-        self._torch, self._attend = core, device.attend_newest
+    def __init__(self, router: _Router, device: DeviceMath) -> None:
+        self._torch, self._route = router, device.route
+        self._bias: Tensor | None = getattr(router, "bias", None)
+        self._kind = _kind_of(router)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        if any(span.count > 1 for span in rows.spans):
-            return self._torch(q, k, v, rows)
-        core, shape = self._torch, self._torch.shape
-        q, k, v = core.heads(q, k, v, rows)
-        out = torch.empty_like(q)
-        for span in rows.spans:
-            at, place = span.rows.start, rows.positions[span.rows]
-            keys, values = span.cache.planes(core.layer)
-            keys.index_copy_(1, place, k[span.rows].transpose(0, 1))
-            values.index_copy_(1, place, v[span.rows].transpose(0, 1))
-            out[at] = self._attend(
-                q[at], keys, values, place, shape.softmax_scale, shape.window, core.sinks
-            )
-        return out.flatten(1)
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if len(x) > MOST_ROWS:
+            return self._torch(x)
+        return self._route(x, self._torch.weight, self._kind, self._bias)
 
 
-class DeviceMla:
-    """MlaCore for passes of one token per request."""
+class DeviceMlp:
+    """GatedMlp for few rows."""
 
-    def __init__(self, core: MlaCore, device: DeviceMath) -> None:
-        self._torch, self._attend = core, device.attend_newest
+    def __init__(self, mlp: GatedMlp, device: DeviceMath) -> None:
+        self._torch, self._gated = mlp, device.gated
 
-    def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
-        if any(span.count > 1 for span in rows.spans):
-            return self._torch(q, latent, rows)
-        core, shape = self._torch, self._torch.shape
-        q_nope, q_rope, new = core.heads(q, latent, rows)
-        absorbed = core.absorb(q_nope, q_rope)
-        mixed = absorbed.new_empty(len(absorbed), shape.heads, shape.kv_lora)
-        for span in rows.spans:
-            at, place = span.rows.start, rows.positions[span.rows]
-            (memory,) = span.cache.planes(core.layer)
-            memory.index_copy_(1, place, new[span.rows].transpose(0, 1))
-            values = memory[..., : shape.kv_lora]
-            mixed[at] = self._attend(absorbed[at], memory, values, place, shape.scale)
-        return core.release(mixed).flatten(1)
+    def __call__(self, x: Tensor) -> Tensor:
+        mlp = self._torch
+        if len(x) > MOST_ROWS:
+            return mlp(x)
+        return mlp.down(self._gated(mlp.gate(x), mlp.up(x)))
 
 
-_CORES: dict[type, Callable[[Any, DeviceMath], object]] = {GqaCore: DeviceGqa, MlaCore: DeviceMla}
+def _low_rank(piece: LowRank, device: DeviceMath) -> LowRank:
+    norm = piece.norm
+    return replace(piece, norm=DeviceNorm(norm, device)) if isinstance(norm, RmsNorm) else piece
+
+
+def _kind_of(router: _Router) -> RouterKind:
+    if isinstance(router, TopSoftmaxRouter):
+        return RouterKind("top_softmax", router.top_k)
+    if isinstance(router, SparseMixer):
+        return RouterKind("mixer", 2, jitter=router.jitter)
+    rest = router.top_k, router.renormalise, router.scale, router.groups or (1, 1)
+    if isinstance(router, SoftmaxRouter):
+        return RouterKind("softmax", *rest)
+    return RouterKind("sigmoid", *rest)
+
+
+_PIECES: dict[type, Callable[[Any, DeviceMath], object]] = {
+    GqaCore: DeviceGqa,
+    MlaCore: DeviceMla,
+    RmsNorm: DeviceNorm,
+    WideRmsNorm: DeviceNorm,
+    LowRank: _low_rank,
+    GatedMlp: DeviceMlp,
+    **dict.fromkeys((SoftmaxRouter, TopSoftmaxRouter, SigmoidRouter, SparseMixer), DeviceRouter),
+}

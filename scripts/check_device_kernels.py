@@ -27,6 +27,8 @@ from triton.compiler import ASTSource
 from moeinf.offload import device_attention as attention
 from moeinf.offload import device_gemm as gemm
 from moeinf.offload import device_kernels as kernels
+from moeinf.offload import device_router as router
+from moeinf.offload import device_rows as between
 from moeinf.offload.device_tiles import FUSION
 
 DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, Blackwell of desks
@@ -39,7 +41,12 @@ POINTERS = {
     "weights": "*fp32", "bytes_of": "*u8", "x_codes": "*i8", "begins": "*i64", "slots": "*i32",
     "order": "*i64", "q": "*bf16", "k": "*bf16", "v": "*bf16", "positions": "*i64",
     "sums": "*fp32", "tops": "*fp32", "sinks": "*bf16", "scale": "fp32",
+    "weight": "*bf16", "q_weight": "*bf16", "k_weight": "*bf16", "cos": "*fp32", "sin": "*fp32",
+    "keys": "*bf16", "values": "*bf16", "latent": "*bf16", "memory": "*bf16", "gate": "*bf16",
+    "up": "*bf16", "bias": "*bf16", "logits": "*fp32", "eps": "fp32", "q_eps": "fp32",
+    "k_eps": "fp32", "clip": "fp32", "jitter": "fp32",
 }  # fmt: skip
+PLAIN = [name for name, pointer in POINTERS.items() if pointer == "*bf16"]  # of a model in float32
 # What a model's shapes make multiples of 16, and Triton then takes for granted.
 ROUND = (
     "slot_words",
@@ -55,6 +62,11 @@ ROUND = (
     "k_token",
     "v_head",
     "v_token",
+    "m_token",
+    "angles",
+    "nope",
+    "rope",
+    "kv_lora",
 )
 
 
@@ -84,6 +96,33 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"attend_part fp32 {values}", attention.attend_part, constants | {"TYPE": "*fp32"}, 8
         constants = {**common, "COLUMNS": 64, "SUNK": True}
         yield f"attend_join {values}", attention.attend_join, constants, 4
+    yield from between_products()
+
+
+def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """The same of what stands between the products of a decode step."""
+    for name, more in (("", {}), (" fp32", {"TYPE": "*fp32"})):
+        for wide in (False, True):
+            constants = {"PIECE": 2048, "WIDE": wide, **more}
+            yield f"norm_rows{name}{' wide' * wide}", between.norm_rows, constants, 8
+            constants = {"COLUMNS": 256, "NORMED": True, "WIDE": wide, "CLIPPED": True, **more}
+            yield f"gqa_row{name}{' wide' * wide}", between.gqa_row, constants, 1
+        constants = {"COLUMNS": 128, "NORMED": False, "WIDE": False, "CLIPPED": False, **more}
+        yield f"gqa_row{name} plain", between.gqa_row, constants, 1
+        yield f"mla_row{name}", between.mla_row, {"COLUMNS": 64, "LATENT": 512, **more}, 2
+        yield f"gated_rows{name}", between.gated_rows, {"COLUMNS": 1024, **more}, 4
+        constants = {"PIECE": 2048, "BIASED": True, **more}
+        yield f"router_logits{name}", router.router_logits, constants, 4
+    for score, groups, width, top_k in (
+        ("softmax", 1, 64, 8), ("softmax", 8, 32, 6), ("softmax", 1, 512, 10),
+        ("top_softmax", 1, 128, 4), ("sigmoid", 8, 32, 8), ("sigmoid", 1, 512, 16),
+        ("mixer", 1, 16, 2),
+    ):  # fmt: skip
+        constants = {
+            "SCORE": score, "GROUPS": groups, "WIDTH": width, "K": top_k,
+            "CHOSEN": triton.next_power_of_2(top_k), "RENORMALISE": True,
+        }  # fmt: skip
+        yield f"choose_experts {score} {groups} {width}", router.choose_experts, constants, 1
 
 
 def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
@@ -105,7 +144,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> A
     form, plain = constants.get("FORM"), constants.pop("TYPE", None)
     types = dict(POINTERS)
     if plain is not None:
-        types |= dict.fromkeys(("q", "k", "v", "sinks", "out"), plain)
+        types |= dict.fromkeys(PLAIN, plain)
     if form == "bf16":
         types["x_words"] = types["codes"] = "*bf16"
         if kernel is kernels.linear_rows:

@@ -12,11 +12,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moeinf.models.moe import group
+from moeinf.models.attention import GqaCore, GqaShape
+from moeinf.models.kv_cache import PassRows
+from moeinf.models.mla import MlaCore, MlaShape
+from moeinf.models.moe import Router, group
+from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.cpu_math import CpuMath
@@ -60,7 +67,7 @@ class FakeDevice(CpuMath):
 
     def attend_newest(
         self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
-        window: int | None = None, sinks: Tensor | None = None,
+        window: int | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Over all of the cache, masked: like the kernel it does not ask where the token is."""
         key = torch.arange(k.shape[1], device=position.device)
@@ -74,7 +81,49 @@ class FakeDevice(CpuMath):
             scores = torch.cat((scores, logits), -1)
         shares = scores.softmax(-1)[..., : k.shape[1]]
         values = v.float().masked_fill(~seen[:, None], 0.0)  # beyond, there may be anything
-        return (shares @ values).flatten(0, 1).to(q.dtype)
+        found = (shares @ values).flatten(0, 1).to(q.dtype)
+        return found if out is None else out.copy_(found)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
+        """The models', as all that follows."""
+        return (WideRmsNorm if wide else RmsNorm)(weight, eps)(x)
+
+    def gqa_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, row: int, angles: tuple[Tensor, Tensor],
+        positions: Tensor, planes: tuple[Tensor, Tensor], out: Tensor,
+        norms: tuple[tuple[Tensor, float], tuple[Tensor, float]] | None = None,
+        wide: bool = False, clip: float | None = None,
+    ) -> None:  # fmt: skip
+        shape = GqaShape(out.shape[1], len(planes[0]), out.shape[2], clip=clip)
+        kind = WideRmsNorm if wide else RmsNorm
+        heads = [None, None] if norms is None else [HeadNorm(kind(*norm)) for norm in norms]
+        at = slice(row, row + 1)
+        rows = PassRows((), positions[at], *(x[at] for x in angles))
+        turned, *new = GqaCore(0, shape, *heads).heads(q[at], k[at], v[at], rows)
+        out[at] = turned
+        for plane, x in zip(planes, new, strict=True):
+            plane.index_copy_(1, rows.positions, x.transpose(0, 1))
+
+    def mla_heads(
+        self, q: Tensor, latent: Tensor, row: int, angles: tuple[Tensor, Tensor],
+        positions: Tensor, memory: Tensor, out: Tensor, norm: tuple[Tensor, float],
+    ) -> None:  # fmt: skip
+        heads, kv_lora, rope = out.shape[1], len(norm[0]), 2 * angles[0].shape[1]
+        shape = MlaShape(heads, q.shape[1] // heads - rope, rope, 1, kv_lora, None, 1.0)
+        at = slice(row, row + 1)
+        rows = PassRows((), positions[at], *(x[at] for x in angles))
+        core = MlaCore(0, shape, RmsNorm(*norm), kv_b=norm[0])  # which its heads do not need
+        _, turned, new = core.heads(q[at], latent[at], rows)
+        out[at, :, kv_lora:] = turned
+        memory.index_copy_(1, rows.positions, new.transpose(0, 1))
+
+    def route(
+        self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return torch_router(kind, weight, bias)(x)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate) * up
 
     def graphs(self) -> Graphs | None:
         """There are none."""
@@ -112,6 +161,19 @@ class FakeDevice(CpuMath):
                 self._errors.append(error)
 
         self._fake.launch(self.stream, kernel)
+
+
+def torch_router(kind: RouterKind, weight: Tensor, bias: Tensor | None) -> Router:
+    """The models' router of a kind."""
+    groups = kind.groups if kind.groups[0] > 1 else None
+    if kind.score == "softmax":
+        return SoftmaxRouter(weight, kind.top_k, kind.renormalise, kind.scale, groups)
+    if kind.score == "mixer":
+        return SparseMixer(weight, kind.jitter)
+    assert bias is not None
+    if kind.score == "top_softmax":
+        return TopSoftmaxRouter(weight, bias, kind.top_k)
+    return SigmoidRouter(weight, bias, kind.top_k, kind.renormalise, kind.scale, groups)
 
 
 class _FakeMath:

@@ -9,9 +9,10 @@ when one of them is played, rubbish is what is left of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,13 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from tests.strict_device import Strict
 
+Made = TypeVar("Made", bound=Tensor | tuple[Tensor, ...])
+
 
 class WrittenDown(TorchDispatchMode):
     """One graph that is being written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._work: list[Callable[[], None]] = []
+        self._work: list[Callable[[], object]] = []
         self._made: dict[int, Tensor] = {}  # by address, of storages
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what was changed, and as it was
 
@@ -37,9 +40,7 @@ class WrittenDown(TorchDispatchMode):
         named = kwargs or {}
         given = [x for x in tree_leaves((args, named)) if isinstance(x, Tensor)]
         if func._schema.is_mutable:
-            for x in given:
-                if _storage(x) not in self._made:
-                    self._before.setdefault(_storage(x), (x, x.clone()))
+            self.remember(given)
             found = func(*args, **named)
             self._work.append(lambda: func(*args, **named))
             return found
@@ -63,7 +64,13 @@ class WrittenDown(TorchDispatchMode):
 
         self._work.append(again)
 
-    def also(self, work: Callable[[], None]) -> None:
+    def remember(self, changed: Iterable[Tensor]) -> None:
+        """What will be as it was."""
+        for x in changed:
+            if _storage(x) not in self._made:
+                self._before.setdefault(_storage(x), (x, x.clone()))
+
+    def also(self, work: Callable[[], object]) -> None:
         """Writes down what makes nothing anew."""
         self._work.append(work)
 
@@ -152,14 +159,32 @@ class WritingGraphs:
         else:
             self.current.also(queue)
 
-    def opaque(self, compute: Callable[[], Tensor], *given: Tensor) -> Tensor:
+    def opaque(self, compute: Callable[[], Made], *given: Tensor) -> Made:
         """compute(), which does not go through torch, as one piece of work."""
         if self.current is None:
             return compute()
-        with _disable_current_modes(), np.errstate(all="ignore"):  # of rubbish
+        with _on_rubbish():
             found = compute()
         self.current.does(compute, found, list(given))
         return found
+
+    def changing(self, compute: Callable[[], object], *places: Tensor) -> None:
+        """The same of what writes into places."""
+        if self.current is None:
+            compute()
+            return
+        with _on_rubbish():
+            self.current.remember(places)
+            compute()
+        self.current.also(compute)
+
+
+@contextmanager
+def _on_rubbish() -> Iterator[None]:
+    """What is computed here is not written down, and may be NaN."""
+    with _disable_current_modes(), np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
+        yield
 
 
 def _storage(x: Tensor) -> int:

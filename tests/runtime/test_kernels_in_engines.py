@@ -1,15 +1,15 @@
 """Whole engines on the device's own kernels, in Triton's interpreter: the bits of the CPU's.
 
 Everything but the GPU is the product's: dense layers, experts found by list and by table, sums.
-Both sides have torch between the products, in the world of tests/strict_device.py.
+Both sides have the kernels between the products, in the world of tests/strict_device.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import _native
-from moeinf.offload import device_attention, device_linears
+from moeinf.offload import device_attention, device_linears, device_router, device_rows
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import TorchFfn
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime import graphs, linears
@@ -33,9 +34,11 @@ from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
 from tests.offload.device import DEVICE
-from tests.strict_device import Strict, laid_there
+from tests.strict_device import Strict, laid_there, lies_there
 from tests.strict_fake import StrictFake
 from tests.tiny import save_tiny
+
+Made = TypeVar("Made", bound=Tensor | tuple[Tensor, ...])
 
 
 class KernelFake(StrictFake):
@@ -54,14 +57,47 @@ class KernelFake(StrictFake):
 
     def attend_newest(
         self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
-        window: int | None = None, sinks: Tensor | None = None,
+        window: int | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        given = q, k, v, position, scale, window, sinks
+        assert out is not None
+        given = q, k, v, position, scale, window, sinks, out
+        self.changed(lambda: device_attention.attend_newest(*given), out)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
+        return self.made(lambda: device_rows.rms_norm(x, weight, eps, wide), x, weight)
+
+    def gqa_heads(self, *given: Any) -> None:
+        *_, planes, out, _norms, _wide, _clip = given
+        self.changed(lambda: device_rows.gqa_heads(*given), *planes, out)
+
+    def mla_heads(self, *given: Any) -> None:
+        *_, memory, out, _norm = given
+        self.changed(lambda: device_rows.mla_heads(*given), memory, out)
+
+    def route(
+        self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        given = x, weight, kind, bias
+        return self.made(lambda: device_router.route(*given), x, weight)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.made(lambda: device_rows.gated(gate, up), gate, up)
+
+    def made(self, compute: Callable[[], Made], *given: Tensor) -> Made:
+        """A kernel's results, which lie there."""
+        assert all(map(lies_there, given))
         with torch._C.DisableTorchFunction():
-            found = self.writing.opaque(
-                lambda: device_attention.attend_newest(*given), q, k, v, position
-            )
-        return laid_there(found)
+            found = self.writing.opaque(compute, *given)
+        for x in [found] if isinstance(found, Tensor) else found:
+            laid_there(x)
+        return found
+
+    def changed(self, compute: Callable[[], object], *places: Tensor) -> None:
+        """A kernel that writes into places there."""
+        assert all(map(lies_there, places))
+        with torch._C.DisableTorchFunction():
+            self.writing.changing(compute, *places)
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
@@ -72,10 +108,14 @@ class KernelFake(StrictFake):
             return _Later(DeviceMath(layout, arena, reference), self)
 
 
-class PlainFake(StrictFake):
-    """The CPU's, but for attention, of which torch has other bits; nothing is written down."""
+class PlainFake(KernelFake):
+    """The CPU's products and experts, and between them the kernels, of which torch has other bits;
+    nothing is written down."""
 
-    attend_newest = KernelFake.attend_newest
+    tiled_linear = StrictFake.tiled_linear
+    plain_linear = StrictFake.plain_linear
+    tiled_embedding = StrictFake.tiled_embedding
+    math = StrictFake.math
 
     def graphs(self) -> None:
         return None

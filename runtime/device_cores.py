@@ -1,0 +1,166 @@
+"""Attention's cores and norms on a device, for passes of few rows.
+
+Does not know kernels, nor what holds these pieces. A token takes its place in the text from a
+tensor, so that a decode step can be repeated without the host (graphs.py). Passes of more rows are
+torch's, where what stands between the products counts for little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeinf.models.attention import GqaCore
+from moeinf.models.kv_cache import PassRows
+from moeinf.models.mla import MlaCore
+from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.offload.slot_math import MOST_ROWS
+
+_Norm = tuple[Tensor, float]  # a weight, and eps
+
+
+class CoreMath(Protocol):
+    """What these pieces need of a device."""
+
+    def attend_newest(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """q [H, W] of the token at `position` [1] over a cache k [G, S, W], v [G, S, V] -> [H, V],
+        where `out` is; see offload/device_attention.py."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
+        """A norm of models/norms.py; see offload/device_rows.py."""
+        ...
+
+    def gqa_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row: int,
+        angles: tuple[Tensor, Tensor],
+        positions: Tensor,
+        planes: tuple[Tensor, Tensor],
+        out: Tensor,
+        norms: tuple[_Norm, _Norm] | None = None,
+        wide: bool = False,
+        clip: float | None = None,
+    ) -> None:
+        """A row of GqaCore.heads, into out [T, H, W] and the cache; see offload/device_rows.py."""
+        ...
+
+    def mla_heads(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        row: int,
+        angles: tuple[Tensor, Tensor],
+        positions: Tensor,
+        memory: Tensor,
+        out: Tensor,
+        norm: _Norm,
+    ) -> None:
+        """A row of MlaCore.heads, into the last columns of out [T, H, C + rope] and the cache; see
+        offload/device_rows.py."""
+        ...
+
+
+class DeviceNorm:
+    """RmsNorm and WideRmsNorm for few rows."""
+
+    def __init__(self, norm: RmsNorm | WideRmsNorm, device: CoreMath) -> None:
+        self._torch, self._run, self._wide = norm, device.rms_norm, type(norm) is WideRmsNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._torch
+        if x.numel() > MOST_ROWS * len(norm.weight):
+            return norm(x)
+        if not self._wide and x.dtype != norm.weight.dtype:
+            return norm(x)  # torch has a third type for the result
+        return self._run(x, norm.weight, norm.eps, self._wide)
+
+
+class DeviceGqa:
+    """GqaCore for passes of one token per request."""
+
+    def __init__(self, core: GqaCore, device: CoreMath) -> None:
+        self._torch, self._attend, self._heads = core, device.attend_newest, device.gqa_heads
+        self._before: list[Callable[[Tensor], Tensor] | None] = [None, None]  # of whole projections
+        self._norms: tuple[_Norm, _Norm] | None = None  # of heads
+        self._wide = False
+        inner = [norm.norm for norm in (core.q_norm, core.k_norm) if isinstance(norm, HeadNorm)]
+        if len(inner) == 2 and type(inner[0]) is type(inner[1]):
+            q_norm, k_norm = inner
+            self._norms = (q_norm.weight, q_norm.eps), (k_norm.weight, k_norm.eps)
+            self._wide = type(q_norm) is WideRmsNorm
+        else:
+            self._before = [_few_rows(norm, device) for norm in (core.q_norm, core.k_norm)]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
+        if any(span.count > 1 for span in rows.spans):
+            return self._torch(q, k, v, rows)
+        core, shape = self._torch, self._torch.shape
+        q_norm, k_norm = self._before
+        q, k = q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+        turned = q.new_empty(len(q), shape.heads, shape.head_dim)
+        out, angles = torch.empty_like(turned), (rows.cos, rows.sin)
+        for span in rows.spans:
+            at, (keys, values) = span.rows.start, span.cache.planes(core.layer)
+            self._heads(
+                q, k, v, at, angles, rows.positions, (keys, values), turned,
+                self._norms, self._wide, shape.clip,
+            )  # fmt: skip
+            self._attend(
+                turned[at], keys, values, rows.positions[span.rows],
+                shape.softmax_scale, shape.window, core.sinks, out[at],
+            )  # fmt: skip
+        return out.flatten(1)
+
+
+class DeviceMla:
+    """MlaCore for passes of one token per request."""
+
+    def __init__(self, core: MlaCore, device: CoreMath) -> None:
+        self._torch, self._attend, self._heads = core, device.attend_newest, device.mla_heads
+        self._norm = core.kv_norm.weight, core.kv_norm.eps
+        self._w_uk = core.kv_b[:, : core.shape.nope]  # [H, nope, kv_lora]
+        self._w_uv = core.kv_b[:, core.shape.nope :].mT  # [H, kv_lora, v]
+
+    def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
+        if any(span.count > 1 for span in rows.spans):
+            return self._torch(q, latent, rows)
+        core, shape, angles = self._torch, self._torch.shape, (rows.cos, rows.sin)
+        absorbed = q.new_empty(len(q), shape.heads, shape.kv_lora + shape.rope)
+        q_nope = q.view(len(q), shape.heads, -1)[..., : shape.nope]
+        # A GPU's product writes into such a view: rows lie apart, but the numbers of one do not.
+        place = absorbed[..., : shape.kv_lora].transpose(0, 1)  # [H, T, kv_lora]
+        torch.bmm(q_nope.transpose(0, 1), self._w_uk, out=place)
+        mixed = q.new_empty(len(q), shape.heads, shape.kv_lora)
+        for span in rows.spans:
+            at, (memory,) = span.rows.start, span.cache.planes(core.layer)
+            self._heads(q, latent, at, angles, rows.positions, memory, absorbed, self._norm)
+            self._attend(
+                absorbed[at], memory, memory[..., : shape.kv_lora], rows.positions[span.rows],
+                shape.scale, None, None, mixed[at],
+            )  # fmt: skip
+        out = q.new_empty(len(q), shape.heads, shape.value)
+        torch.bmm(mixed.transpose(0, 1), self._w_uv, out=out.transpose(0, 1))
+        return out.flatten(1)
+
+
+def _few_rows(
+    norm: Callable[[Tensor], Tensor] | None, device: CoreMath
+) -> Callable[[Tensor], Tensor] | None:
+    return DeviceNorm(norm, device) if isinstance(norm, RmsNorm | WideRmsNorm) else norm
