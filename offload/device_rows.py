@@ -26,7 +26,7 @@ _COLUMNS = 1024  # of SwiGLU in one program
 @triton.jit
 def inverse_rms(total, width, eps):
     """1 / sqrt(total / width + eps), of a sum of squares."""
-    mean = tl.div_rn(total, width.to(tl.float32))
+    mean = tl.div_rn(total, width * 1.0)
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 

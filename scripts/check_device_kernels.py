@@ -108,6 +108,7 @@ def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             constants = {"COLUMNS": 256, "NORMED": True, "WIDE": wide, "CLIPPED": True, **more}
             yield f"gqa_row{name}{' wide' * wide}", between.gqa_row, constants, 1
         constants = {"COLUMNS": 128, "NORMED": False, "WIDE": False, "CLIPPED": False, **more}
+        constants["groups"] = 1  # which Triton takes for a constant, as every 1 of a launch
         yield f"gqa_row{name} plain", between.gqa_row, constants, 1
         yield f"mla_row{name}", between.mla_row, {"COLUMNS": 64, "LATENT": 512, **more}, 2
         yield f"gated_rows{name}", between.gated_rows, {"COLUMNS": 1024, **more}, 4
@@ -122,6 +123,8 @@ def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             "SCORE": score, "GROUPS": groups, "WIDTH": width, "K": top_k,
             "CHOSEN": triton.next_power_of_2(top_k), "RENORMALISE": True,
         }  # fmt: skip
+        if groups == 1:
+            constants |= {"groups": 1, "kept": 1}
         yield f"choose_experts {score} {groups} {width}", router.choose_experts, constants, 1
 
 
@@ -151,7 +154,10 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> A
             types["words"] = "*bf16"
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    round_16 = [i for i, n in enumerate(names) if n in ROUND or signature[n].startswith("*")]
+    round_16 = [
+        i for i, n in enumerate(names)
+        if n not in constants and (n in ROUND or signature[n].startswith("*"))
+    ]  # fmt: skip
     source = ASTSource(
         fn=kernel,
         signature=signature,

@@ -85,7 +85,8 @@ def play(core: Callable[..., Tensor], made: tuple[object, CacheLayout, list[int]
     return outs
 
 
-CASES = {
+Made = tuple[Callable[..., Tensor], CacheLayout, list[int]]
+CASES: dict[str, Callable[[], Made]] = {
     "gqa": gqa,
     "one query head a key head": lambda: gqa(heads=4, kv_heads=4),
     "clipped": lambda: gqa(clip=0.9),

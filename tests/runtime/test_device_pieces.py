@@ -1,0 +1,268 @@
+"""What stands between the products on a device: which pieces it takes, and how much it launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from moeinf.models import family_of
+from moeinf.models.attention import GqaCore
+from moeinf.models.base import Family, Linear, Model
+from moeinf.models.decoder import Decoder
+from moeinf.models.ffn import GatedMlp
+from moeinf.models.moe import Done
+from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.routing import SoftmaxRouter
+from moeinf.offload import device_attention, device_router, device_rows
+from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.runtime.checkpoint import read_json
+from moeinf.runtime.device_cores import DeviceGqa, DeviceMla
+from moeinf.runtime.device_pieces import DevicePieces
+from tests.fake_device import FakeDevice
+from tests.fakes import DictParts
+from tests.native.fake_cuda import Fake
+from tests.runtime.test_tuned import CASES, Draw, Made, gqa, play
+from tests.tiny import save_tiny
+
+
+def with_head_norms(kind: type[RmsNorm] | type[WideRmsNorm]) -> Made:
+    """A norm of queries that is not the one of keys."""
+    core, layout, widths = gqa(clip=1.1)
+    norms = [HeadNorm(kind(Draw(seed)(32, about=1.0), eps)) for seed, eps in ((5, 1e-5), (6, 0.3))]
+    return GqaCore(core.layer, core.shape, *norms, sinks=Draw(7)(6)), layout, widths
+
+
+CORES: dict[str, Callable[[], Made]] = {
+    **CASES,
+    "norms of heads": lambda: with_head_norms(RmsNorm),
+    "wide norms of heads": lambda: with_head_norms(WideRmsNorm),
+}
+_NOTHING = ("aten.empty", "aten.new_empty")  # memory
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would be a kernel: torch's operations that compute, and a device's own."""
+
+    KERNELS: ClassVar = {"attend_newest": 2, "route": 2}  # and 1 of the others
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if func._can_decompose():  # a name for several operations
+            with self:
+                return func.decompose(*args, **named)
+        given = {_storage(x) for x in tree_leaves((args, named)) if isinstance(x, Tensor)}
+        found = func(*args, **named)
+        made = {_storage(x) for x in tree_leaves(found) if isinstance(x, Tensor)}
+        if (func._schema.is_mutable or not made <= given) and not str(func).startswith(_NOTHING):
+            self.found[str(func)] += 1
+        return found
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+class CountedDevice(FakeDevice):
+    """Its own kernels count as such, whatever the fake does instead."""
+
+    def __init__(self, fake: Fake, launches: Launches) -> None:
+        super().__init__(fake)
+        self.launches = launches
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        own = ("attend_newest", "rms_norm", "gqa_heads", "mla_heads", "gated", "route")
+        return self.kernel(name, found) if name in own else found
+
+    def kernel(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            self.launches.found[name] += self.launches.KERNELS.get(name, 1)
+            with _disable_current_modes():
+                return compute(*given)
+
+        return run
+
+    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        linear = FakeDevice.plain_linear(weight, bias)
+        return self.kernel("linear", linear)
+
+
+class KernelDevice(FakeDevice):
+    """Triton's kernels between the torch of products, in its interpreter."""
+
+    attend_newest = staticmethod(device_attention.attend_newest)
+    rms_norm = staticmethod(device_rows.rms_norm)
+    gqa_heads = staticmethod(device_rows.gqa_heads)
+    mla_heads = staticmethod(device_rows.mla_heads)
+    gated = staticmethod(device_rows.gated)
+    route = staticmethod(device_router.route)
+
+
+class TunedParts(DictParts):
+    """With what a device puts in the place of torch."""
+
+    def __init__(self, tensors: dict[str, Tensor], device: FakeDevice) -> None:
+        super().__init__(tensors)
+        self._device, self.tuned = device, DevicePieces(device).tuned  # type: ignore[method-assign]
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
+        offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
+        return self._device.plain_linear(weight, offset)
+
+
+class Echo:
+    """`Experts` that give back what they are given, times what depends on the choice."""
+
+    wants_hints = False
+
+    def begin_pass(self, *given: object) -> None:
+        """Nothing."""
+
+    def end_pass(self, *given: object) -> None:
+        """Nothing."""
+
+    def hint(self, *given: object) -> None:
+        """Nothing."""
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
+        with _disable_current_modes():
+            places = torch.arange(ids.shape[1])
+            choice = (weights * (1 + torch.sin(3.0 * ids + places))).sum(-1, keepdim=True)
+            return Done((x * choice).to(x.dtype))
+
+
+def dense_of(name: str, folder: Path, dtype: torch.dtype) -> tuple[Family, Any, dict[str, Tensor]]:
+    """A tiny model's family, config and tensors."""
+    save_tiny(name, folder)
+    values = read_json(folder / "config.json")
+    family = family_of(values)
+    tensors: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= {family.rename(key): x.to(dtype) for key, x in load_file(path).items()}
+    return family, family.parse(values), tensors
+
+
+def launched(model: Model, launches: Launches) -> list[Counter[str]]:
+    """What every block launches for a token after four."""
+    assert isinstance(model, Decoder)
+    state, found = model.new_state(16), list[Counter[str]]()
+    model.extend([([1, 2, 3, 4], state)], Echo())
+
+    def counted(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*given: Any) -> Tensor:
+            launches.found.clear()
+            with launches:
+                out = block(*given)
+            found.append(launches.found.copy())
+            return out
+
+        return run
+
+    blocks = tuple(counted(block) for block in model._body.blocks)
+    object.__setattr__(model._body, "blocks", blocks)
+    model.extend([([5], state)], Echo())
+    return found
+
+
+LAYERS = {  # what one launches beside the products, attention and its experts
+    "olmoe": {"rms_norm": 4, "gqa_heads": 1, "route": 2, "aten.add.Tensor": 2},
+    "qwen3": {"rms_norm": 2, "gqa_heads": 1, "route": 2, "aten.add.Tensor": 2},
+    "deepseek-groups": {
+        "rms_norm": 3, "mla_heads": 1, "aten.bmm.out": 2, "gated": 1, "route": 2,
+        "aten.add.Tensor": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -> None:
+    family, config, tensors = dense_of(name, tmp_path, torch.bfloat16)
+    launches = Launches()
+    model = family.build(config, TunedParts(tensors, CountedDevice(fake, launches)))
+    *_, found = launched(model, launches)
+    assert found.pop("attend_newest") == 2
+    del found["linear"]
+    assert found == LAYERS[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe", "qwen3.5"],
+)
+def test_a_family_decodes_with_kernels_as_with_torch(
+    name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests together, in float32: every kind of norm, rope, router and core."""
+    monkeypatch.setattr(device_attention, "SPLITS", 2)  # the interpreter takes its time for each
+    family, config, tensors = dense_of(name, tmp_path, torch.float32)
+    both = DictParts(tensors), TunedParts(tensors, KernelDevice(fake))
+    found = []
+    for parts in both:
+        model = family.build(config, parts)
+        states = [model.new_state(16) for _ in range(2)]
+        prompts = [1, 2, 3, 4, 5], [6, 7]
+        logits = [model.extend(list(zip(prompts, states, strict=True)), Echo())]
+        for tokens in ([8], [9]), ([10], [11]):
+            logits.append(model.extend(list(zip(tokens, states, strict=True)), Echo()))
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_cores_like_torch(name: str, fake: Fake) -> None:
+    """Prompts and tokens of three requests; what the fake computes is torch, row by row."""
+    made = CORES[name]()
+    core = DevicePieces(FakeDevice(fake)).tuned(made[0])
+    assert isinstance(core, DeviceGqa | DeviceMla)
+    for ours, plain in zip(play(core, made), play(made[0], made), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.01)
+
+
+def test_many_rows_and_mixed_types_are_torchs(fake: Fake) -> None:
+    class Noted(FakeDevice):
+        rows: ClassVar[list[int]] = []
+
+        def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
+            self.rows.append(x.numel() // len(weight))
+            return super().rms_norm(x, weight, eps, wide)
+
+        def route(self, x: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+            self.rows.append(len(x))
+            return super().route(x, *given)
+
+        def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+            self.rows.append(len(gate))
+            return super().gated(gate, up)
+
+    device, weight = Noted(fake), torch.ones(4, 8)
+    tuned = DevicePieces(device).tuned
+    norm = tuned(RmsNorm(weight[0], 1e-6))
+    pieces: list[Any] = [
+        norm, tuned(WideRmsNorm(weight[0], 1e-6)), tuned(SoftmaxRouter(weight, 2, False)),
+        tuned(GatedMlp(lambda x: x, lambda x: x, lambda x: x)),
+    ]  # fmt: skip
+    for piece in pieces:
+        for rows in (1, MOST_ROWS, MOST_ROWS + 1, 70):
+            piece(torch.ones(rows, 8))
+    assert device.rows == [1, MOST_ROWS] * 4
+    device.rows.clear()
+    assert norm(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.float32
+    assert device.rows == []
