@@ -236,6 +236,24 @@ def test_cores_like_torch(name: str, fake: Fake) -> None:
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("kind", [RmsNorm, WideRmsNorm])
+def test_a_wide_norm_of_heads_stays_wide(
+    kind: type[RmsNorm] | type[WideRmsNorm], fake: Fake
+) -> None:
+    """Their results hardly differ once attention has summed them."""
+    seen: list[bool] = []
+
+    class Noted(FakeDevice):
+        def gqa_heads(self, *given: Any) -> None:
+            *_, wide, _clip = given
+            seen.append(wide)
+            super().gqa_heads(*given)
+
+    made = with_head_norms(kind)
+    play(DevicePieces(Noted(fake)).tuned(made[0]), made)
+    assert set(seen) == {kind is WideRmsNorm}
+
+
 def test_many_rows_and_mixed_types_are_torchs(fake: Fake) -> None:
     class Noted(FakeDevice):
         rows: ClassVar[list[int]] = []
