@@ -49,7 +49,7 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sizes import parse_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures
-_CEILING_BYTES, _CEILING_SUMS, _CEILING_ROUNDS = 512 << 20, 4, 3
+_CEILING_BYTES, _CEILING_SUMS, _CEILING_ROUNDS = 512 << 20, 16, 3
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ def measure(
     state = engine.new_state()
     for _ in range(2):  # the first fills the tiers, and compiles kernels
         state.truncate(0)
+        request = engine.begin_request(state)
         logits, first_s = prefill(engine, state, prompt)
         before = engine.store.stats.copy()
         _, seconds = decode(engine, state, logits, len(text), text)
-    stats, steps = engine.store.stats.since(before), len(seconds)
+        stats, steps = engine.store.stats.since(before), len(seconds)
+        engine.end_request(request, counts=False)
     expert_bytes = engine.manifest.expert_layout.data_bytes
     below = (stats.decode_events - stats.decode_device_hits) * expert_bytes / steps
     context, layout = gpu.context, engine.manifest.expert_layout
@@ -156,10 +158,10 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
         trace=False,
         libcuda=o.fake,
     )
+    driver = gpus.find_gpu(o.fake)  # first: what the process holds is counted from here on
     ceiling = device_ceiling()  # while torch may still have what it takes
     with Engine(manifest, model.folder(row.tag), settings, model.settings) as engine:
         assert engine.gpu is not None
-        driver = gpus.find_gpu(o.fake)
         found = measure(engine, text[: o.prompt], text[o.prompt :], ceiling)
         return {
             "row": row.name,

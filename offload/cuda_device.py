@@ -39,6 +39,7 @@ class CudaDevice:
     _limits: ClassVar[dict[int, int]] = {}  # of every engine here: torch knows one for the process
 
     def __init__(self) -> None:
+        _compute_as_told()
         self.stream = int(torch.cuda.current_stream(self.place).cuda_stream)
         self.out_of_memory: tuple[type[Exception], ...] = (
             torch.cuda.OutOfMemoryError, OutOfDeviceMemory,
@@ -79,6 +80,14 @@ class CudaDevice:
     def graphs(self) -> CudaGraphs:
         """What writes down work for this device."""
         return CudaGraphs(self.place)
+
+
+def _compute_as_told() -> None:
+    """Of this process: no product with fewer bits than its type has (images of containers may ask
+    for TF32), and no cuDNN for attention, which makes a plan anew for every length of a text."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class _Memory:

@@ -73,6 +73,12 @@ class CudaGraphs:
         assert graph is not None
         return None if _ended_empty(graph) else graph.replay
 
+    def forget(self) -> None:
+        """Gives back what graphs that are gone have had. There will be no others."""
+        self._pools.clear()
+        with self.one_at_a_time:
+            _forget_scratch()
+
     def _open(self, apart: bool) -> None:
         """A pool lasts as long as a graph of it: an empty one, which is never played."""
         if apart not in self._pools:

@@ -309,15 +309,18 @@ class DeviceTier:
         self._rebuild(slots)
         return True
 
-    def give_up(self, size_bytes: int) -> bool:
-        """Evicts everybody and goes on with so much less memory, for good. False: there is not
-        even a slot left then, and nothing is given up. Raises like `shrink`."""
-        slots = self._residency.slots - -(-size_bytes // self._arena.slot_bytes)
+    def give_up(self, size_bytes: int, of_slots_bytes: int) -> bool:
+        """Goes on with so much less memory, for good: torch's part of it at once, and that of slots
+        by evicting everybody. False: not even a slot would be left, and nothing is given up. Raises
+        like `shrink`."""
+        slots = self._residency.slots - -(-of_slots_bytes // self._arena.slot_bytes)
         if slots < 1:
             return False
         if self._memory_bytes is not None:
             self._memory_bytes -= size_bytes
-        self._rebuild(slots)
+            self.device.limit(self._memory_bytes - self._residency.slots * self._arena.slot_bytes)
+        if of_slots_bytes:
+            self._rebuild(slots)
         return True
 
     def _rebuild(self, slots: int) -> None:

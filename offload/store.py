@@ -199,9 +199,9 @@ class ExpertStore:
         """Whether a device's memory was given back: there is none."""
         return False
 
-    def give_up(self, size_bytes: int) -> int:
-        """How many slots of a device were given back: there are none."""
-        return 0
+    def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
+        """How many slots of a device were given back: there is none."""
+        return None
 
     def abandon(self) -> None:
         """Ends the open layer, if there is one: for a pass that an error has cut off."""

@@ -194,12 +194,12 @@ class TieredStore:
         """Gives half of the device's slots back, between layers. False: there is but one."""
         return self._tier.shrink()
 
-    def give_up(self, size_bytes: int) -> int:
-        """Gives so much of the device's memory back, between layers, for good; how many slots that
-        were: 0 where too few are left."""
+    def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
+        """Gives so much of the device's memory back, between layers, for good: how many slots that
+        took; None: not even one would be left. See DeviceTier."""
         before = self._tier.slots
-        if not self._tier.give_up(size_bytes):
-            return 0
+        if not self._tier.give_up(size_bytes, of_slots_bytes):
+            return None
         given = before - self._tier.slots
         self._planned -= given
         return given

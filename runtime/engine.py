@@ -225,7 +225,8 @@ class Engine:
 
     def _loaded(self, load: Callable[[], Model]) -> Model:
         try:
-            return load()
+            with device_faults():
+                return load()
         except self._scarce as error:
             words = f"no device memory is left for dense weights: {error}"
             raise OutOfMemory(words) from error
@@ -237,7 +238,8 @@ class Engine:
         words = ""
         for attempt in range(2):
             try:
-                return compute()
+                with device_faults():
+                    return compute()
             except self._scarce as error:
                 words = str(error)
             except BaseException:
@@ -288,13 +290,17 @@ class Engine:
     @device_faults()
     def _keep_promise(self) -> None:
         """Experts make room for what CUDA turns out to take beyond what was counted for it."""
-        excess = 0 if self.gpu is None else self.gpu.promise.excess_bytes()
-        if not excess:
+        excess = None if self.gpu is None else self.gpu.promise.excess()
+        if excess is None or not excess.size_bytes:
             return
-        given = 0
+        given = None
         with suppress(*self._scarce):  # others took what was given up for a moment
-            given = self.store.give_up(excess)
-        words = f"CUDA itself takes {format_bytes(excess)} more than was counted for it: "
+            given = self.store.give_up(excess.size_bytes, excess.beyond_bytes)
+        if given == 0:
+            return  # the budget had room for it
+        words = (
+            f"CUDA itself takes {format_bytes(excess.size_bytes)} more than was counted for it: "
+        )
         words += f"{given} device slots given back" if given else "--device-memory is exceeded"
         self.notes.append(words)
 

@@ -13,12 +13,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from moeinf.native import DRIVER_LIBRARY, DeviceContext, DeviceError, Driver, NoDriver
+from moeinf.native import (
+    DRIVER_LIBRARY,
+    DeviceContext,
+    DeviceError,
+    Driver,
+    NoDriver,
+    OutOfDeviceMemory,
+)
 from moeinf.runtime.sizes import format_bytes
 
 _LEAST_CAPABILITY = (8, 0)  # bfloat16, and copies to shared memory that nobody waits for
+_LEAST_CONTEXT_BYTES = 16 << 20  # less is not the whole of one
 _FAULTS = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")  # cuBLAS's: the first
 _MISTAKE = "device-side assert"  # an index out of range, say: ours, not the device's
+_SCARCE = ("out of memory", "ALLOC_FAILED")  # of those: beyond what torch allocates itself
+_TRITONS = ("OutOfResources", "PTXASError")  # not RuntimeErrors
 
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
@@ -106,21 +116,44 @@ def missing_for_kernels() -> str | None:
     major, minor = torch.cuda.get_device_capability(0)
     if (major, minor) < _LEAST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and the kernels need 8.0 (Ampere)"
+    return triton_fault()
+
+
+def triton_fault() -> str | None:
+    """What keeps Triton from starting a kernel here; None: nothing. It builds a small library with
+    the system's C compiler and Python's headers, the first time."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.utils  # noqa: B018
+    except Exception as error:  # of subprocesses, files, imports
+        return f"Triton cannot start kernels: {str(error).splitlines()[0]}"
     return None
 
 
 @contextmanager
 def device_faults() -> Iterator[None]:
-    """Within, what torch and Triton raise of a device that fails is a DeviceError."""
+    """Within, what torch and Triton raise of a device that fails is a DeviceError; of one that has
+    no memory for code, libraries or graphs, OutOfDeviceMemory. (torch has a class of its own for
+    what it allocates itself.)"""
     try:
         yield
-    except RuntimeError as error:
-        words = str(error)
-        if not words.startswith(_FAULTS) or _MISTAKE in words:
+    except Exception as error:
+        if not _of_device(error):
             raise
-        fault = DeviceError(words.splitlines()[0])
+        words = str(error).splitlines()[0]
+        scarce = any(some in words for some in _SCARCE)
+        fault = (OutOfDeviceMemory if scarce else DeviceError)(words)
         fault.name, fault.call = type(error).__name__, "torch"
         raise fault from error
+
+
+def _of_device(error: Exception) -> bool:
+    if type(error).__module__.startswith("triton."):
+        return type(error).__name__ in _TRITONS
+    if isinstance(error, DeviceError) or not isinstance(error, RuntimeError):
+        return False
+    return str(error).startswith(_FAULTS) and _MISTAKE not in str(error)
 
 
 def torch_device() -> TorchDevice:
@@ -149,4 +182,4 @@ def _opened(library: str) -> _Opened:
     driver = _driver(library)
     held = HeldMemory(driver.info(0)[2])
     context = DeviceContext(driver)
-    return _Opened(context, held, held.now_bytes())
+    return _Opened(context, held, held.now_bytes(_LEAST_CONTEXT_BYTES))

@@ -61,6 +61,10 @@ class Graphs(Protocol):
         """What queues it all; None: it is nothing."""
         ...
 
+    def forget(self) -> None:
+        """Gives back what graphs that are gone have had. There will be no others."""
+        ...
+
 
 class GraphedStep:
     """A DecodeStep. Of one request alone its tokens come from a tape, once there is one."""
@@ -72,12 +76,16 @@ class GraphedStep:
         self._seen: WeakKeyDictionary[KvCache, int] = WeakKeyDictionary()  # tokens without a tape
         self._tokens = 0  # of single requests
         self.pays: bool | None = None  # None: not rehearsed yet
+        self._forgotten = False
 
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
     ) -> Tensor:
         """See DecodeStep. What it returns is written over by the next token."""
         if len(spans) > 1 or self.pays is False:
+            if self.pays is False and not self._forgotten:  # here nobody has a tape any more
+                self._graphs.forget()
+                self._forgotten = True
             return self._step(ids, positions, spans, experts)
         cache, hints = spans[0].cache, experts.wants_hints
         key = id(cache), hints, cache.places

@@ -11,6 +11,8 @@ from typing import Any
 
 import pynvml
 
+_ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
+
 
 class HeldMemory:
     """Of one GPU, counted from before this process had a context there."""
@@ -18,30 +20,32 @@ class HeldMemory:
     def __init__(self, bus: str) -> None:
         """bus: the GPU's PCI address. Without NVML nothing is ever known."""
         self._device: Any = None
-        self.peak_bytes = 0  # of all that now_bytes has said
-        with suppress(pynvml.NVMLError):
+        with suppress(*_ERRORS):
             pynvml.nvmlInit()
             device = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
             self._before = int(pynvml.nvmlDeviceGetMemoryInfo(device).used)
             self._device = device
 
-    def now_bytes(self) -> int | None:
+    def now_bytes(self, least: int = 1) -> int | None:
         """Where processes are not told apart: what the device holds more than at first, whoever
-        holds it. None: NVML is not there, or does not say."""
-        found = self.of_process_bytes()
+        holds it. None: NVML is not there, or does not say. least: see of_process_bytes."""
+        found = self.of_process_bytes(least)
         if found is None and self._device is not None:
-            with suppress(pynvml.NVMLError):
-                used = int(pynvml.nvmlDeviceGetMemoryInfo(self._device).used)
-                found = max(0, used - self._before)
-        self.peak_bytes = max(self.peak_bytes, found or 0)
-        return found
+            with suppress(*_ERRORS):
+                found = int(pynvml.nvmlDeviceGetMemoryInfo(self._device).used) - self._before
+        return found if found is not None and found >= least else None
 
-    def of_process_bytes(self) -> int | None:
-        """None, too, where NVML does not tell processes apart (containers, WSL2)."""
+    def of_process_bytes(self, least: int = 1) -> int | None:
+        """None, too, where NVML does not tell processes apart (containers, WSL2).
+
+        least: what is held for certain. In a container NVML may name our process with 0 bytes, or
+        a stranger that has our number outside: less than this is no figure of ours.
+        """
         if self._device is None:
             return None
-        with suppress(pynvml.NVMLError):
+        with suppress(*_ERRORS):
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(self._device):
-                if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                    return int(process.usedGpuMemory)
+                used = process.usedGpuMemory
+                if process.pid == os.getpid() and used is not None and used >= least:
+                    return int(used)
         return None

@@ -22,6 +22,15 @@ class Held:
     measured: bool
 
 
+@dataclass(frozen=True)
+class Excess:
+    """What CUDA takes by itself beyond what was counted for it. beyond_bytes: of that what the
+    budget has no room for."""
+
+    size_bytes: int
+    beyond_bytes: int
+
+
 class Promise:
     """Of one engine."""
 
@@ -35,25 +44,33 @@ class Promise:
         """torch_bytes: what torch has taken of the device. From before anything is allocated."""
         self._held, self._context, self._torch_bytes = held, context, torch_bytes
         self._counted = self._assumed = placement.context_bytes
+        self._spare = placement.budget_bytes - placement.peak_bytes
         self._free, self._most = context.memory()[0], 0
 
     def look(self) -> Held:
         """What the process holds, other engines of it included."""
-        if self._held.now_bytes() is not None:
-            return Held(self._held.peak_bytes, True)
-        self._most = max(self._most, self._free - self._context.memory()[0])
-        return Held(self._assumed + self._most, False)
+        now = self._held.now_bytes(self._allocated)
+        taken = self._assumed + self._free - self._context.memory()[0]
+        self._most = max(self._most, taken if now is None else now)
+        return Held(self._most, now is not None)
 
-    def excess_bytes(self) -> int:
-        """What CUDA takes by itself beyond what was counted for it; from now on it is counted.
+    def excess(self) -> Excess:
+        """From now on it is counted.
 
-        0 where NVML does not tell processes apart: another one's memory is not ours to save.
+        None of it where NVML does not tell processes apart: another one's memory is not ours to
+        save.
         """
         self.look()
-        held = self._held.of_process_bytes()
-        if held is None:
-            return 0
-        own = held - self._context.allocated_bytes - self._torch_bytes()
+        allocated = self._allocated
+        held = self._held.of_process_bytes(allocated)
+        own = 0 if held is None else held - allocated
         excess = max(0, own - self._counted)
+        beyond = max(0, excess - self._spare)
         self._counted += excess
-        return excess
+        self._spare -= excess - beyond
+        return Excess(excess, beyond)
+
+    @property
+    def _allocated(self) -> int:
+        """By us, and through torch; never 0, which NVML says of what it does not know."""
+        return max(1, self._context.allocated_bytes + self._torch_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def new_to_gpus() -> Iterator[None]:
 def forget_gpus() -> None:
     gpus._driver.cache_clear()
     gpus._opened.cache_clear()
+    gc.collect()  # contexts that tracebacks and cycles hold
 
 
 Open = Callable[..., Engine]

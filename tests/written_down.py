@@ -102,6 +102,7 @@ class WritingGraphs:
         self.inside = False
         self.written = self.played = 0
         self.failing: Exception | None = None
+        self.forgotten = 0
         self._pool = False
         self._times: dict[bool, list[list[WrittenDown]]] = {False: [], True: []}  # by pool
 
@@ -146,6 +147,10 @@ class WritingGraphs:
             play()
 
         return played
+
+    def forget(self) -> None:
+        assert not self.inside
+        self.forgotten += 1
 
     def _stop(self) -> WrittenDown:
         assert self.current is not None

@@ -83,6 +83,7 @@ void fake_reset(const char* words) {
     s.context_bytes = std::size_t{8} << 20;
     s.others_bytes = 0;
     s.nvml = "";
+    s.said = -1;
     s.lockable_bytes = ~std::size_t{0};
     s.devices = 1;
     s.configure(words);

@@ -1,6 +1,6 @@
 // The fake's NVML, as far as the product asks it. The library has its name, too (fake_cuda.py), and so is
 // found in its place. It is there with `nvml=processes`, and does not tell them apart with
-// `nvml=device`, as in a container. What others hold (`others=`) belongs to process 1.
+// `nvml=device`, as in a container; `said=` is what it says of us instead. What others hold (`others=`) belongs to process 1.
 // Included by fake_libcuda.cpp alone.
 #pragma once
 
@@ -62,7 +62,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, fake::Proces
     *count = 2;
     if (room < 2 || found == nullptr) return fake::kNvmlTooSmall;
     found[0] = {1, s.others_bytes, 0, 0};
-    found[1] = {static_cast<unsigned>(getpid()), fake::held_by_us(), 0, 0};
+    found[1] = {static_cast<unsigned>(getpid()), s.said < 0 ? fake::held_by_us() : s.said, 0, 0};
     return fake::kOk;
 }
 

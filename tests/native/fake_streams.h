@@ -61,6 +61,7 @@ struct State {
     std::mt19937 random{1};
     std::size_t memory_bytes = std::size_t{1} << 30, context_bytes = std::size_t{8} << 20;
     std::size_t lockable_bytes = ~std::size_t{0}, others_bytes = 0;
+    long said = -1;
     std::string nvml;  // "": there is none; processes; device
     bool fault_next = false;  // the next copy fails when it runs
     int devices = 1, retained = 0, sticky = kOk;
@@ -92,6 +93,7 @@ struct State {
             if (key == "memory") memory_bytes = std::stoull(value);
             if (key == "context") context_bytes = std::stoull(value);
             if (key == "others") others_bytes = std::stoull(value);
+            if (key == "said") said = std::stol(value);
             if (key == "nvml") nvml = value;
             if (key == "lockable") lockable_bytes = std::stoull(value);
             if (key == "devices") devices = std::stoi(value);

@@ -22,6 +22,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.gpu import device_faults
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sampler import Sampler, SamplingOptions
@@ -271,3 +272,38 @@ def test_what_torch_says_of_a_failed_device_is_a_device_error(
                 greedy(engine, list(b"17+25="), 6)
             assert same.value is mistake
         assert greedy(engine, list(b"17+25="), 6) == first
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_no_memory_beside_torchs_is_one_of_memory(
+    words: str, fake: Fake, devices: list[StrictFake], demo_home: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Experts make room once; the second time it is said."""
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo")
+    request.getfixturevalue("strict")
+    with Engine(manifest, folder, config_of(fake, manifest, 9, context=64), settings) as engine:
+        first = greedy(engine, list(b"17+25="), 6)
+        devices[-1].faults.append(RuntimeError(words))
+        assert greedy(engine, list(b"17+25="), 6) == first
+        assert any("it holds 4 experts now, not 9" in note for note in engine.take_notes())
+        devices[-1].faults += [RuntimeError(words), RuntimeError(words)]
+        with pytest.raises(OutOfMemory, match="no device memory is left for a pass"):
+            greedy(engine, list(b"17+25="), 6)
+        assert greedy(engine, list(b"17+25="), 6) == first
+
+
+def test_tritons_own_errors_are_the_devices() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    with pytest.raises(DeviceError, match="out of resource: shared memory"), device_faults():
+        raise errors.OutOfResources(200_000, 101_376, "shared memory")
+    with pytest.raises(errors.AutotunerError), device_faults():
+        raise errors.AutotunerError("ours")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -181,7 +182,22 @@ def test_what_kernels_need(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(gpus, "triton_fault", lambda: None)
     assert gpus.missing_for_kernels() == words
+
+
+def test_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("triton.runtime")
+
+    class Broken:
+        @property
+        def active(self) -> object:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(runtime, "driver", Broken())
+    assert gpus.triton_fault() == "Triton cannot start kernels: Failed to find C compiler."
+    monkeypatch.setattr(runtime, "driver", Mock())
+    assert gpus.triton_fault() is None
 
 
 @pytest.mark.parametrize("miss", MISSES)

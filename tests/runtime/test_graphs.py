@@ -215,6 +215,7 @@ def test_a_device_that_cannot_write_down_goes_on_without(
     assert texts(engine, 30) == expected
     assert engine.take_notes()[-1] == "no CUDA graphs: CUDA error: operation not permitted"
     assert device.writing.current is None
+    assert device.writing.forgotten == 1  # with its pools
 
 
 def test_hints_come_and_go(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moeinf.native import DeviceContext, Driver
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
@@ -57,11 +58,11 @@ def opened(
     (tmp_path / "models").symlink_to(demo_home / "models")
     engines: list[Engine] = []
 
-    def open_one(nvml: str, slots: int) -> tuple[Engine, int]:
+    def open_one(nvml: str, slots: int, spare: int = 0) -> tuple[Engine, int]:
         gpu, settings = there(nvml), Settings(tmp_path)
         manifest, folder = Library(settings).read("demo")
         own = CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes + CODE_BYTES
-        budget = own + workspace_bytes(manifest) + slots * SLOT
+        budget = own + workspace_bytes(manifest) + slots * SLOT + spare
         given: dict[str, Any] = {"device": "cuda", "miss": "fetch", "libcuda": fake.path}
         memory = parse_memory("30%"), parse_memory(str(budget))
         config = EngineConfig(memory=memory[0], device_memory=memory[1], **given)
@@ -88,19 +89,15 @@ def test_others_are_not_counted(nvml: str, there: Callable[[str], gpus.Gpu], fak
     fake.configure(f"others={90 << 20}")  # who comes later counts where nobody is told apart
     assert held.now_bytes() == OWN + (0 if nvml == "nvml=processes" else 40 << 20)
     assert held.of_process_bytes() == (OWN if nvml == "nvml=processes" else None)
-    fake.configure(f"others=0,context={OWN - 5}")
-    held.now_bytes()
-    assert held.peak_bytes >= OWN
 
 
 def test_without_nvml_nothing_is_known(there: Callable[[str], gpus.Gpu]) -> None:
     gpu = there("")
     assert gpu.context_bytes is gpus.held_memory(gpu).now_bytes() is None
-    assert gpus.held_memory(gpu).peak_bytes == 0
 
 
 @pytest.mark.parametrize("nvml", ["nvml=processes", "nvml=device", "seed=1"])
-def test_plans_count_what_cuda_takes(nvml: str, opened: Opened) -> None:
+def test_plans_count_what_cuda_takes(nvml: str, opened: Opened, fake: Fake) -> None:
     engine, budget = opened(nvml, 40)
     assert slots_of(engine) == 40
     (words,) = [line for line in engine.choices if line.startswith("device memory ")]
@@ -115,6 +112,8 @@ def test_plans_count_what_cuda_takes(nvml: str, opened: Opened) -> None:
     found, there = engine.gpu.promise.look(), CONTEXT_BYTES if nvml == "seed=1" else OWN
     assert found == Held(there + 40 * SLOT, nvml != "seed=1")
     assert found.peak_bytes <= budget
+    fake.configure(f"context={OWN - 5}")
+    assert engine.gpu.promise.look() == found  # the most that was seen
     assert engine.take_notes() == []
 
 
@@ -142,6 +141,45 @@ def test_experts_make_room_for_what_cuda_takes(
     assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
     assert engine.take_notes() == []  # it is counted now
     assert engine.store.idle
+
+
+def test_what_the_budget_has_room_for_costs_no_expert(opened: Opened, fake: Fake) -> None:
+    engine, budget = opened("nvml=processes", 40, spare=SLOT - 1)
+    tokens(engine, PROMPTS[0])
+    resident = engine.store.device_resident
+    for own, slots in ((SLOT - 1, 40), (SLOT, 39)):
+        request = engine.begin_request(engine.new_state())
+        fake.configure(f"context={OWN + CODE_BYTES + own}")
+        engine.end_request(request, counts=False)
+        assert fake.count("allocated") == slots * SLOT
+        assert engine.gpu is not None
+        device = engine.gpu.device
+        assert isinstance(device, FakeDevice)
+        assert device.limits[-1] == budget - OWN - CODE_BYTES - own - slots * SLOT
+        notes = engine.take_notes()
+        assert len(notes) == (slots == 39)
+        assert engine.store.device_resident == (resident if slots == 40 else 0)
+
+
+@pytest.mark.parametrize("said", [0, 3])
+def test_less_than_is_held_for_certain_is_no_figure(
+    said: int, there: Callable[[str], gpus.Gpu], fake: Fake
+) -> None:
+    """In a container NVML may know the process, and not what it holds."""
+    gpu = there(f"nvml=processes,said={said}")
+    held = gpus.held_memory(gpu)
+    assert gpu.context_bytes == OWN  # by what the whole device holds more
+    assert held.now_bytes(4) == OWN
+    assert held.of_process_bytes(4) is None
+    assert held.now_bytes(OWN + 1) is None
+
+
+def test_a_context_that_was_there_before_is_not_measured(
+    there: Callable[[str], gpus.Gpu], fake: Fake
+) -> None:
+    context = DeviceContext(Driver(fake.path))
+    assert there("nvml=device").context_bytes is None
+    assert context.allocated_bytes == 0
 
 
 def test_where_too_few_slots_are_left_it_is_said(opened: Opened, fake: Fake) -> None:
