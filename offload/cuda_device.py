@@ -52,9 +52,10 @@ class CudaDevice:
         return DeviceMath(layout, arena, reference)
 
     def limit(self, size_bytes: int) -> None:
-        self._limits[id(self)] = max(0, size_bytes)
-        if size_bytes <= 0:
-            del self._limits[id(self)]
+        with CudaGraphs.one_at_a_time:  # what is written down is alone
+            self._limits[id(self)] = size_bytes
+            if size_bytes <= 0:
+                del self._limits[id(self)]
         total = torch.cuda.get_device_properties(self.place).total_memory
         share = min(1.0, sum(self._limits.values()) / total) if self._limits else 1.0
         torch.cuda.set_per_process_memory_fraction(share, self.place)
@@ -79,7 +80,7 @@ class CudaDevice:
 
     def graphs(self) -> CudaGraphs:
         """What writes down work for this device."""
-        return CudaGraphs(self.place)
+        return CudaGraphs(self.place, lambda: len(self._limits) <= 1)
 
 
 def _compute_as_told() -> None:

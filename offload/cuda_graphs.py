@@ -27,8 +27,10 @@ class CudaGraphs:
 
     one_at_a_time: ClassVar = threading.RLock()  # of the process: torch writes down but one graph
 
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
+    def __init__(self, place: torch.device, alone: Callable[[], bool]) -> None:
+        """alone: whether nobody else of this process computes there; whoever comes holds
+        `one_at_a_time` for that."""
+        self._place, self._alone = place, alone
         # Nothing can be written down on the default one.
         self._stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -39,12 +41,16 @@ class CudaGraphs:
         """Within, work is queued on a stream of its own, and `begin` and `end` may be called.
 
         warm_up: the work itself, because to compile or load a kernel cannot be written down. Work
-        that was queued before runs first; what is queued afterwards waits.
+        that was queued before runs first; what is queued afterwards waits. Raises RuntimeError,
+        also where others compute there: torch has one scratch of cuBLAS for all, which is
+        forgotten here, and gives nobody cached memory back meanwhile.
         """
         if torch.__version__ < _LEAST_TORCH:  # a version, not a text
             raise RuntimeError(f"they need torch {_LEAST_TORCH}, and this is {torch.__version__}")
         outside = torch.cuda.current_stream(self._place)
         with self.one_at_a_time, _no_collection():
+            if not self._alone():
+                raise RuntimeError("another model computes on this GPU")
             self._stream.wait_stream(outside)
             try:
                 with torch.cuda.stream(self._stream):
@@ -77,7 +83,7 @@ class CudaGraphs:
         """Gives back what graphs that are gone have had. There will be no others."""
         self._pools.clear()
         with self.one_at_a_time:
-            _forget_scratch()
+            torch.cuda.empty_cache()
 
     def _open(self, apart: bool) -> None:
         """A pool lasts as long as a graph of it: an empty one, which is never played."""

@@ -1,0 +1,148 @@
+"""torch's CUDA graphs as they are asked for, on a torch whose CUDA is made up: nothing is computed.
+
+What it cannot show is what graphs do; tests/runtime/test_real_gpu.py runs where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from moeinf.offload.cuda_graphs import CudaGraphs
+
+
+class Stream:
+    def __init__(self, place: object) -> None:
+        self.waits: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waits.append(other)
+
+
+class Graph:
+    """`told`: what all of them were asked, in order. `work`: whether there is any now."""
+
+    told: list[tuple[object, ...]]
+    work = True
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.told.append(("begin", pool))
+
+    def capture_end(self) -> None:
+        self.told.append(("end",))
+        if not Graph.work:
+            warnings.warn("The CUDA Graph is empty.", stacklevel=2)
+
+    def replay(self) -> None:
+        self.told.append(("replay", self))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
+    """What torch was asked, in order."""
+    Graph.told, handles = [], iter(range(99))
+
+    def note(word: str) -> Any:
+        return lambda *_: Graph.told.append((word,))
+
+    @contextmanager
+    def stream(_: object) -> Iterator[None]:
+        yield
+
+    outside = Stream(None)
+    cuda = torch.cuda
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.13.0"))
+    monkeypatch.setattr(cuda, "Stream", Stream)
+    monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(cuda, "current_stream", lambda _: outside)
+    monkeypatch.setattr(cuda, "stream", stream)
+    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(cuda, "empty_cache", note("empty cache"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", note("scratch"), raising=False)
+    yield Graph.told
+    Graph.work = True
+
+
+def made(alone: bool = True) -> CudaGraphs:
+    return CudaGraphs(torch.device("cuda", 0), lambda: alone)
+
+
+def test_work_is_written_into_two_pools(told: list[tuple[object, ...]]) -> None:
+    graphs = made()
+    with graphs.aside(lambda: told.append(("warm",))):
+        assert told[:3] == [("warm",), ("scratch",), ("empty cache",)]
+        assert told[3:] == [("begin", 0), ("end",), ("begin", 1), ("end",)]  # what holds each
+        del told[:]
+        graphs.begin()
+        play = graphs.end()
+        graphs.begin(apart=True)
+        Graph.work = False
+        assert graphs.end() is None
+    assert told == [
+        ("begin", 0), ("end",), ("begin", 1), ("end",), ("scratch",), ("empty cache",),
+    ]  # fmt: skip
+    assert play is not None
+    play()
+    assert told[-1][0] == "replay"
+    with graphs.aside(lambda: None):
+        del told[:]
+        graphs.begin()
+        graphs.end()
+        assert told[0] == ("begin", 0)  # the same pool
+    graphs.forget()
+    assert told[-1] == ("empty cache",)
+    with graphs.aside(lambda: None):
+        assert ("begin", 2) in told  # a new one
+
+
+def test_an_error_ends_what_was_begun(told: list[tuple[object, ...]]) -> None:
+    graphs = made()
+    with pytest.raises(RuntimeError, match="a test's"), graphs.aside(lambda: None):
+        graphs.begin()
+        raise RuntimeError("a test's")
+    assert told[-4:] == [("begin", 0), ("end",), ("scratch",), ("empty cache",)]
+    with graphs.aside(lambda: None):
+        graphs.begin()
+        assert graphs.end() is not None
+
+
+def test_who_is_not_alone_writes_nothing(told: list[tuple[object, ...]]) -> None:
+    graphs = made(alone=False)
+    with pytest.raises(RuntimeError, match="another model"), graphs.aside(lambda: told.append(())):
+        raise AssertionError
+    assert told == []
+    assert CudaGraphs.one_at_a_time.acquire(timeout=1)
+    CudaGraphs.one_at_a_time.release()
+
+
+def test_an_older_torch_writes_nothing(
+    told: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cu130"))
+    words = r"they need torch 2\.13, and this is 2\.12\.1\+cu130"
+    with pytest.raises(RuntimeError, match=words), made().aside(lambda: None):
+        raise AssertionError
+    assert told == []
+
+
+def test_one_writes_at_a_time(told: list[tuple[object, ...]]) -> None:
+    first, second = made(), made()
+    entered = threading.Event()
+
+    def write() -> None:
+        with second.aside(lambda: None):
+            entered.set()
+
+    with first.aside(lambda: None):
+        other = threading.Thread(target=write)
+        other.start()
+        assert not entered.wait(0.1)
+    assert entered.wait(10)
+    other.join()
