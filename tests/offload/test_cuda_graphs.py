@@ -104,9 +104,13 @@ def test_work_is_written_into_two_pools(told: list[tuple[object, ...]]) -> None:
 
 def test_an_error_ends_what_was_begun(told: list[tuple[object, ...]]) -> None:
     graphs = made()
-    with pytest.raises(RuntimeError, match="a test's"), graphs.aside(lambda: None):
+
+    def breaks() -> None:
         graphs.begin()
         raise RuntimeError("a test's")
+
+    with pytest.raises(RuntimeError, match="a test's"), graphs.aside(lambda: None):
+        breaks()
     assert told[-4:] == [("begin", 0), ("end",), ("scratch",), ("empty cache",)]
     with graphs.aside(lambda: None):
         graphs.begin()
