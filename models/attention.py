@@ -178,6 +178,7 @@ class GqaCore:
     q_norm: Callable[[Tensor], Tensor] | None = None
     k_norm: Callable[[Tensor], Tensor] | None = None
     sinks: Tensor | None = None  # [H], see attend
+    attend: Callable[..., Tensor] = attend  # or what does the same elsewhere
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
         """q [T, H·W], k and v [T, G·W] -> [T, H·W]; writes keys and values into the caches.
@@ -190,7 +191,8 @@ class GqaCore:
         for span in rows.spans:
             r = span.rows
             keys, values = span.cache.write(self.layer, span.past, k[r], v[r])
-            out[r] = attend(q[r], keys, values, shape.softmax_scale, shape.window, self.sinks)
+            given = q[r], keys, values, shape.softmax_scale, shape.window, self.sinks
+            out[r] = self.attend(*given)
         return out
 
     def heads(

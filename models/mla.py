@@ -108,6 +108,8 @@ class MlaCore:
     shape: MlaShape
     kv_norm: RmsNorm
     kv_b: Tensor  # [H, nope + v, kv_lora]
+    attend: Callable[..., Tensor] = attend  # or what does the same elsewhere
+    equal_widths: bool = True  # whether it wants keys and values of one width
 
     def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
         """q [T, H·(nope + rope)], latent [T, kv_lora + rope] -> [T, H·v]; writes into the caches.
@@ -167,9 +169,10 @@ class MlaCore:
         """Several rows of one request; memory [S, kv_lora + rope]; writes into out [T, H, v]."""
         shape, total = self.shape, len(memory)
         latent, k_rope = torch.split(memory, [shape.kv_lora, shape.rope], -1)
-        # Zeros after the shorter of key and value: torch's flash kernel wants equal widths.
-        width = max(shape.nope + shape.rope, shape.value)
-        items = total * (2 * width + shape.nope + shape.value)
+        width, copied = shape.nope + shape.rope, 1
+        if self.equal_widths:  # zeros after the shorter: torch's flash kernel wants it so
+            width, copied = max(width, shape.value), 2
+        items = total * (copied * width + shape.nope + shape.value)
         for block in head_blocks(shape.heads, items * memory.itemsize):
             heads = block.stop - block.start
             kv = functional.linear(latent, self.kv_b[block].flatten(0, 1))  # [S, h·(nope + v)]
@@ -178,11 +181,13 @@ class MlaCore:
             k = memory.new_zeros(heads, total, width)
             k[..., : shape.nope] = k_nope.transpose(0, 1)
             k[..., shape.nope : shape.nope + shape.rope] = k_rope
-            v = memory.new_zeros(heads, total, width)
-            v[..., : shape.value] = value.transpose(0, 1)
+            v = value.transpose(0, 1)
+            if self.equal_widths:
+                v = memory.new_zeros(heads, total, width)
+                v[..., : shape.value] = value.transpose(0, 1)
             q = torch.cat((q_nope[span.rows, block], q_rope[span.rows, block]), -1)
             q = functional.pad(q, (0, width - q.shape[-1]))  # [T, h, width]
-            done = torch.unflatten(attend(q, k, v, shape.scale), -1, (heads, width))
+            done = torch.unflatten(self.attend(q, k, v, shape.scale), -1, (heads, -1))
             out[span.rows, block] = done[..., : shape.value]
 
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from moeinf.native import OutOfDeviceMemory
-from moeinf.offload import device_attention, device_linears, device_router, device_rows
+from moeinf.offload import (
+    device_attention,
+    device_linears,
+    device_prefill,
+    device_router,
+    device_rows,
+)
 from moeinf.offload.cuda_graphs import CudaGraphs
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.layout import ExpertLayout
@@ -30,6 +36,7 @@ class CudaDevice:
     plain_linear = staticmethod(device_linears.plain_linear)
     tiled_embedding = staticmethod(device_linears.tiled_embedding)
     attend_newest = staticmethod(device_attention.attend_newest)
+    attend_rows = staticmethod(device_prefill.attend_rows)
     rms_norm = staticmethod(device_rows.rms_norm)
     gqa_heads = staticmethod(device_rows.gqa_heads)
     mla_heads = staticmethod(device_rows.mla_heads)

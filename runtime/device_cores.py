@@ -2,12 +2,13 @@
 
 Does not know kernels, nor what holds these pieces. A token takes its place in the text from a
 tensor, so that a decode step can be repeated without the host (graphs.py). Passes of more rows are
-torch's, where what stands between the products counts for little.
+torch's but for attention, where what else stands between the products counts for little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -38,6 +39,21 @@ class CoreMath(Protocol):
     ) -> Tensor:
         """q [H, W] of the token at `position` [1] over a cache k [G, S, W], v [G, S, V] -> [H, V],
         where `out` is; see offload/device_attention.py."""
+        ...
+
+    def attend_rows(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: int,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, W] of the tokens from `past` on: the same for many, -> [T, H, V]; see
+        offload/device_prefill.py."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
@@ -93,10 +109,11 @@ class DeviceNorm:
 
 
 class DeviceGqa:
-    """GqaCore for passes of one token per request."""
+    """GqaCore: passes of one token per request, and attention of all others."""
 
     def __init__(self, core: GqaCore, device: CoreMath) -> None:
-        self._torch, self._attend, self._heads = core, device.attend_newest, device.gqa_heads
+        self._torch = replace(core, attend=_over_rows(device))
+        self._attend, self._heads = device.attend_newest, device.gqa_heads
         self._before: list[Callable[[Tensor], Tensor] | None] = [None, None]  # of whole projections
         self._norms: tuple[_Norm, _Norm] | None = None  # of heads
         self._wide = False
@@ -130,10 +147,11 @@ class DeviceGqa:
 
 
 class DeviceMla:
-    """MlaCore for passes of one token per request."""
+    """MlaCore: passes of one token per request, and attention of all others."""
 
     def __init__(self, core: MlaCore, device: CoreMath) -> None:
-        self._torch, self._attend, self._heads = core, device.attend_newest, device.mla_heads
+        self._torch = replace(core, attend=_over_rows(device), equal_widths=False)
+        self._attend, self._heads = device.attend_newest, device.mla_heads
         self._norm = core.kv_norm.weight, core.kv_norm.eps
         self._w_uk = core.kv_b[:, : core.shape.nope]  # [H, nope, kv_lora]
         self._w_uv = core.kv_b[:, core.shape.nope :].mT  # [H, kv_lora, v]
@@ -158,6 +176,23 @@ class DeviceMla:
         out = q.new_empty(len(q), shape.heads, shape.value)
         torch.bmm(mixed.transpose(0, 1), self._w_uv, out=out.transpose(0, 1))
         return out.flatten(1)
+
+
+def _over_rows(device: CoreMath) -> Callable[..., Tensor]:
+    """models/attention.py's `attend`."""
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        past = k.shape[1] - len(q)
+        return device.attend_rows(q, k, v, past, scale, window, sinks).flatten(1)
+
+    return attend
 
 
 def _few_rows(

@@ -136,9 +136,13 @@ def workspace_bytes(manifest: Manifest) -> int:
 
 def dense_workspace_bytes(manifest: Manifest, context: int) -> int:
     """The same where attention computes there, too: a dozen rows of D in float32 for every token of
-    a chunk, and which of `context` tokens it sees."""
-    rows = _chunk(manifest) * (12 * manifest.hidden * 4 + 4 * context)
-    return workspace_bytes(manifest) + rows + _GRAPHS_BYTES
+    a chunk, and a head's keys and values of `context` tokens; of encoder-decoders, which tokens
+    a token sees, too."""
+    chunk, seen = _chunk(manifest), 4 * context if manifest.encoder_layers else 0
+    rows = chunk * (12 * manifest.hidden * 4 + seen)
+    # Latent attention expands them, 2 · nope + rope + v items: 448 of DeepSeek's, and 1,024 here.
+    expanded = context * (4096 if manifest.dtype == "F32" else 2048)
+    return workspace_bytes(manifest) + rows + expanded + _GRAPHS_BYTES
 
 
 def _chunk(manifest: Manifest) -> int:

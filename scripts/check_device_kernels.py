@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -27,6 +28,7 @@ from triton.compiler import ASTSource
 from moeinf.offload import device_attention as attention
 from moeinf.offload import device_gemm as gemm
 from moeinf.offload import device_kernels as kernels
+from moeinf.offload import device_prefill as prefill
 from moeinf.offload import device_router as router
 from moeinf.offload import device_rows as between
 from moeinf.offload.device_tiles import FUSION
@@ -96,7 +98,26 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"attend_part fp32 {values}", attention.attend_part, constants | {"TYPE": "*fp32"}, 8
         constants = {**common, "COLUMNS": 64, "SUNK": True}
         yield f"attend_join {values}", attention.attend_join, constants, 4
+    yield from of_many_rows()
     yield from between_products()
+
+
+def of_many_rows() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """The same of a prefill chunk's attention: with sinks, and where every head has its own keys,
+    which makes per_group a 1 that Triton takes for a constant."""
+    for dtype, width, values in (
+        (torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128), (torch.bfloat16, 192, 128),
+        (torch.bfloat16, 256, 256), (torch.bfloat16, 512, 512), (torch.float32, 128, 128),
+        (torch.float32, 192, 128), (torch.float32, 256, 256), (torch.float32, 512, 512),
+    ):  # fmt: skip
+        constants, how = prefill.sizes_of(dtype, width, values)
+        constants |= {"SUNK": True, "EMULATE": False, "STAGED": how["num_stages"]}
+        if dtype == torch.float32:
+            constants["TYPE"] = "*fp32"
+        name = f"attend_lines{' fp32' * (dtype == torch.float32)} {width} {values}"
+        yield name, prefill.attend_lines, constants, how["num_warps"]
+        alone = {**constants, "SUNK": False, "per_group": 1}
+        yield f"{name} alone", prefill.attend_lines, alone, how["num_warps"]
 
 
 def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
@@ -145,6 +166,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> A
     """The kernel for one GPU, with types and alignments as device_ffn.py passes them."""
     constants = dict(constants)
     form, plain = constants.get("FORM"), constants.pop("TYPE", None)
+    staged = constants.pop("STAGED", None)
     types = dict(POINTERS)
     if plain is not None:
         types |= dict.fromkeys(PLAIN, plain)
@@ -165,6 +187,8 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> A
         attrs={(i,): [["tt.divisibility", 16]] for i in round_16},
     )
     options = {"num_warps": warps, **FUSION}
+    if staged is not None:
+        options["num_stages"] = staged
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

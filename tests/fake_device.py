@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.attention import GqaCore, GqaShape
+from moeinf.models.attention import GqaCore, GqaShape, attend
 from moeinf.models.kv_cache import PassRows
 from moeinf.models.mla import MlaCore, MlaShape
 from moeinf.models.moe import Router, group
@@ -82,6 +82,15 @@ class FakeDevice(CpuMath):
         shares = scores.softmax(-1)[..., : k.shape[1]]
         values = v.float().masked_fill(~seen[:, None], 0.0)  # beyond, there may be anything
         found = (shares @ values).flatten(0, 1).to(q.dtype)
+        return found if out is None else out.copy_(found)
+
+    def attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, past: int, scale: float,
+        window: int | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        there = past + len(q)
+        found = attend(q, k[:, :there], v[:, :there], scale, window, sinks)
+        found = torch.unflatten(found, 1, (q.shape[1], -1))
         return found if out is None else out.copy_(found)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:

@@ -22,7 +22,7 @@ from moeinf.models.ffn import GatedMlp
 from moeinf.models.moe import Done
 from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.routing import SoftmaxRouter
-from moeinf.offload import device_attention, device_router, device_rows
+from moeinf.offload import device_attention, device_prefill, device_router, device_rows
 from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.runtime.checkpoint import read_json
 from moeinf.runtime.device_cores import DeviceGqa, DeviceMla
@@ -106,6 +106,7 @@ class KernelDevice(FakeDevice):
     """Triton's kernels between the torch of products, in its interpreter."""
 
     attend_newest = staticmethod(device_attention.attend_newest)
+    attend_rows = staticmethod(device_prefill.attend_rows)
     rms_norm = staticmethod(device_rows.rms_norm)
     gqa_heads = staticmethod(device_rows.gqa_heads)
     mla_heads = staticmethod(device_rows.mla_heads)
@@ -223,6 +224,31 @@ def test_a_family_decodes_with_kernels_as_with_torch(
         for tokens in ([8], [9]), ([10], [11]):
             logits.append(model.extend(list(zip(tokens, states, strict=True)), Echo()))
         found.append(torch.stack(logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek-groups"])
+def test_a_family_prefills_with_kernels_as_with_torch(
+    name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests in pieces, the second beside a token of the first."""
+    monkeypatch.setattr(device_attention, "SPLITS", 2)  # the interpreter takes its time for each
+    family, config, tensors = dense_of(name, tmp_path, torch.float32)
+    kernels, found, past = KernelDevice(fake), [], list[int]()
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, before: int, *given: Any) -> Tensor:
+        past.append(before)
+        return device_prefill.attend_rows(q, k, v, before, *given)
+
+    kernels.attend_rows = noted  # type: ignore[method-assign]
+    for parts in DictParts(tensors), TunedParts(tensors, kernels):
+        model = family.build(config, parts)
+        one, other = model.new_state(64), model.new_state(64)
+        logits = [model.extend([(list(range(1, 40)), one)], Echo())]
+        logits.append(model.extend([([7, 8], one), ([3, 4, 5], other)], Echo()))
+        logits.append(model.extend([([9], one), (list(range(20, 31)), other)], Echo()))
+        found.append(torch.cat(logits))
+    assert {0, 39, 3} <= set(past)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import _native
-from moeinf.offload import device_attention, device_linears, device_router, device_rows
+from moeinf.offload import (
+    device_attention,
+    device_linears,
+    device_prefill,
+    device_router,
+    device_rows,
+)
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
@@ -63,6 +69,9 @@ class KernelFake(StrictFake):
         given = q, k, v, position, scale, window, sinks, out
         self.changed(lambda: device_attention.attend_newest(*given), out)
         return out
+
+    def attend_rows(self, q: Tensor, *given: Any) -> Tensor:
+        return self.made(lambda: device_prefill.attend_rows(q, *given), q, *given[:2])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
         return self.made(lambda: device_rows.rms_norm(x, weight, eps, wide), x, weight)
