@@ -77,6 +77,19 @@ def test_float32_equals_transformers_token_for_token(
             assert greedy(engine, prompt, 8) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "encoder_layers", "masks"), [("f32", 0, 0), ("bf16", 0, 0), ("f32", 1, 4 * 256)]
+)
+def test_what_a_longer_context_takes_beside_its_cache(
+    form: str, encoder_layers: int, masks: int, tmp_path: Path
+) -> None:
+    """A head's keys and values, and for torch's attention which tokens each of a chunk sees."""
+    manifest = pull(DEMO_CHECKPOINT, Settings(tmp_path / "home"), f"demo:{form}")
+    manifest = replace(manifest, encoder_layers=encoder_layers, max_context=200)
+    short, long = (dense_workspace_bytes(manifest, context) for context in (1000, 3000))
+    assert long - short == 2000 * ({"f32": 4096, "bf16": 2048}[form] + masks)
+
+
 @pytest.mark.parametrize("name", ["switch", "nllb"])
 def test_encoder_decoders(
     name: str, fake: Fake, tmp_path: Path, request: pytest.FixtureRequest
