@@ -45,19 +45,20 @@ class Experts(Protocol):
         """Opens a pass of T rows; rows [T] int64, on the CPU, names each row's request."""
         ...
 
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        """What `layer` will probably route to, [T, K] each; it never changes a result.
+
+        Told just before the `submit` of the layer before, only while `wants_hints`, so that both
+        are known before anything is started: of a device they are read together.
+        """
+        ...
+
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Starts layer `layer` (0 … L-1) on x [T, D] with ids [T, K] int64 and weights [T, K] f32.
 
         All three lie where the dense weights lie, and so does the result. An id of -1 means no
         expert (padding, a dropped token). Does not modify its arguments; they must not change
         before `result`. At most one submit is outstanding at a time.
-        """
-        ...
-
-    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """What `layer` will probably route to, [T, K] each; it never changes a result.
-
-        Told between `submit` and `result` of the layer before, only while `wants_hints`.
         """
         ...
 

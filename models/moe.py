@@ -161,7 +161,6 @@ class SparseFfn:
     def start(self, x: Tensor, experts: Experts) -> Pending:
         """Only the routed experts of x [T, D], for a layer that does more meanwhile."""
         ids, weights = self.router(x)
-        pending = experts.submit(self.layer, x, ids, weights)
         if self.ahead is not None and experts.wants_hints:
             experts.hint(self.layer + 1, *self.ahead(x))
-        return pending
+        return experts.submit(self.layer, x, ids, weights)

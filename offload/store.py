@@ -71,7 +71,7 @@ class ExpertStore:
         after a layer; 0: it has none to make. hints: whether those of a next layer's gate are
         wanted while decoding. worth_share: the share of decode time spent waiting from which either
         is asked for; 0: always."""
-        self._experts, self._last_layer = experts, residency.cells // experts - 1
+        self._experts = experts
         self._residency = residency
         self._transfer = transfer
         self._policy = policy
@@ -81,6 +81,7 @@ class ExpertStore:
         self._began, self._stalled = 0.0, 0.0  # the pass's first layer: when, and stall_seconds
         self._slots: HostRunner = runner or SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
+        self._hinted: tuple[int, Tensor] | None = None  # told before the layer that is submitted
         self._decoding = False
         self.stats = stats or StoreStats()
         self._ahead = ReadAhead(residency, transfer, policy, self.stats)
@@ -137,14 +138,9 @@ class ExpertStore:
         self._policy.end_request(request)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """ids [T, H], the surest first, of a layer to come; of the submitted layer, at most one."""
-        run = self._open
-        if run is None or not self.wants_hints:
-            return
-        begin = self._clock()
-        self._policy.hinted(layer, ids.numpy())
-        self._decided(begin)
-        run.start()
+        """ids [T, H], the surest first, of the layer after the one that is submitted next."""
+        if self.wants_hints:
+            self._hinted = layer, ids
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self.abandon()
@@ -161,6 +157,7 @@ class ExpertStore:
             self.abandon()
             raise Stopped
         self._began = self._began or time.perf_counter()
+        hinted, self._hinted = self._hinted, None
         groups = {
             layer * self._experts + expert: places
             for expert, places in self._math.group(ids, self._experts)
@@ -180,14 +177,15 @@ class ExpertStore:
         for cell in chosen_cells(layer, chosen, self._experts):
             (hits if self._residency.is_resident(cell) else misses).append(cell)
         self._policy.routed(layer, chosen)
+        if hinted is not None:
+            self._policy.hinted(hinted[0], hinted[1].numpy())
         run = self._open = _LayerRun(self, x, weights, groups, misses)
         for cell in hits:
             self._residency.pin(cell)
             run.ready.append(cell)
         self._count(groups, hits)
         self._decided(begin)
-        if layer == self._last_layer or not self.wants_hints:
-            run.start()
+        run.ask()
         return run
 
     def close(self) -> None:
@@ -205,6 +203,7 @@ class ExpertStore:
 
     def abandon(self) -> None:
         """Ends the open layer, if there is one: for a pass that an error has cut off."""
+        self._hinted = None
         if self._open is not None:
             self._open.abandon()
 
@@ -278,18 +277,12 @@ class _LayerRun:
         self.ready = deque[int]()  # resident and pinned
         self._unasked = misses  # without a slot
         self._loading: deque[tuple[int, int]] = deque()  # (ticket, cell), slot assigned and pinned
-        self._started = False
         # Places without an expert stay 0, so that their rows add nothing.
         self._rows = store._slots.rows(x, weights.numel())  # [T·K, D]
 
-    def start(self) -> None:
-        """Once: asks for the misses, then for what the policy wishes ahead."""
-        if not self._started:
-            self._started = True
-            self.ask()
-
     def ask(self) -> None:
-        """Gives slots to as many misses as can have one, and asks for their bytes."""
+        """Gives slots to as many misses as can have one, and asks for their bytes; then for what
+        the policy wishes ahead."""
         store, begin = self._store, self._store._clock()
         tickets: dict[int, int] = {}
         absent = []
@@ -324,7 +317,6 @@ class _LayerRun:
     def result(self) -> Tensor:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
-            self.start()
             while self.ready or self._loading or self._unasked:
                 if not self.ready and not self._loading:  # copies or reads ahead hold every slot
                     if not (self._store._slots.end_copies() or self._store._ahead.wait_for_one()):

@@ -19,10 +19,10 @@ One layer, as time runs:
               promoted: copied into a device slot, which the next layers do not wait for. Where
               everybody has a slot, what lies in RAM follows unasked, from pass to pass
 
-With the dense weights on the device, too (`inside`), a layer reads its routing from there, and x
-where the CPU may compute some of it, before anything is queued. A layer whose experts are all on
-the device for good does not even read that: kernels find them through a table of slots, and its
-routing is counted when the pass ends.
+With the dense weights on the device, too (`inside`), a layer reads its routing from there, with it
+a hint, and x where the CPU may compute some of it, before anything is queued. A layer whose
+experts are all on the device for good does not even read that: kernels find them through a table
+of slots, and its routing is counted when the pass ends.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class TieredStore:
         """locking: of the host store's slots; ended with the store. inside: whether what a layer
         is given lies on the device."""
         self._inside, self._planned = inside, tier.slots
+        self._hinted: tuple[int, Tensor, Tensor] | None = None  # before the layer is submitted
         self._uncounted: list[Tensor] = []  # routing on the device, of this pass
         self._tier, self._host, self._runner = tier, host, runner
         self._locking = locking
@@ -80,7 +81,9 @@ class TieredStore:
 
     @property
     def wants_hints(self) -> bool:
-        return self._host.wants_hints
+        """Not once everybody is on the device for good."""
+        gone = self._tier.all_fit and not self._tier.lacks_somebody
+        return self._host.wants_hints and not gone
 
     @property
     def resident(self) -> int:
@@ -153,10 +156,9 @@ class TieredStore:
         self._tier.policy.end_request(request)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        if self._inside:
-            ids = self._tier.read(ids)
-        self._tier.policy.hinted(layer, ids.numpy())
-        self._host.hint(layer, self._below(layer, ids), scores)
+        """Looked at when the next layer is submitted, with its routing."""
+        if self.wants_hints:
+            self._hinted = layer, ids, scores
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Raises Stopped, ExpertReadError, DeviceError, OutOfMemory; then the store is idle."""
@@ -164,6 +166,7 @@ class TieredStore:
             self.abandon()
             raise Stopped
         self._runner.begin()
+        hinted, self._hinted = self._hinted, None
         first = layer * self._experts
         if self._inside:
             table = self._tier.table(first, self._experts)
@@ -173,6 +176,8 @@ class TieredStore:
             ids = self._tier.read(ids)
         chosen = ids.numpy()
         self._tier.policy.routed(layer, chosen)
+        if hinted is not None:
+            self._pass_on(*hinted)
         cells = list(chosen_cells(layer, chosen, self._experts))
         there = {cell for cell in cells if self._tier.is_resident(cell)}
         if self._inside and self._runner.computes_below and len(there) < len(cells):
@@ -187,6 +192,7 @@ class TieredStore:
 
     def abandon(self) -> None:
         """Ends the open layer; kernels that are queued still run, into rows that nobody reads."""
+        self._hinted = None
         self._host.abandon()
         self._runner.begin()
 
@@ -210,6 +216,13 @@ class TieredStore:
             self._tier.close()
         finally:
             self._host.close()
+
+    def _pass_on(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        """A hint, to both tiers, before anything of the submitted layer is queued: nobody waits."""
+        if self._inside:
+            ids = self._tier.device.download(ids)
+        self._tier.policy.hinted(layer, ids.numpy())
+        self._host.hint(layer, self._below(layer, ids), scores)
 
     def _below(self, layer: int, ids: Tensor) -> Tensor:
         """ids with -1 for those on the device."""

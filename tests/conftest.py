@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job: children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():  # Triton reads it when a kernel is defined, by whatever test
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -174,10 +174,10 @@ class WatchedExperts:
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         assert self.wants_hints
-        assert self._outstanding  # its layer has been submitted and not been waited for
+        assert not self._outstanding  # the layer that it is told before is not submitted yet
         now = self.passes[-1]
-        assert layer == len(now.layers)  # the next one
-        assert ids.shape == scores.shape == now.routed[-1].shape
+        assert layer == len(now.layers) + 1
+        assert ids.shape == scores.shape
         now.hints[layer] = ids
         self._experts.hint(layer, ids, scores)
 

@@ -71,7 +71,7 @@ def test_the_right_router_by_hand() -> None:
     listener = Listener()
     ffn = SparseFfn(3, router(3), ahead=router(4))  # type: ignore[arg-type]
     ffn(torch.tensor([[1.0], [2.0]]), listener)  # type: ignore[arg-type]
-    assert listener.heard == [(3, [[4], [8]]), (4, [[5], [10]])]
+    assert listener.heard == [(4, [[5], [10]]), (3, [[4], [8]])]
 
 
 def test_hints_of_the_demo_find_most_experts() -> None:

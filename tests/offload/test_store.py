@@ -135,10 +135,10 @@ def test_any_budget_any_prediction(
             store.begin_pass(torch.zeros(tokens, dtype=torch.int64), phase)
             for layer in range(L):
                 asked = routing(tokens, seed + layer, none=0.1)
-                pending = store.submit(layer, *asked)
                 if store.wants_hints and hints != "no" and layer + 1 < L:
                     _, ids, scores = routing(tokens, seed + layer + (hints == "right"), none=0.1)
                     store.hint(layer + 1, ids, scores)
+                pending = store.submit(layer, *asked)
                 expected = shards.reference.submit(layer, *asked).result()
                 assert torch.equal(pending.result(), expected)
                 assert store.idle
@@ -262,8 +262,8 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
     store.close()
 
 
-def test_a_last_layer_asks_for_its_misses_without_waiting_for_a_hint(shards: Shards) -> None:
-    """Nobody hints after it; the others wait for the hint, and none for result()."""
+def test_a_layer_asks_for_its_misses_when_it_is_submitted(shards: Shards) -> None:
+    """Whether or not somebody hinted before, and not only in result()."""
     store = shards.store(slots=L * E, name="adaptive")
     store._wishes = 0  # nothing is there before it is asked for
     asked: list[int] = []
@@ -279,10 +279,10 @@ def test_a_last_layer_asks_for_its_misses_without_waiting_for_a_hint(shards: Sha
     for layer in range(L):
         asked.clear()
         x, ids, weights = routing(1, layer)
-        pending = store.submit(layer, x, ids, weights)
         if layer + 1 < L:
-            assert not asked
             store.hint(layer + 1, ids, weights)
+            assert not asked
+        pending = store.submit(layer, x, ids, weights)
         assert asked == [layer * E + expert for expert in ids[0].tolist()]
         assert torch.equal(
             pending.result(), shards.reference.submit(layer, x, ids, weights).result()

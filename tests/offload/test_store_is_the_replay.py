@@ -117,9 +117,9 @@ def in_the_store(
         for layer, ids in enumerate(running.ids):
             if (ids < 0).all():
                 continue
-            pending = store.submit(layer, x, torch.from_numpy(ids), weights)
             if hinted is not None and layer + 1 < len(hinted):
                 store.hint(layer + 1, torch.from_numpy(hinted[layer + 1]), weights)
+            pending = store.submit(layer, x, torch.from_numpy(ids), weights)
             pending.result()
         store.end_pass(torch.from_numpy(running.accepted))
         insertions += (policy.insertions - before) * (running.phase == "decode")

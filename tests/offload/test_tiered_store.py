@@ -135,10 +135,10 @@ def test_any_tiers_any_order_of_streams(
             )
             for layer in range(L):
                 asked = routing(tokens, number + layer, none=0.1)
-                pending = store.submit(layer, *asked)
                 if hints and store.wants_hints and layer + 1 < L:
                     _, ids, scores = routing(tokens, number + layer + 1)
                     store.hint(layer + 1, ids, scores)
+                pending = store.submit(layer, *asked)
                 expected = shards.reference.submit(layer, *asked).result()
                 assert torch.equal(pending.result(), expected)
                 assert store.device_resident <= device_slots

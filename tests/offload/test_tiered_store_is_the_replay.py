@@ -142,9 +142,9 @@ def in_the_store(fake: Fake, recording: Recording, case: Tiers) -> Counts:
         for layer, ids in enumerate(running.ids):
             if (ids < 0).all():
                 continue
-            pending = store.submit(layer, x, torch.from_numpy(ids).long(), weights)
             if hinted is not None and store.wants_hints and layer + 1 < len(hinted):
                 store.hint(layer + 1, torch.from_numpy(hinted[layer + 1]).long(), weights)
+            pending = store.submit(layer, x, torch.from_numpy(ids).long(), weights)
             pending.result()
         store.end_pass(torch.from_numpy(running.accepted))
         if running.phase == "decode":

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.models.moe import one_pass
 from moeinf.native import DeviceError
 from moeinf.offload.split import MISSES, Miss
+from moeinf.offload.throttle import Throttle
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
@@ -31,7 +33,7 @@ from tests.conftest import pull
 from tests.native.fake_cuda import Fake
 from tests.runtime.test_encoder_decoders import checkpoint
 from tests.runtime.test_families import CONFIGS, GREEDY, pulled
-from tests.strict_device import Strict
+from tests.strict_device import PLACE, Strict
 from tests.strict_fake import StrictFake
 
 
@@ -190,17 +192,30 @@ def test_too_little_for_dense_weights_keeps_them_in_ram(
     assert f"--device-memory {-(-inside.budget_bytes >> 20)}MiB," in note
 
 
-@pytest.fixture
+@pytest.fixture(params=["100%", "30%"])
 def demo(
-    fake: Fake, demo_home: Path, request: pytest.FixtureRequest
+    fake: Fake, demo_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Engine, Strict]]:
-    """The demo, all of it on the device once it has been read; it has cut its teeth on a prompt."""
+    """The demo, all of it on the device once it has been used, whatever RAM it has; with as many
+    hints as it can get."""
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
-    config = config_of(fake, manifest)
+    monkeypatch.setattr(Throttle, "open", True)
+    config = config_of(fake, manifest, memory=request.param)
     strict: Strict = request.getfixturevalue("strict")
     with Engine(manifest, folder, config, settings) as engine:
         yield engine, strict
+
+
+def use_everybody(engine: Engine) -> None:
+    """With little RAM whom nobody uses may never come."""
+    shape, store = engine.model.moe, engine.store
+    x = torch.ones(1, shape.hidden, dtype=torch.bfloat16, device=PLACE)
+    for first in range(0, shape.experts, shape.top_k):
+        ids = torch.arange(first, first + shape.top_k, device=PLACE)[None]
+        with one_pass(store, torch.zeros(1, dtype=torch.int64), "prefill"):
+            for layer in range(shape.layers):
+                store.submit(layer, x, ids, torch.ones(ids.shape, device=PLACE)).result()
 
 
 def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
@@ -209,9 +224,10 @@ def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
     engine, strict = demo
     state = engine.new_state()
     request = engine.begin_request(state)
+    use_everybody(engine)
     engine.extend(state, list(range(5, 25)))
     events, tokens = 0, 0
-    while engine.store.device_resident < engine.manifest.slots.experts or tokens < 3:
+    while engine.store.device_resident < engine.manifest.slots.experts or tokens < 6:
         before, events = strict.waits.copy(), engine.store.stats.decode_events
         engine.extend(state, [7])
         tokens = tokens + 1 if engine.store.device_resident == engine.manifest.slots.experts else 0
@@ -222,16 +238,19 @@ def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
     engine.end_request(request, counts=True)
 
 
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 @pytest.mark.parametrize("miss", ["compute", "auto"])
 def test_the_cpu_does_not_wait_for_what_the_device_computes(
-    miss: Miss, fake: Fake, devices: list[StrictFake], demo_home: Path,
+    miss: Miss, policy: str, fake: Fake, devices: list[StrictFake], demo_home: Path,
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """In a layer everything comes down before the first kernel of its experts is queued."""
+    """In a layer everything comes down before the first kernel of its experts is queued: hints of
+    the next one, too, which `lru` does not ask for."""
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
-    config = replace(config_of(fake, manifest, 40, "30%", miss, 64), policy="lru")  # no hints
+    monkeypatch.setattr(Throttle, "open", True)
+    config = replace(config_of(fake, manifest, 40, "30%", miss, 64), policy=policy)
     with Engine(manifest, folder, config, settings) as engine:
         device, store, seen = devices[-1], engine.store, ""
         launch, download, submit = device.launch, device.download, store.submit
@@ -251,6 +270,9 @@ def test_the_cpu_does_not_wait_for_what_the_device_computes(
         layers = seen.split(".")[1:]
         assert any("d" in layer and "k" in layer for layer in layers)
         assert not any("kd" in layer for layer in layers)
+        assert any("ddd" in layer for layer in layers) is (
+            policy == "adaptive"
+        )  # routing, a hint, x
         assert store.stats.decode_cpu_events > 0 or miss == "auto"
 
 

@@ -54,9 +54,9 @@ def run(
     for layer, ids in enumerate(layers):
         x = torch.zeros(len(rows), 3)
         weights = torch.full((len(rows), 2), 0.25 * (layer + 1))
-        assert recorder.submit(layer, x, torch.tensor(ids), weights).result() is x
         if layer == 0 and recorder.wants_hints:
             recorder.hint(1, torch.tensor(ids), weights)
+        assert recorder.submit(layer, x, torch.tensor(ids), weights).result() is x
     recorder.end_pass(None if accepted is None else torch.tensor(accepted))
 
 
