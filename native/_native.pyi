@@ -132,8 +132,16 @@ class DeviceSlots:
     For one thread. What orders copies and kernels is drawn in device_slots.h.
     """
 
-    def __init__(self, context: DeviceContext, host: HostLock, slots: int, stream: int) -> None:
-        """`stream` is the handle of the kernels' stream, 0 the default one.
+    def __init__(
+        self,
+        context: DeviceContext,
+        host: HostLock,
+        slots: int,
+        stream: int,
+        least_batched_bytes: int = ...,
+    ) -> None:
+        """`stream` is the handle of the kernels' stream, 0 the default one. Page-locked slots of a
+        batch are copied by one call, unless they are smaller than least_batched_bytes.
 
         Raises OutOfDeviceMemory, DeviceError, ValueError without slots.
         """

@@ -16,7 +16,8 @@ inline constexpr int kOutOfMemory = 2;
 inline constexpr int kNotReady = 600;
 inline constexpr int kNotSupported = 801;
 inline constexpr unsigned kNonBlockingStream = 1;
-inline constexpr unsigned kEventWithoutTiming = 2;
+// Who waits for an event sleeps: beside a wait that spins, the CPU's kernels have a core less.
+inline constexpr unsigned kSleepingEvent = 1 | 2;  // without timing
 inline constexpr unsigned kPortable = 1;  // page-locked for every context
 inline constexpr int kSourceInStreamOrder = 1;
 

@@ -169,7 +169,7 @@ void Context::synchronise(StreamHandle stream) const {
 EventHandle Context::make_event() const {
     const Current now(*this);
     EventHandle event = nullptr;
-    driver_->check(now->event_create(&event, kEventWithoutTiming), "cuEventCreate");
+    driver_->check(now->event_create(&event, kSleepingEvent), "cuEventCreate");
     return event;
 }
 

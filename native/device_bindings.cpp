@@ -80,11 +80,13 @@ void bind_device(py::module_& m) {
     py::class_<DeviceSlots>(m, "DeviceSlots", py::is_final(),
                             py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](std::shared_ptr<Context> context, std::shared_ptr<HostLock> host,
-                         std::size_t slots, std::uintptr_t stream) {
+                         std::size_t slots, std::uintptr_t stream, std::size_t least_batched) {
                  return std::make_unique<DeviceSlots>(std::move(context), std::move(host), slots,
-                                                      reinterpret_cast<StreamHandle>(stream));
+                                                      reinterpret_cast<StreamHandle>(stream),
+                                                      least_batched);
              }),
-             py::arg("context"), py::arg("host"), py::arg("slots"), py::arg("stream"), no_gil)
+             py::arg("context"), py::arg("host"), py::arg("slots"), py::arg("stream"),
+             py::arg("least_batched_bytes") = kLeastBatchedBytes, no_gil)
         .def_property_readonly("address", &DeviceSlots::base)
         .def_property_readonly("slots", &DeviceSlots::slots)
         .def_property_readonly("slot_bytes", &DeviceSlots::slot_bytes)

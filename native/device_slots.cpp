@@ -14,10 +14,12 @@ struct DeviceSlots::Mark {
 };
 
 DeviceSlots::DeviceSlots(std::shared_ptr<Context> context, std::shared_ptr<HostLock> host,
-                         std::size_t slots, StreamHandle compute)
+                         std::size_t slots, StreamHandle compute,
+                         std::size_t least_batched_bytes)
     : context_(std::move(context)),
       host_(std::move(host)),
       compute_(compute),
+      least_batched_bytes_(least_batched_bytes),
       batches_(context_->driver().has_batches()),
       free_(std::make_shared<std::vector<EventHandle>>()),
       state_(slots) {
@@ -78,9 +80,8 @@ void DeviceSlots::check_slots(std::span<const std::size_t> slots) const {
             throw std::invalid_argument("there is no device slot " + std::to_string(slot));
 }
 
-void DeviceSlots::queue_copies(std::span<const DeviceCopy> copies, std::size_t locked) {
-    const bool large = copies[0].bytes >= kLeastBatchedBytes;
-    if (copies.size() > 1 && locked == copies.size() && large && batches_) {
+void DeviceSlots::queue_locked(std::span<const DeviceCopy> copies) {
+    if (batches_ && copies.size() > 1 && copies[0].bytes >= least_batched_bytes_) {
         try {
             context_->copy_batch(copies, stream_);
             return;
@@ -98,22 +99,21 @@ Batch DeviceSlots::copy(std::span<const std::size_t> from, std::span<const std::
     if (from.empty() || from.size() != to.size() || bytes == 0 || bytes > slot_bytes())
         throw std::invalid_argument("a batch copies into as many slots as it reads, at least one");
     check_slots(to);
-    std::size_t locked = 0;
     const std::size_t locked_slots = host_->locked_slots();
-    std::vector<DeviceCopy> copies;
+    std::vector<DeviceCopy> locked, pageable;
     std::vector<MarkPtr> readers;
     for (std::size_t i = 0; i < from.size(); ++i) {
         if (from[i] >= pool.slots())
             throw std::invalid_argument("there is no host slot " + std::to_string(from[i]));
-        locked += from[i] < locked_slots;
-        copies.push_back(
-            {base_ + to[i] * slot_bytes(), pool.base() + from[i] * slot_bytes(), bytes});
+        (from[i] < locked_slots ? locked : pageable)
+            .push_back({base_ + to[i] * slot_bytes(), pool.base() + from[i] * slot_bytes(), bytes});
         if (const MarkPtr& read = state_[to[i]].read) readers.push_back(read);
     }
     MarkPtr arrived;
     try {
         wait_for(stream_, readers);
-        queue_copies(copies, locked);
+        queue_locked(locked);
+        for (const DeviceCopy& copy : pageable) context_->copy(copy, stream_);
         arrived = mark(stream_);
         flying_.emplace_back(last_ + 1, arrived);
     } catch (...) {

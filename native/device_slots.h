@@ -50,7 +50,7 @@ class DeviceSlots {
     // compute: the stream of the kernels, null for the default one; it must outlive this.
     // Throws DriverError: out_of_memory() when the arena does not fit.
     DeviceSlots(std::shared_ptr<Context> context, std::shared_ptr<HostLock> host, std::size_t slots,
-                StreamHandle compute);
+                StreamHandle compute, std::size_t least_batched_bytes = kLeastBatchedBytes);
     ~DeviceSlots();
     DeviceSlots(const DeviceSlots&) = delete;
     DeviceSlots& operator=(const DeviceSlots&) = delete;
@@ -82,11 +82,12 @@ class DeviceSlots {
     MarkPtr mark(StreamHandle stream);
     void wait_for(StreamHandle stream, std::span<const MarkPtr> marks) const;
     void check_slots(std::span<const std::size_t> slots) const;
-    void queue_copies(std::span<const DeviceCopy> copies, std::size_t locked);
+    void queue_locked(std::span<const DeviceCopy> copies);
 
     std::shared_ptr<Context> context_;
     std::shared_ptr<HostLock> host_;
     StreamHandle compute_;
+    std::size_t least_batched_bytes_;
     bool batches_;  // until the driver refuses one
     StreamHandle stream_ = nullptr;
     DevicePointer base_ = 0;

@@ -59,9 +59,16 @@ class OpenGpu:
 
 
 def open_gpu(
-    placement: DevicePlacement, manifest: Manifest, config: EngineConfig, settings: Settings
+    placement: DevicePlacement,
+    manifest: Manifest,
+    config: EngineConfig,
+    settings: Settings,
+    threads: int,
 ) -> OpenGpu:
-    """Measures bus and CPU when that is asked for and not known. Raises DeviceUnavailable."""
+    """Measures bus and CPU when that is asked for and not known, of such experts and `threads`.
+
+    Raises DeviceUnavailable.
+    """
     found = gpus.find_gpu(config.libcuda)
     if isinstance(found, gpus.NoGpu):
         raise DeviceUnavailable(f"--device cuda: {found.why}")
@@ -71,12 +78,13 @@ def open_gpu(
     context = gpus.open_context(found)
     share, notes = (1.0 if config.miss == "fetch" else 0.0), tuple[str, ...]()
     if config.miss == "auto":
-        speeds = remembered_contended(settings, found.name, manifest.dtype)
+        layout = manifest.expert_layout
+        what = f"{layout.dtype}, {layout.slot_bytes} bytes, {threads} threads"
+        speeds = remembered_contended(settings, found.name, what)
         if speeds is None:
-            layout = manifest.expert_layout
             math = TorchMath(cast(Activation, manifest.activation))
             speeds = measure_contended(context, layout, math)
-            remember_gpu(settings, found.name, contended=(manifest.dtype, speeds))
+            remember_gpu(settings, found.name, contended=(what, speeds))
         share, notes = speeds.fetched_share, (_words(speeds),)
     device = gpus.torch_device()
     promise = Promise(placement, gpus.held_memory(found), context, device.reserved_bytes)

@@ -18,8 +18,12 @@ from moeinf.native import DeviceContext, DeviceError, DeviceSlots, HostLock, Slo
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import SlotMath, TorchFfn
 from moeinf.offload.split import Contended
+from moeinf.runtime.memory import available_bytes, cache_bytes
 
-_POOL_BYTES = 64 << 20  # above any core's own cache
+_LEAST_BYTES = 64 << 20
+_CACHES = (
+    2  # the pool is so many times what all caches hold: then each round finds none of it there
+)
 _SECONDS = 0.25
 _IN_BATCH = 4
 _PATTERN = 0x11  # as bf16, f16 or f32 a small normal number: zeros and denormals have other speeds
@@ -29,21 +33,27 @@ class _Bench:
     """A pool full of experts, page-locked if the system allows it, and device slots to copy to."""
 
     def __init__(self, context: DeviceContext, slot_bytes: int, data_bytes: int) -> None:
-        self.pool = SlotPool(max(_IN_BATCH, _POOL_BYTES // slot_bytes), slot_bytes)
+        size = max(_LEAST_BYTES, min(_CACHES * cache_bytes(), available_bytes() // 4))
+        self.pool = SlotPool(max(2 * _IN_BATCH, size // slot_bytes), slot_bytes)
         arena = torch.frombuffer(self.pool, dtype=torch.uint8)
         arena.fill_(_PATTERN)
         lock = HostLock(context, self.pool, self.pool.bytes)
         with suppress(DeviceError):  # refused, as in some containers; so will an engine's be
             lock.lock_next()
-        self._slots = DeviceSlots(context, lock, _IN_BATCH, 0)
+        self._slots = DeviceSlots(context, lock, 2 * _IN_BATCH, 0)
         self._bytes = data_bytes
-        self._next = 0
+        self._batches = self._flying = 0
 
     def copy(self) -> int:
-        """One batch, to its end; its bytes."""
-        chosen = [(self._next + i) % self.pool.slots for i in range(_IN_BATCH)]
-        self._next = (self._next + _IN_BATCH) % self.pool.slots
-        self._slots.wait(self._slots.copy(chosen, list(range(_IN_BATCH)), self._bytes))
+        """Queues one batch, and waits for the one before: the bus is never idle. Its bytes."""
+        begin = self._batches * _IN_BATCH
+        chosen = [(begin + i) % self.pool.slots for i in range(_IN_BATCH)]
+        half = self._batches % 2 * _IN_BATCH
+        before = self._flying
+        self._flying = self._slots.copy(chosen, list(range(half, half + _IN_BATCH)), self._bytes)
+        self._batches += 1
+        if before:
+            self._slots.wait(before)
         return _IN_BATCH * self._bytes
 
 

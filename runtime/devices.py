@@ -5,7 +5,8 @@
       "drives": { key: { "reading": { readers, block_bytes, direct, bytes_per_s, in_flight },
                          "thorough": by `moeinf devices`, or in passing by a first load,
                          "piece_bytes", "measured_at", "notes" } },
-      "gpus":   { name: { "contended": { format: { bus_bytes_per_s, cpu_bytes_per_s } },
+      "gpus":   { name: { "contended": { what experts, how many threads:
+                                           { bus_bytes_per_s, cpu_bytes_per_s } },
                           "bus_bytes_per_s", "measured_at" } } }
 
 A drive's key is its file system's id, or its device number where there is no such id. Does not know
@@ -109,10 +110,10 @@ def remembered_ram(settings: Settings) -> Ram | None:
     return None
 
 
-def remembered_contended(settings: Settings, gpu: str, form: str) -> Contended | None:
-    """How fast bus and CPU were beside each other, for experts of a format."""
+def remembered_contended(settings: Settings, gpu: str, what: str) -> Contended | None:
+    """How fast bus and CPU were beside each other, for such experts and so many threads."""
     with suppress(KeyError, TypeError, ValueError):
-        entry = _read(settings)["gpus"][gpu]["contended"][form]
+        entry = _read(settings)["gpus"][gpu]["contended"][what]
         bus, cpu = float(entry["bus_bytes_per_s"]), float(entry["cpu_bytes_per_s"])
         if bus > 0 and cpu > 0:
             return Contended(bus, cpu)

@@ -100,7 +100,9 @@ class Engine:
             reading = DEFAULT_READING if drive is None else drive.reading
             self.gpu: OpenGpu | None = None
             if self.placement.on_device is not None:
-                self.gpu = open_gpu(self.placement.on_device, manifest, config, settings)
+                self.gpu = open_gpu(
+                    self.placement.on_device, manifest, config, settings, self.placement.threads
+                )
             inside = None if self.gpu is None else self.gpu.dense_math
             if self.gpu is not None:
                 undo.callback(self.gpu.close)

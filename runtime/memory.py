@@ -88,6 +88,17 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cache_bytes() -> int:
+    """What the processor's largest caches hold together; 0: nobody says."""
+    sizes: dict[str, int] = {}  # by the cores that share one
+    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        with suppress(OSError, ValueError):
+            size = (folder / "size").read_text().strip()
+            shared = (folder / "shared_cpu_list").read_text().strip()
+            sizes[shared] = int(size.removesuffix("K")) << 10
+    return sum(sizes.values())
+
+
 def peak_rss_bytes() -> int:
     """The most this process has held since it began, or since forget_peak_rss."""
     with suppress(OSError):

@@ -54,7 +54,7 @@ static_assert(cuda::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(cuda::kNotReady == CUDA_ERROR_NOT_READY);
 static_assert(cuda::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
 static_assert(cuda::kNonBlockingStream == CU_STREAM_NON_BLOCKING);
-static_assert(cuda::kEventWithoutTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(cuda::kSleepingEvent == (CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING));
 static_assert(cuda::kPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(cuda::kSourceInStreamOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
 

@@ -22,19 +22,20 @@ _NAME = "-Wl,-soname,libnvidia-ml.so.1"  # who opens NVML once this is loaded, g
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def built_fake(folder: Path) -> Path:
+def built_fake(folder: Path, version: int = 13000) -> Path:
     """The library, in a folder that outlives the tests. Skips where there is no compiler."""
+    flags = (*_FLAGS, f"-DFAKE_CUDA={version}")
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build the fake libcuda with")
     parts = (SOURCE, *(SOURCE.with_name(name) for name in ("fake_nvml.h", "fake_streams.h")))
     source = b"".join(part.read_bytes() for part in parts)
-    digest = hashlib.sha256(source + repr((_FLAGS, _NAME)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source + repr((flags, _NAME)).encode()).hexdigest()[:16]
     library = folder / f"libfakecuda-{digest}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # others may build it, too
             made = Path(scratch, library.name)
-            subprocess.run([compiler, *_FLAGS, _NAME, "-o", str(made), str(SOURCE)], check=True)
+            subprocess.run([compiler, *flags, _NAME, "-o", str(made), str(SOURCE)], check=True)
             made.replace(library)
     return library
 

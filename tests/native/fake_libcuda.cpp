@@ -16,6 +16,10 @@
 // It also refuses what the real one refuses: calls without a current context, copies across two
 // registrations, more memory than there is. `fail=` makes calls fail at once; with code 700 a copy is
 // queued and fails when it runs, after which everything fails, as after a fault of the device.
+// Built with FAKE_CUDA, its version: 12080 and 13000 have the batched copy, each its own.
+#ifndef FAKE_CUDA
+#define FAKE_CUDA 13000
+#endif
 #include "fake_nvml.h"
 #include "fake_streams.h"
 
@@ -44,12 +48,14 @@ int queue_copy(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* 
     return queue(stream, [=] { std::memcpy(target, staged->data(), bytes); });
 }
 
-int batch(std::uint64_t* to, std::uint64_t* from, std::size_t* bytes, std::size_t count,
-          void* stream) {
+[[maybe_unused]] int batch(std::uint64_t* to, std::uint64_t* from, std::size_t* bytes, std::size_t count,
+          const int* attributes, const std::size_t* first, std::size_t kinds, void* stream) {
     State& s = state();
     Lock lock(s.mutex);
     if (const int code = enter("cuMemcpyBatchAsync")) return code;
     if (stream == nullptr || count == 0) return kInvalidValue;
+    constexpr int kInStreamOrder = 1;  // else the source may be read before the stream comes to it
+    if (kinds != 1 || first[0] != 0 || attributes[0] != kInStreamOrder) return kInvalidValue;
     std::vector<std::size_t> order(count);  // the entries run in no particular order
     for (std::size_t i = 0; i < count; ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), s.random);
@@ -114,7 +120,7 @@ int cuInit(unsigned) {
 }
 
 int cuDriverGetVersion(int* version) {
-    *version = 13000;
+    *version = FAKE_CUDA;
     return kOk;
 }
 
@@ -369,9 +375,19 @@ int cuMemcpyHtoDAsync_v2(std::uint64_t to, const void* from, std::size_t bytes, 
     return code;
 }
 
+#if FAKE_CUDA >= 13000
 int cuMemcpyBatchAsync_v2(std::uint64_t* to, std::uint64_t* from, std::size_t* bytes,
-                          std::size_t count, void*, std::size_t*, std::size_t, void* stream) {
-    return batch(to, from, bytes, count, stream);
+                          std::size_t count, int* attributes, std::size_t* first,
+                          std::size_t kinds, void* stream) {
+    return batch(to, from, bytes, count, attributes, first, kinds, stream);
 }
+#elif FAKE_CUDA >= 12080
+int cuMemcpyBatchAsync(std::uint64_t* to, std::uint64_t* from, std::size_t* bytes,
+                       std::size_t count, int* attributes, std::size_t* first, std::size_t kinds,
+                       std::size_t* failed, void* stream) {
+    *failed = ~std::size_t{0};
+    return batch(to, from, bytes, count, attributes, first, kinds, stream);
+}
+#endif
 
 }  // extern "C"

@@ -24,7 +24,7 @@ from moeinf.native import (
     OutOfDeviceMemory,
     SlotPool,
 )
-from tests.native.fake_cuda import Fake, view
+from tests.native.fake_cuda import Fake, built_fake, view
 
 KIB = 1 << 10
 
@@ -38,13 +38,14 @@ class Rig:
     device_slots: int = 3
     slot_bytes: int = 4096
     slice_slots: int = 2
+    least_batched: int = LEAST_BATCHED_BYTES
     seen: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.context = DeviceContext(Driver(self.fake.path))
         self.pool = SlotPool(self.host_slots, self.slot_bytes)
         self.lock = HostLock(self.context, self.pool, self.slice_slots * self.slot_bytes)
-        self.slots = DeviceSlots(self.context, self.lock, self.device_slots, 0)
+        self.slots = DeviceSlots(self.context, self.lock, self.device_slots, 0, self.least_batched)
         self.memory = memoryview(self.pool).cast("B")
         self.expected = [b""] * self.device_slots
         self.version = 0
@@ -136,7 +137,10 @@ steps = st.lists(
             st.dictionaries(st.integers(0, 2), st.integers(0, 4), min_size=1, max_size=3),
         ),
         st.tuples(st.just("read"), st.lists(st.integers(0, 2), unique=True, min_size=1)),
-        st.tuples(st.just("fail"), st.sampled_from(["cuMemcpyHtoDAsync", "cuEventRecord"])),
+        st.tuples(
+            st.just("fail"),
+            st.sampled_from(["cuMemcpyHtoDAsync", "cuMemcpyBatchAsync", "cuEventRecord"]),
+        ),
     ),
     max_size=30,
 )
@@ -147,7 +151,7 @@ steps = st.lists(
 def test_any_order_of_things(fake: Fake, seed: int, plays: list[tuple[str, object]]) -> None:
     """Fills wait for their readers; after a failed copy its sources are free at once."""
     fake.reset(f"mode=deferred,seed={seed}")
-    rig, reading = Rig(fake), dict[int, int]()  # host slot -> batch
+    rig, reading = Rig(fake, least_batched=1), dict[int, int]()  # host slot -> batch
     for kind, what in plays:
         if kind == "fill":
             assert isinstance(what, int)
@@ -166,10 +170,14 @@ def test_any_order_of_things(fake: Fake, seed: int, plays: list[tuple[str, objec
             if there:
                 rig.read(there)
         elif kind == "fail":
+            if rig.lock.locked_slots < 2 and what == "cuMemcpyBatchAsync":
+                continue
+            if rig.lock.locked_slots >= 2 and what == "cuMemcpyHtoDAsync":
+                continue
             fake.configure(f"fail={what}:0:999:1")
             with pytest.raises(DeviceError, match="CUDA_ERROR_UNKNOWN"):
-                rig.slots.copy([0], [0], rig.slot_bytes)
-            rig.expected[0] = b""
+                rig.slots.copy([0, 1], [0, 1], rig.slot_bytes)
+            rig.expected[:2] = b"", b""
     rig.check()
 
 
@@ -182,6 +190,37 @@ def large_rig(fake: Fake) -> Rig:
         if rig.lock.next_bytes:
             rig.lock.lock_next()
     return rig
+
+
+def test_what_is_page_locked_goes_together_beside_what_is_not(fake: Fake) -> None:
+    fake.reset("mode=deferred,seed=4")
+    rig = Rig(fake, least_batched=1)
+    rig.lock.lock_next()  # slots 0 and 1
+    for slot in range(5):
+        rig.fill(slot)
+    rig.copy({0: 1, 1: 4, 2: 0})
+    rig.read([0, 1, 2])
+    rig.check()
+    assert (fake.count("cuMemcpyBatchAsync"), fake.count("cuMemcpyHtoDAsync")) == (1, 1)
+    assert fake.count("pageable copies") == 1
+
+
+@pytest.mark.parametrize(("version", "batches"), [(12040, 0), (12080, 1), (13000, 1)])
+def test_every_generation_of_the_batched_call(
+    version: int, batches: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    older = Fake(built_fake(tmp_path_factory.getbasetemp(), version))
+    older.reset("mode=deferred,seed=8")
+    rig = Rig(older, least_batched=1)
+    assert Driver(older.path).version == version
+    rig.lock.lock_next()
+    rig.fill(0)
+    rig.fill(1)
+    rig.copy({0: 1, 2: 0})
+    rig.read([2, 0])
+    rig.check()
+    assert older.count("cuMemcpyBatchAsync") == batches
+    assert older.count("cuMemcpyHtoDAsync") == 2 * (1 - batches)
 
 
 def test_one_call_for_a_layer_where_the_driver_has_it(fake: Fake) -> None:

@@ -7,6 +7,7 @@ with misses must give the reference's bits; what differs is the order in which s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moeinf.models.moe import TorchMath
-from moeinf.native import DeviceContext, DeviceError, Driver, HostLock, OutOfDeviceMemory, SlotPool
+from moeinf.native import (
+    DeviceContext,
+    DeviceError,
+    DeviceSlots,
+    Driver,
+    HostLock,
+    OutOfDeviceMemory,
+    SlotPool,
+)
+from moeinf.offload import device_tier
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.layout import ExpertKey
 from moeinf.offload.page_lock import PageLocking
@@ -86,6 +96,13 @@ Rigs = Callable[..., Rig]
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
     return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as small as these go together, too, once they are page-locked."""
+    slots = partial(DeviceSlots, least_batched_bytes=1)
+    monkeypatch.setattr(device_tier, "DeviceSlots", slots)
 
 
 @pytest.fixture
@@ -201,13 +218,17 @@ def test_what_the_cpu_computes_is_promoted_while_the_bus_is_idle(rigs: Rigs) -> 
     assert rig.store.stats.decode_cpu_events == K
 
 
-@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuStreamWaitEvent"])
+@pytest.mark.parametrize(
+    "call", ["cuMemcpyBatchAsync", "cuMemcpyHtoDAsync", "cuEventRecord", "cuStreamWaitEvent"]
+)
 @pytest.mark.parametrize("miss", MISSES)
 def test_a_failing_call_is_an_error_with_a_name(
-    rigs: Rigs, fake: Fake, shards: Shards, miss: Miss, call: str
+    rigs: Rigs, fake: Fake, shards: Shards, monkeypatch: pytest.MonkeyPatch, miss: Miss, call: str
 ) -> None:
     """Whenever it fails, the store is idle again, and goes on when the device does."""
-    rig, failed = rigs(2, 4, miss=miss), 0
+    if call == "cuMemcpyHtoDAsync":
+        monkeypatch.setattr(device_tier, "DeviceSlots", DeviceSlots)  # one by one
+    rig, failed = rigs(4, L * E, miss=miss), 0
     for seed in range(30):
         fake.configure(f"fail={call}:{seed % 3}:999:1")
         try:

@@ -7,6 +7,7 @@ is allowed.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -98,12 +99,16 @@ def test_shared_steps_agree(
     assert stats.decode_bus_bytes > 0  # promotions
 
 
+def of_the_demo(engine: Engine) -> str:
+    return f"BF16, {SLOT} bytes, {engine.placement.threads} threads"
+
+
 def test_bandwidths_are_measured_once(open_gpu_engine: Open) -> None:
     engine = open_gpu_engine(8, "auto")
     (line,) = [line for line in engine.choices if line.startswith("misses:")]
     assert "so many are fetched, the others computed by the CPU" in line
     home = Settings(engine.folder.parents[2])
-    speeds = remembered_contended(home, "Fake GPU", "BF16")
+    speeds = remembered_contended(home, "Fake GPU", of_the_demo(engine))
     assert speeds is not None
     assert 0 < speeds.fetched_share < 1
     again = open_gpu_engine(8, "auto")
@@ -157,10 +162,11 @@ def test_a_bus_is_measured_without_page_locking_and_never_without_copies(
     with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync: CUDA_ERROR_UNKNOWN"):
         open_gpu_engine(8, "auto")
     settings = Settings(tmp_path / "home")
-    assert remembered_contended(settings, "Fake GPU", "BF16") is None
+    noted = settings.home / "state" / "devices.json"
+    assert not noted.exists() or "gpus" not in json.loads(noted.read_text())
     fake.configure("mend,fail=cuMemHostRegister:0:801:-1")
     engine = open_gpu_engine(8, "auto")
-    speeds = remembered_contended(settings, "Fake GPU", "BF16")
+    speeds = remembered_contended(settings, "Fake GPU", of_the_demo(engine))
     assert speeds is not None
     assert speeds.bus_bytes_per_s > 0
     assert len(tokens(engine, "17+25=")) == 3

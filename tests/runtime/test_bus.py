@@ -1,0 +1,38 @@
+"""How the speeds of bus and CPU are measured; how they are used: test_gpu_engine.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeinf.native import DeviceContext, Driver
+from moeinf.runtime import bus, memory
+from tests.native.fake_cuda import Fake
+
+
+@pytest.mark.parametrize(
+    ("caches", "available", "wanted"), [(0, 1 << 40, 64), (96, 1 << 40, 192), (96, 512 << 20, 128)]
+)
+def test_experts_do_not_fit_into_the_caches(
+    caches: int, available: int, wanted: int, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In MiB: twice what they hold, of a quarter of what is free, and never too little."""
+    fake.reset("mode=at_once")
+    monkeypatch.setattr(bus, "cache_bytes", lambda: caches << 20)
+    monkeypatch.setattr(bus, "available_bytes", lambda: available)
+    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20)
+    assert bench.pool.slots == wanted
+
+
+def test_a_batch_is_queued_before_the_last_is_waited_for(fake: Fake) -> None:
+    fake.reset("mode=deferred,seed=6")
+    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20)
+    assert [bench.copy() for _ in range(5)] == [4 << 20] * 5
+    assert fake.count("cuMemcpyBatchAsync") == 5
+    assert fake.count("cuEventSynchronize") == 4
+
+
+def test_caches_that_cores_share_count_once() -> None:
+    """Each is at most 1 GiB, on any machine that there is; without a word there is none."""
+    found = memory.cache_bytes()
+    assert 0 <= found < memory.core_count() << 30
+    assert found % 1024 == 0
