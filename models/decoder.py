@@ -240,7 +240,6 @@ class Decoder:
         owner = [span.cache.request for span in spans for _ in range(span.count)]
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
         # Made outside of inference mode, so that the caller may write into them.
-        last = torch.tensor([span.rows.stop - 1 for span in spans], device=device)
         width = self._hidden if logits == "states" else self.vocab_size
         out = torch.empty(len(spans) if logits == "last" else count, width)
         for span in spans:
@@ -251,7 +250,8 @@ class Decoder:
                 out.copy_(self._decode(ids, positions, spans, experts))
             else:
                 x = self._body.states(ids, positions, spans, experts)  # [T, D]
-                x = x[last] if logits == "last" else x
+                if logits == "last":
+                    x = x[torch.tensor([span.rows.stop - 1 for span in spans], device=device)]
                 self._fill(out, x, self._body.norm if logits == "states" else self._logits)
         if self._logits_scale != 1.0 and logits != "states":
             out /= self._logits_scale

@@ -36,6 +36,11 @@ class CudaGraphs:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pools: dict[bool, tuple[Any, torch.cuda.CUDAGraph]] = {}
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether nobody else computes there now."""
+        return self._alone()
+
     @contextmanager
     def aside(self, warm_up: Callable[[], object]) -> Iterator[None]:
         """Within, work is queued on a stream of its own, and `begin` and `end` may be called.

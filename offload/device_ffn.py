@@ -14,6 +14,7 @@ in place until the stream has passed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -203,7 +204,16 @@ def tiles_of(columns: int) -> int:
 
 def rows_of_block(rows: int, experts: int = 1) -> int:
     """Of a program on tensor cores: what an expert gets on average, but 16, 32 or 64."""
-    return int(min(64, max(16, triton.next_power_of_2(triton.cdiv(rows, max(1, experts))))))
+    return int(
+        min(_most_rows(), max(16, triton.next_power_of_2(triton.cdiv(rows, max(1, experts)))))
+    )
+
+
+@cache
+def _most_rows() -> int:
+    """64, but 32 on compute capability 10.0, for which Triton (3.9) cannot compile more."""
+    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)
+    return 32 if there else 64
 
 
 def warps_of(rows: int) -> int:

@@ -111,8 +111,10 @@ def sizes_of(dtype: torch.dtype, width: int, values: int) -> tuple[dict[str, int
     widest, wide_items = max(whole, padded), dtype == torch.float32
     lines, block = next(size for most, size in _SIZES[wide_items].items() if widest <= most)
     constants = {"ROWS": lines, "BLOCK": block, "PIECE": piece, "WIDTH": whole, "VALUES": padded}
-    huge = widest > 256
-    return constants, {"num_warps": 8 if wide_items or huge else 4, "num_stages": 2 - huge}
+    if widest > 256:
+        return constants, {"num_warps": 8, "num_stages": 1}
+    # With 2 stages no copy of a block is under way while the one before is computed.
+    return constants, {"num_warps": 8 if wide_items else 4, "num_stages": 2 if wide_items else 3}
 
 
 def attend_rows(

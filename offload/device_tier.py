@@ -35,7 +35,8 @@ from moeinf.offload.slot_math import ExpertRunner, TorchFfn
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.trace import Phase
 
-_UNASKED = 16  # experts of one batch that nobody has asked for
+_UNASKED_BYTES = 64 << 20  # of one batch that nobody has asked for: some 3 ms of a bus
+_LOOKED_AT = 256  # of those who may be absent, per pass: a few µs each
 
 
 class RoutedRunner(ExpertRunner, Protocol):
@@ -279,10 +280,17 @@ class DeviceTier:
         """Where everybody fits: copies some that nobody has asked for, while the bus is idle."""
         if not self.bus_is_idle:
             return
-        some = [self._absent.popleft() for _ in range(min(_UNASKED, len(self._absent)))]
-        some = [cell for cell in some if not self.is_resident(cell)]
-        self._absent += (cell for cell in some if not self._host.is_resident(cell))
-        ready = [cell for cell in some if self._host.is_resident(cell)]
+        most, ready = max(1, _UNASKED_BYTES // self._layout.data_bytes), list[int]()
+        for _ in range(min(_LOOKED_AT, len(self._absent))):
+            if len(ready) == most:
+                break
+            cell = self._absent.popleft()
+            if self.is_resident(cell):
+                continue
+            if self._host.is_resident(cell):
+                ready.append(cell)
+            else:
+                self._absent.append(cell)
         if ready:
             self.bring(ready)
 

@@ -164,17 +164,19 @@ class DeviceMla:
         q_nope = q.view(len(q), shape.heads, -1)[..., : shape.nope]
         # A GPU's product writes into such a view: rows lie apart, but the numbers of one do not.
         place = absorbed[..., : shape.kv_lora].transpose(0, 1)  # [H, T, kv_lora]
-        torch.bmm(q_nope.transpose(0, 1), self._w_uk, out=place)
         mixed = q.new_empty(len(q), shape.heads, shape.kv_lora)
+        out = q.new_empty(len(q), shape.heads, shape.value)
         for span in rows.spans:
             at, (memory,) = span.rows.start, span.cache.planes(core.layer)
+            # Row by row: torch's products may depend on how many rows they have.
+            torch.bmm(q_nope[span.rows].transpose(0, 1), self._w_uk, out=place[:, span.rows])
             self._heads(q, latent, at, angles, rows.positions, memory, absorbed, self._norm)
             self._attend(
                 absorbed[at], memory, memory[..., : shape.kv_lora], rows.positions[span.rows],
                 shape.scale, None, None, mixed[at],
             )  # fmt: skip
-        out = q.new_empty(len(q), shape.heads, shape.value)
-        torch.bmm(mixed.transpose(0, 1), self._w_uv, out=out.transpose(0, 1))
+            value = out[span.rows].transpose(0, 1)  # [H, 1, V]
+            torch.bmm(mixed[span.rows].transpose(0, 1), self._w_uv, out=value)
         return out.flatten(1)
 
 

@@ -85,12 +85,15 @@ class DeviceBudget:
             code = format_bytes(CODE_BYTES)
             self._context_why = f"{format_bytes(own)} by NVML's count, and {code} for code to come"
         there = gpu.free_bytes + (CONTEXT_BYTES if own is None else own)  # before our context
+        there = min(there, gpu.total_bytes)
         if memory is None:
-            self._budget, self._why = there - HEADROOM_BYTES, f"what {gpu.name} has free"
+            self._usable, self._why = there - HEADROOM_BYTES, f"what {gpu.name} has free"
         else:
-            self._budget, self._why = memory.of(gpu.total_bytes), "asked for"
+            asked = memory.of(gpu.total_bytes)
+            self._usable, self._why = min(asked, there), "asked for"
+            if asked > there:
+                self._why = f"what {gpu.name} has free, of {format_bytes(asked)} asked for"
         self._manifest, self._gpu = manifest, gpu.name
-        self._usable = min(self._budget, there)
         slots = manifest.slots
         self._least = min(slots.top_k, slots.experts) * slots.slot_bytes
         needed = self._context + workspace_bytes(manifest) + self._least
@@ -114,7 +117,7 @@ class DeviceBudget:
         left = self._usable - self._context - workspace - dense - kv
         count = min(left // slots.slot_bytes, slots.experts)
         return DevicePlacement(
-            self._gpu, self._budget, count, slots.slot_bytes, self._context, workspace, self._why,
+            self._gpu, self._usable, count, slots.slot_bytes, self._context, workspace, self._why,
             self._context_why, dense, kv,
         )  # fmt: skip
 

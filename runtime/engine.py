@@ -106,14 +106,19 @@ class Engine:
             inside = None if self.gpu is None else self.gpu.dense_math
             if self.gpu is not None:
                 undo.callback(self.gpu.close)
-            self.model = self._loaded(lambda: load_model(folder, manifest, config, reading, inside))
+            self.model: Model = self._loaded(
+                "dense weights", lambda: load_model(folder, manifest, config, reading, inside)
+            )
             if self.gpu is not None:
                 undo.callback(lambda: delattr(self, "model"))  # before the GPU is given back
             self._told: set[str] = set()
             self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
             past = self._open_past(settings) if config.trace else None
-            self.store = open_store(
-                folder, manifest, self.placement, config, reading, past, self.gpu
+            self.store = self._loaded(
+                "experts",
+                lambda: open_store(
+                    folder, manifest, self.placement, config, reading, past, self.gpu
+                ),
             )
             how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
             self.choices = (*self.placement.notes, f"disk: {how}", *_kernels(manifest))
@@ -187,6 +192,8 @@ class Engine:
             chunk = ids[start : start + PREFILL_CHUNK]
             self._give_torch_threads(len(chunk))
             logits = self._pass([(chunk, state)])
+        if self.gpu is not None and len(ids) > 1:
+            self.gpu.promise.look()  # nothing takes more of a device than a prefill
         values: NDArray[np.float32] = logits[0].numpy()
         return values
 
@@ -225,13 +232,12 @@ class Engine:
         """What is raised when a device has no memory left."""
         return () if self.gpu is None else self.gpu.device.out_of_memory
 
-    def _loaded(self, load: Callable[[], Model]) -> Model:
+    def _loaded(self, what: str, load: Callable[[], Result]) -> Result:
         try:
             with device_faults():
                 return load()
         except self._scarce as error:
-            words = f"no device memory is left for dense weights: {error}"
-            raise OutOfMemory(words) from error
+            raise OutOfMemory(f"no device memory is left for {what}: {error}") from error
 
     @device_faults()
     def _with_memory(self, compute: Callable[[], Result]) -> Result:

@@ -47,6 +47,11 @@ _Key = tuple[int, bool, tuple[int | None, ...]]  # a cache's id, whether there a
 class Graphs(Protocol):
     """Work of a device, written down and repeated: see offload/cuda_graphs.py."""
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether work can be written down now, which others' work may prevent."""
+        ...
+
     def aside(self, warm_up: Callable[[], object]) -> AbstractContextManager[None]:
         """Where `begin` and `end` may be called, after warm_up(), which does the work itself. An
         error within ends what was begun."""
@@ -93,14 +98,14 @@ class GraphedStep:
         tape = self._tapes.get(key)
         if tape is None or tape.cache() is not cache:
             self._seen[cache] = seen = self._seen.get(cache, 0) + 1
-            worth = seen > _BEFORE and self._make_room()
+            worth = seen > _BEFORE and self._graphs.can_begin and self._make_room()
             tape = self._rehearsed(ids, positions, spans, hints) if worth else None
             if tape is None:
                 return self._step(ids, positions, spans, experts)
             self._tapes[key] = tape
         tape.played_at = self._tokens
         logits = tape.play(ids, positions, experts)
-        if tape.unwritten:
+        if tape.unwritten and self._graphs.can_begin:
             self._write_results(tape)
         return logits
 

@@ -13,6 +13,8 @@ from moeinf.native import DeviceContext
 from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.held import HeldMemory
 
+_MARGIN_BYTES = 32 << 20  # for the next graphs and kernels of CUDA's
+
 
 @dataclass(frozen=True)
 class Held:
@@ -24,8 +26,8 @@ class Held:
 
 @dataclass(frozen=True)
 class Excess:
-    """What CUDA takes by itself beyond what was counted for it. beyond_bytes: of that what the
-    budget has no room for."""
+    """What CUDA takes by itself beyond what was counted for it. beyond_bytes: what experts have to
+    give for that; with some more, as giving up slots evicts everybody."""
 
     size_bytes: int
     beyond_bytes: int
@@ -45,6 +47,7 @@ class Promise:
         self._held, self._context, self._torch_bytes = held, context, torch_bytes
         self._counted = self._assumed = placement.context_bytes
         self._spare = placement.budget_bytes - placement.peak_bytes
+        self._margin = min(_MARGIN_BYTES, placement.arena_bytes // 16)
         self._free, self._most = context.memory()[0], 0
 
     def look(self) -> Held:
@@ -65,9 +68,12 @@ class Promise:
         held = self._held.of_process_bytes(allocated)
         own = 0 if held is None else held - allocated
         excess = max(0, own - self._counted)
-        beyond = max(0, excess - self._spare)
         self._counted += excess
-        self._spare -= excess - beyond
+        self._spare -= excess
+        if self._spare >= 0:
+            return Excess(excess, 0)
+        beyond = self._margin - self._spare
+        self._spare = self._margin
         return Excess(excess, beyond)
 
     @property

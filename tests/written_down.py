@@ -102,6 +102,7 @@ class WritingGraphs:
         self.inside = False
         self.written = self.played = 0
         self.failing: Exception | None = None
+        self.can_begin = True
         self.forgotten = 0
         self._pool = False
         self._times: dict[bool, list[list[WrittenDown]]] = {False: [], True: []}  # by pool

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeinf.native import LinearKernel, matrix_bytes
+from moeinf.offload import device_ffn
 from moeinf.offload.device_ffn import rows_of_block
 from moeinf.offload.device_groups import blocks_of
 from moeinf.offload.device_linears import tiled_linear
@@ -111,6 +112,16 @@ def test_blocks_are_found_without_waiting_for_the_device():
 def test_blocks_are_no_larger_than_what_an_expert_gets():
     assert [rows_of_block(n) for n in (1, 17, 33, 500)] == [16, 32, 64, 64]
     assert [rows_of_block(512 * 8, experts) for experts in (128, 64, 512)] == [32, 64, 16]
+
+
+def test_what_triton_cannot_compile_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a B200 blocks of 64 rows."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, most in (((10, 0), 32), ((9, 0), 64), ((12, 0), 64)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        device_ffn._most_rows.cache_clear()
+        assert [rows_of_block(n) for n in (17, 33, 500)] == [32, most, most]
+    device_ffn._most_rows.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter

@@ -330,3 +330,21 @@ def test_shares_of_misses() -> None:
     assert [split.fetched(8, behind) for behind in range(7)] == [2, 1, 0, 0, 0, 0, 0]
     assert Split(1).fetched(7, 5) == 7
     assert Split(0).fetched(7) == 0
+
+
+def test_who_nobody_asked_for_comes_by_bytes_and_past_those_who_are_there(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_tier, "_UNASKED_BYTES", 3 * LAYOUT.data_bytes)
+    rig = rigs(L * E, L * E)
+    rig.store.warm(range(L * E))
+    for layer in range(L):
+        rig.one(layer, 9, layer)  # the last reads are waited for
+    while not all(rig.host.is_resident(cell) for cell in range(L * E)):
+        rig.store._host.settle()
+    before = rig.store.device_resident
+    assert before > 3
+    for more in (3, 6):
+        rig.tier.end_copies()
+        rig.tier.bring_absent()
+        assert rig.store.device_resident == min(L * E, before + more)

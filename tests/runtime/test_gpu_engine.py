@@ -18,6 +18,7 @@ import torch
 from moeinf.native import DeviceError
 from moeinf.offload.policy import POLICIES
 from moeinf.offload.split import MISSES, Miss
+from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceDoesNotFit, workspace_bytes
@@ -132,10 +133,29 @@ def test_what_others_hold_is_not_promised(fake: Fake, open_gpu_engine: Open) -> 
     """100 slots were asked for; the device has room for 50."""
     manifest = open_gpu_engine(4).manifest
     free = workspace_bytes(manifest) + 50 * SLOT + SLOT // 2
-    fake.configure(f"memory={free + (8 << 20) + fake.count('allocated')}")
+    others = 2_000_000_000 - free - (8 << 20) - fake.count("allocated")
+    fake.configure(f"others={others}")
     plan = open_gpu_engine(100).placement.on_device
     assert plan is not None
     assert plan.slots == 50
+
+
+def test_a_budget_is_no_more_than_there_is(fake: Fake, open_gpu_engine: Open) -> None:
+    """What is asked for beyond what is free is no room for anything."""
+    total = CONTEXT_BYTES + workspace_bytes(open_gpu_engine(4).manifest) + 50 * SLOT
+    fake.configure(f"memory={total}")
+    engine = open_gpu_engine(100_000)
+    plan = engine.placement.on_device
+    assert plan is not None
+    assert plan.peak_bytes <= plan.budget_bytes <= total
+    assert any("what Fake GPU has free, of 5." in line for line in engine.choices)
+
+
+def test_no_memory_for_the_arena_is_said_in_words(fake: Fake, open_gpu_engine: Open) -> None:
+    """Others have taken it since the plan was made."""
+    fake.configure("fail=cuMemAlloc:0:2:-1")
+    with pytest.raises(OutOfMemory, match="no device memory is left for experts: cuMemAlloc: "):
+        open_gpu_engine(9)
 
 
 def test_too_little_device_memory_names_the_least(open_gpu_engine: Open) -> None:

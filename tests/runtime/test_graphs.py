@@ -194,6 +194,21 @@ def test_what_does_not_repeat_itself_is_not_used(
     ]
 
 
+def test_whom_others_keep_from_it_writes_down_later(
+    open_engine: Open, devices: list[StrictFake]
+) -> None:
+    """Beside another model on the same device; a passing hindrance is no reason to give up."""
+    expected = texts(open_engine(graphed=False))
+    engine = open_engine()
+    written = devices[-1].writing
+    written.can_begin = False
+    assert texts(engine) == expected
+    assert written.written == 0
+    written.can_begin = True
+    assert texts(engine) == expected
+    assert written.played > 0
+
+
 @pytest.mark.parametrize("after", [0, 20])
 def test_a_device_that_cannot_write_down_goes_on_without(
     after: int, open_engine: Open, devices: list[StrictFake]
