@@ -2,15 +2,13 @@
 
     python -m benchmarks.gpu deepseek-v2-lite-bf16-24GiB        (a row; without one they are listed)
 
-A row ends within ten minutes and leaves nothing: weights are made in a folder of its own (60 GiB of
-disk are enough for any) and deleted, whatever happens. Weights are random with calibrated routing
-(calibrated.py), tokens are forced: what a token computes and which experts it needs are like a real
-model's, what it says is nothing.
+A row ends within ten minutes (--limit) and leaves nothing: weights are made in a folder of its own
+(60 GiB of disk are enough for any) and deleted, whatever happens (ending.py). A row that could not
+end in time says what it was at, and how long each stage took. Weights are random with calibrated
+routing (calibrated.py), tokens are forced: what a token computes and which experts it needs are
+like a real model's, what it says is nothing.
 
-    floor   dense weights, the KV cache and the experts that were in device slots ÷ the read speed
-            of the device's memory (where dense weights had no room there: those two ÷ that of RAM),
-            and the bytes of the other experts ÷ what bus and CPU move at once; all speeds measured
-            in this run.
+    floor   see gpu_floor.py; all speeds are measured in this run, before the engine opens
 
     device_held_bytes   the most that the process was seen holding of the device's memory, CUDA's
             own part and all workspaces included (by NVML, if device_held_is_measured), beside what
@@ -26,30 +24,29 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.calibrated import Calibration, calibrated, tokens
+from benchmarks.ending import Ended, Stages, ending, folder_that_goes
+from benchmarks.gpu_floor import Speeds, TokenBytes, floor, measured
 from benchmarks.shapes import shape
-from moeinf.models.moe import TorchMath
 from moeinf.offload.split import MISSES
 from moeinf.runtime import gpu as gpus
-from moeinf.runtime.bench import decode, prefill, read_ceiling, token_bytes
-from moeinf.runtime.bus import measure_bus, measure_contended
-from moeinf.runtime.config import EngineConfig
+from moeinf.runtime.bench import decode, prefill, token_bytes
+from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.devices import now
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.measure import measure as measure_drive
+from moeinf.runtime.memory import available_bytes, core_count
+from moeinf.runtime.plan import place
 from moeinf.runtime.sizes import parse_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures
-_CEILING_BYTES, _CEILING_SUMS, _CEILING_ROUNDS = 512 << 20, 16, 3
+LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -78,46 +75,35 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-def device_ceiling() -> float:
-    """Bytes per second that the device reads from its own memory, by sums over half a GiB that are
-    queued together."""
-    device = gpus.torch_device()
-    x = torch.ones(_CEILING_BYTES // 4, device=device.place)
-    best = 0.0
-    for _ in range(_CEILING_ROUNDS):
-        start = time.perf_counter()
-        sums = [x.sum() for _ in range(_CEILING_SUMS)]
-        float(sums[-1])
-        best = max(best, _CEILING_SUMS * _CEILING_BYTES / (time.perf_counter() - start))
-    del x
-    device.release()
-    return best
-
-
 def measure(
-    engine: Engine, prompt: list[int], text: list[int], device_bytes_per_s: float
-) -> dict[str, Any]:
+    engine: Engine, settings: Settings, speeds: Speeds, prompt: list[int], text: list[int],
+    stages: Stages,
+) -> dict[str, Any]:  # fmt: skip
     """One prompt and its forced continuation, on an engine that has answered the same before."""
     gpu = engine.gpu
     assert gpu is not None
     state = engine.new_state()
-    for _ in range(2):  # the first fills the tiers, and compiles kernels
+    for number in ("first", "second"):  # the first fills the tiers, and compiles kernels
+        stages.begin(f"{number} prompt")
         state.truncate(0)
         request = engine.begin_request(state)
         logits, first_s = prefill(engine, state, prompt)
+        stages.begin(f"{number} answer")
         before = engine.store.stats.copy()
         _, seconds = decode(engine, state, logits, len(text), text)
         stats, steps = engine.store.stats.since(before), len(seconds)
         engine.end_request(request, counts=False)
-    expert_bytes = engine.manifest.expert_layout.data_bytes
-    below = (stats.decode_events - stats.decode_device_hits) * expert_bytes / steps
-    context, layout = gpu.context, engine.manifest.expert_layout
-    bus, both = measure_bus(context), measure_contended(context, layout, TorchMath())
-    ram, sizes = read_ceiling(engine.placement.threads), token_bytes(engine, state.length)
-    above = stats.decode_device_hits * expert_bytes / steps
-    floor = above / device_bytes_per_s
-    floor += (sizes.dense + sizes.kv) / (device_bytes_per_s if gpu.placement.inside else ram)
-    floor += below / (both.bus_bytes_per_s + both.cpu_bytes_per_s)
+    stages.end()
+    size, sizes = engine.manifest.expert_layout.data_bytes, token_bytes(engine, state.length)
+    missed = stats.decode_events - stats.decode_device_hits
+    disk = None
+    if stats.decode_bytes_read:
+        disk = measure_drive(settings, engine.folder, engine.manifest).disk_bytes_per_s
+    took = TokenBytes(
+        sizes.dense + sizes.kv, stats.decode_device_hits * size / steps, missed * size / steps,
+        stats.decode_bytes_read / steps,
+    )  # fmt: skip
+    least = floor(took, speeds, gpu.placement.inside, disk)
     tpot, held = statistics.median(seconds), gpu.promise.look()
     return {
         "ttft_ms": round(first_s * 1e3, 1),
@@ -126,28 +112,44 @@ def measure(
         "cpu_share": round(stats.decode_cpu_events / stats.decode_events, 4),
         "bus_bytes_per_token": stats.decode_bus_bytes // steps,
         "disk_bytes_per_token": stats.decode_bytes_read // steps,
-        "floor_ms": round(floor * 1e3, 4),
-        "over_floor": round(tpot / floor, 2),
+        "floor_ms": _ms(least.seconds),
+        "over_floor": round(tpot / least.seconds, 2),
+        "floor_parts_ms": {
+            "dense": _ms(least.dense_s),
+            "experts_of_device": _ms(least.device_s),
+            "experts": _ms(least.experts_s),
+            "disk": _ms(least.disk_s),
+        },
         "dense_weights_on": "device" if gpu.placement.inside else "host",
-        "device_bytes_per_s": round(device_bytes_per_s),
-        "bus_bytes_per_s": round(bus),
-        "contended_bus_bytes_per_s": round(both.bus_bytes_per_s),
-        "contended_cpu_bytes_per_s": round(both.cpu_bytes_per_s),
-        "ram_bytes_per_s": round(ram),
+        "device_bytes_per_s": round(speeds.experts.device_bytes_per_s),
+        "bus_bytes_per_s": round(speeds.bus_bytes_per_s),
+        "contended_bus_bytes_per_s": round(speeds.experts.bus_bytes_per_s),
+        "contended_cpu_bytes_per_s": round(speeds.experts.cpu_bytes_per_s),
+        "ram_bytes_per_s": round(speeds.ram_bytes_per_s),
+        "disk_bytes_per_s": None if disk is None else round(disk),
         "device_held_bytes": held.peak_bytes,
         "device_held_is_measured": held.measured,
         "device_promised_bytes": gpu.placement.peak_bytes,
         "page_locked": engine.store.note or "all host slots",
         "choices": engine.choices,
+        "notes": engine.take_notes(),
     }
 
 
-def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Makes the row's model below `folder` and measures it."""
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 4)
+
+
+def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
+    """Makes the row's model below `folder` and measures it. SystemExit where there is no GPU."""
     row, calibration = ROWS[o.row], Calibration()
+    driver = gpus.find_gpu(o.fake)  # first: what the process holds is counted from here on
+    if isinstance(driver, gpus.NoGpu):
+        raise SystemExit(f"no GPU: {driver.why}")
+    missing = gpus.missing_for_kernels()
+    if missing is not None:
+        raise SystemExit(f"{driver.name} is there, but {missing}")
     config = {**shape(row.shape, o.layers), **o.config}
-    model = calibrated(folder, row.shape, config, calibration)
-    manifest: Manifest = model.ours(row.tag)
     text = tokens(calibration, config["vocab_size"], o.prompt + o.tokens)
     settings = EngineConfig(
         memory=parse_memory(o.memory),
@@ -158,22 +160,27 @@ def run(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
         trace=False,
         libcuda=o.fake,
     )
-    driver = gpus.find_gpu(o.fake)  # first: what the process holds is counted from here on
-    ceiling = device_ceiling()  # while torch may still have what it takes
+    stages.begin("noise and embedding")
+    model = calibrated(folder, row.shape, config, calibration)
+    coming = model.prospect(row.tag)
+    plan = place(coming, settings, available_bytes(), core_count())  # raises what an engine would
+    stages.begin("speeds")
+    speeds = measured(gpus.open_context(driver), coming, plan.threads)
+    stages.begin("weights")
+    manifest: Manifest = model.ours(row.tag)
+    stages.begin("loading")
     with Engine(manifest, model.folder(row.tag), settings, model.settings) as engine:
         assert engine.gpu is not None
-        found = measure(engine, text[: o.prompt], text[o.prompt :], ceiling)
+        found = measure(engine, model.settings, speeds, text[: o.prompt], text[o.prompt :], stages)
         return {
-            "row": row.name,
-            "date": now(),
-            "command": " ".join(sys.argv),
             "gpu": engine.gpu.placement.gpu,
-            "driver": driver.driver_version if isinstance(driver, gpus.Gpu) else None,
+            "driver": driver.driver_version,
             **found,
         }
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Prints the row; SystemExit (1) when it could not end in time."""
     o = _options(arguments)
     if o.row is None:
         print("\n".join(ROWS))
@@ -182,8 +189,17 @@ def main(arguments: list[str] | None = None) -> None:
         from tests.fake_device import pretend  # the tests' own; never without being asked for
 
         pretend(o.fake)
-    with tempfile.TemporaryDirectory(dir=o.disk, prefix="moeinf-gpu-") as folder:
-        print(json.dumps(run(o, Path(folder)), indent=1))
+    about = {"row": o.row, "date": now(), "command": " ".join(sys.argv)}
+    stages, found = Stages(), dict[str, Any]()
+    try:
+        with ending(o.limit), folder_that_goes(o.disk, "moeinf-gpu-") as folder:
+            found = run(o, folder, stages)
+    except Ended as why:
+        stages.end()
+        found = {"unfinished": f"{why}, at: {stages.now}"}
+    print(json.dumps({**about, **found, "seconds": stages.seconds}, indent=1))
+    if "unfinished" in found:
+        raise SystemExit(1)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -199,6 +215,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--config", type=json.loads, default={}, metavar="JSON", help="other sizes, to try it out"
     )
     parser.add_argument("--disk", type=Path, help="where the weights are made; a temporary folder")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of the whole row"
+    )
     parser.add_argument("--fake", metavar="LIBRARY", help="the tests' fake libcuda")
     return parser.parse_args(arguments)
 

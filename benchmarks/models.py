@@ -28,7 +28,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, read_manifest
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, repack
+from moeinf.runtime.repack import LocalSource, prospects, repack
 from moeinf.runtime.sizes import format_bytes
 from scripts.make_checkpoint import byte_tokenizer
 
@@ -67,10 +67,13 @@ class RaceModel:
         """Makes our model unless it is there. OSError (ENOSPC) before anything is written."""
         folder = self.folder(tag)
         if not (folder / "manifest.json").exists():
-            source = LocalSource(self._checkpoint(), "benchmarks: random weights")
-            name = ModelName(self.name, tag)
-            repack(source, Library(self.settings), name, lambda *_: None, lambda *_: None)
+            library, name = Library(self.settings), ModelName(self.name, tag)
+            repack(self._source(), library, name, lambda *_: None, lambda *_: None)
         return read_manifest(folder)
+
+    def prospect(self, tag: str) -> Manifest:
+        """What `ours` will be, but for its files: sizes. Makes the noise, no weights."""
+        return prospects(self._source(), ModelName(self.name, tag))[tag]
 
     def peer(self, kind: str, python: str) -> Path:
         """Makes the GGUF file unless it is there; `python` has gguf and llama_cpp."""
@@ -111,6 +114,9 @@ class RaceModel:
                     ).tofile(file)
             partial.rename(path)
         return checkpoint.folder
+
+    def _source(self) -> LocalSource:
+        return LocalSource(self._checkpoint(), "benchmarks: random weights")
 
     def _checkpoint(self) -> Checkpoint:
         """The checkpoint that is nowhere: headers that point into the noise."""

@@ -1,0 +1,101 @@
+"""A command that ends in time and leaves no files, however it ends.
+
+Does not know what the command does. Python's own cleaning up is enough for errors and Ctrl-C, not
+for SIGTERM, a closed terminal, a call that never returns, or a process that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_GRACE_S = 60.0  # to clean up in, after the end
+_SIGNALS = {signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "the terminal was closed"}
+_WATCH = """
+import shutil, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.stdin.read()
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+class Ended(BaseException):
+    """The command is to end; why, in words. Not an Exception: nobody on the way takes it for a
+    failure of theirs."""
+
+
+class Stages:
+    """What the command is at, said on standard error, and how long each stage took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.now = "starting"
+        self._began = time.perf_counter()
+
+    def begin(self, name: str) -> None:
+        """Ends the one before; a name that comes again goes on."""
+        self.end()
+        self.now = name
+        print(f"{name} …", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Of the last one."""
+        now = time.perf_counter()
+        self.seconds[self.now] = round(self.seconds.get(self.now, 0.0) + now - self._began, 1)
+        self._began = now
+
+
+@contextmanager
+def ending(limit_s: float) -> Iterator[None]:
+    """Within, on the main thread, the end of limit_s, SIGTERM and SIGHUP raise Ended, once: nothing
+    disturbs what cleans up after it. The process ends at once where that takes a minute."""
+    late, over, lock = False, False, threading.Lock()
+
+    def end(number: int, _: object) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise Ended(f"no time left after {limit_s:g} s" if late else _SIGNALS[number])
+
+    def time_is_over() -> None:
+        nonlocal late
+        with lock:
+            if not over:
+                late = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {one: signal.signal(one, end) for one in _SIGNALS}
+    timers = threading.Timer(limit_s, time_is_over), threading.Timer(limit_s + _GRACE_S, _give_up)
+    try:
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        yield
+    finally:
+        with lock:
+            over = True
+        for timer in timers:
+            timer.cancel()
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _give_up() -> None:
+    print("a call does not return: the process is ended", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@contextmanager
+def folder_that_goes(parent: Path | None, prefix: str) -> Iterator[Path]:
+    """A new folder, deleted by a process of its own once this one is done with it, or is gone."""
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
+        watch = [sys.executable, "-c", _WATCH, folder]
+        with subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True):
+            yield Path(folder)
