@@ -27,8 +27,12 @@ _ARCHITECTURES = {
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
 }
-_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+_proj)\.weight")
+_EXPERT = re.compile(
+    r"(model\.layers\.\d+\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+_proj|w[123])\.weight"
+)
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SUPER = 256  # weights in a block of Q6_K
 
 Array = NDArray[Any]
@@ -172,7 +176,7 @@ def _named(known: Any, name: str) -> str:
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """The keys that llama.cpp reads, and a vocabulary without texts."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    experts = config.get("num_experts") or config["n_routed_experts"]
+    experts = next(config[name] for name in _EXPERTS if name in config)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

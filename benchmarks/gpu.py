@@ -1,6 +1,7 @@
 """One row of the GPU table: makes the model, measures it, says how far it is from its floor.
 
     python -m benchmarks.gpu deepseek-v2-lite-bf16-24GiB        (a row; without one they are listed)
+    python -m benchmarks.gpu ROW --program accelerate           (llama.cpp, moe-infinity: that one)
 
 A row ends within ten minutes (--limit) and leaves nothing: weights are made in a folder of its own
 (60 GiB of disk are enough for any) and deleted, whatever happens (ending.py). A row that could not
@@ -14,6 +15,10 @@ like a real model's, what it says is nothing.
             own part and all workspaces included (by NVML, if device_held_is_measured), beside what
             was promised of it
 
+Another program gets the same weights (accelerate and MoE-Infinity in bfloat16, llama.cpp as GGUF),
+the same text and as many bytes of the device (gpu_peers.py). Where a bfloat16 checkpoint is too
+large for the disk, `--layers` makes the model smaller for both sides.
+
 `--fake LIBRARY` runs the same with the tests' fake libcuda, to see that the command works: then the
 device is the CPU, and no figure means anything.
 """
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping
@@ -32,6 +38,8 @@ from typing import Any
 from benchmarks.calibrated import Calibration, calibrated, tokens
 from benchmarks.ending import Ended, Stages, ending, folder_that_goes
 from benchmarks.gpu_floor import Speeds, TokenBytes, floor, measured
+from benchmarks.gpu_peers import PROGRAMS, Asked
+from benchmarks.gpu_peers import run as run_program
 from benchmarks.shapes import shape
 from moeinf.offload.split import MISSES
 from moeinf.runtime import gpu as gpus
@@ -47,6 +55,7 @@ from moeinf.runtime.sizes import parse_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures
 LIMIT_S = 600.0
+OURS = "moeinf"
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ def measure(
         "contended_cpu_bytes_per_s": round(speeds.experts.cpu_bytes_per_s),
         "ram_bytes_per_s": round(speeds.ram_bytes_per_s),
         "disk_bytes_per_s": None if disk is None else round(disk),
+        "device_budget_bytes": gpu.placement.budget_bytes,
         "device_held_bytes": held.peak_bytes,
         "device_held_is_measured": held.measured,
         "device_promised_bytes": gpu.placement.peak_bytes,
@@ -179,6 +189,21 @@ def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
         }
 
 
+def beside(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
+    """Another program in the row. SystemExit where it cannot be run."""
+    row, calibration = ROWS[o.row], Calibration()
+    config = {**shape(row.shape, o.layers), **o.config}
+    text = tokens(calibration, config["vocab_size"], o.prompt + o.tokens)
+    memory = parse_memory(o.device_memory or row.device_memory)
+    stages.begin("noise and embedding")
+    model = calibrated(folder, row.shape, config, calibration)
+    asked = Asked(
+        o.program, o.python, row.tag, memory, text[: o.prompt], text[o.prompt :], core_count(),
+        o.fake,
+    )  # fmt: skip
+    return run_program(asked, model, stages)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prints the row; SystemExit (1) when it could not end in time."""
     o = _options(arguments)
@@ -189,11 +214,11 @@ def main(arguments: list[str] | None = None) -> None:
         from tests.fake_device import pretend  # the tests' own; never without being asked for
 
         pretend(o.fake)
-    about = {"row": o.row, "date": now(), "command": " ".join(sys.argv)}
+    about = {"row": o.row, "program": o.program or OURS, "date": now(), "command": _command()}
     stages, found = Stages(), dict[str, Any]()
     try:
         with ending(o.limit), folder_that_goes(o.disk, "moeinf-gpu-") as folder:
-            found = run(o, folder, stages)
+            found = run(o, folder, stages) if o.program is None else beside(o, folder, stages)
     except Ended as why:
         stages.end()
         found = {"unfinished": f"{why}, at: {stages.now}"}
@@ -202,9 +227,17 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(1)
 
 
+def _command() -> str:
+    return "python -m benchmarks.gpu " + shlex.join(sys.argv[1:])
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("row", nargs="?", choices=list(ROWS))
+    parser.add_argument("--program", choices=list(PROGRAMS), help="another one than ours")
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="that has the other program"
+    )
     parser.add_argument("--miss", choices=MISSES, default="auto")
     parser.add_argument("--memory", default="100%", help="for experts in host slots")
     parser.add_argument("--device-memory", help="other than the row's")

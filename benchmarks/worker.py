@@ -183,7 +183,10 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A worker that is at something is let end it, unless we are to end at once ourselves."""
+        if kind is not None and not issubclass(kind, Exception):
+            self._process.kill()
         self.close()
 
     def _answer(self) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--setting", default="default", help="one of the peer's own")
     parser.add_argument("--folder", help="where it may put what it offloads")
     parser.add_argument("--gpu-share", type=float, default=1.0, help="of its experts, on the GPU")
+    parser.add_argument("--device-bytes", type=int, help="of its weights, on the GPU")
     parser.add_argument("--server", help="its address")
     return parser
 

@@ -1,7 +1,8 @@
 """llama.cpp: python -m benchmarks.peers.llama_cpp FILE.gguf --setting default …
 
-    --setting experts --gpu-share 0.35      on a GPU, with the experts of that share of the layers;
-                                            the CPU computes the others (its --n-cpu-moe)
+    --setting experts --device-bytes N      on a GPU: all dense weights, and the experts of as many
+                                            layers as there is room for in N bytes of weights; the
+                                            CPU computes the others (its --n-cpu-moe)
 
 Knows numpy, gguf and llama_cpp (its low-level calls, so that nothing of its Python part counts).
 """
@@ -20,6 +21,7 @@ import llama_cpp as api
 import numpy as np
 
 from benchmarks.peers.base import main
+from benchmarks.peers.gguf_sizes import layers_below
 from benchmarks.worker import forced_turn
 
 SETTINGS: dict[str, dict[str, int]] = {
@@ -47,7 +49,8 @@ class LlamaRunner:
         if o.setting == "experts":
             if not api.llama_supports_gpu_offload():
                 raise SystemExit("this llama.cpp was built without CUDA")
-            self._places = experts_on_cpu(o.model, o.gpu_share)  # read while it loads
+            assert o.device_bytes is not None, "--device-bytes"
+            self._places = experts_on_cpu(o.model, o.device_bytes)  # read while it loads
             model.tensor_buft_overrides = ctypes.cast(self._places, ctypes.c_void_p)
         self._model = api.llama_model_load_from_file(o.model.encode(), model)
         if not self._model:
@@ -128,17 +131,16 @@ class Place(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def experts_on_cpu(path: str, gpu_share: float) -> ctypes.Array[Place]:
-    """The experts of the first layers in RAM, so many that those of gpu_share of them are not."""
-    fields = gguf.GGUFReader(path).fields
-    (count,) = (field for name, field in fields.items() if name.endswith(".block_count"))
-    layers = int(count.contents())
+def experts_on_cpu(path: str, device_bytes: int) -> ctypes.Array[Place]:
+    """The experts of the first layers in RAM, so many that the other weights fit in device_bytes.
+    SystemExit where the dense ones do not."""
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    below = layers_below(sizes, device_bytes)
     base = ctypes.CDLL(str(next(Path(api.__file__).parent.glob("lib/libggml-base.so"))))
     base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     ram = base.ggml_backend_cpu_buffer_type()
-    below = layers - round(gpu_share * layers)
-    patterns = [rb"^blk\.%d\.ffn_(up|down|gate|gate_up)_exps\." % n for n in range(below)]
-    return (Place * (below + 1))(*((pattern, ram) for pattern in patterns))  # the last is empty
+    patterns = [rb"^blk\.%d\.ffn_(up|down|gate|gate_up)_exps\." % n for n in below]
+    return (Place * (len(below) + 1))(*((pattern, ram) for pattern in patterns))  # last is empty
 
 
 def _log(level: int, text: bytes, _: object) -> None:

@@ -1,13 +1,19 @@
-"""MoE-Infinity: python -m benchmarks.peers.moe_infinity CHECKPOINT --folder F --gpu-share 0.35 …
+"""MoE-Infinity: python -m benchmarks.peers.moe_infinity CHECKPOINT --folder F --device-bytes N …
 
 Knows torch and moe_infinity (github.com/EfficientMoE/MoE-Infinity): `MoE(checkpoint, config)` with
-`offload_path` and `device_memory_ratio`, and its `generate`. Needs a GPU.
+`offload_path` and `device_memory_ratio`, and its `generate`. The ratio is one of the whole card's
+memory, and is what weights may take there: DeviceMemoryPool::SetMemoryRatio. Newer versions have an
+engine of their own, which takes 15 % of the card for its KV cache and streams no tokens: where
+there is a choice, transformers' `generate` is called. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
+from typing import Any
 
+import torch
 from moe_infinity import MoE
 
 from benchmarks.peers.base import main
@@ -15,7 +21,15 @@ from benchmarks.peers.torch_talkers import Generating, best_device
 
 
 def load(o: argparse.Namespace) -> Generating:
-    config = {"offload_path": o.folder, "device_memory_ratio": o.gpu_share}
+    assert o.device_bytes is not None, "--device-bytes"
+    _, total_bytes = torch.cuda.mem_get_info()
+    ratio = min(1.0, o.device_bytes / total_bytes)
+    config: dict[str, Any] = {"offload_path": o.folder, "device_memory_ratio": ratio}
+    with suppress(ImportError):
+        from moe_infinity.utils.config import ArcherConfig  # older ones know no such choice
+
+        if "use_native_engine" in ArcherConfig.__dataclass_fields__:
+            config["use_native_engine"] = False
     return Generating(MoE(o.model, config).generate, best_device(), ("moe-infinity",))
 
 

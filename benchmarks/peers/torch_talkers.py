@@ -6,7 +6,8 @@ Does not know how the model was loaded, nor where its weights are.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
@@ -25,11 +26,21 @@ def versions(packages: Sequence[str]) -> dict[str, Any]:
     return {"version": ", ".join(f"{name} {version(name)}" for name in packages)}
 
 
+def placed(model: Any) -> dict[str, Any]:
+    """How many pieces of a model with a device map are where; nothing where all are on one device,
+    of which transformers makes no map."""
+    places = getattr(model, "hf_device_map", {})
+    return {"placed": Counter(str(place) for place in places.values())}
+
+
 class CausalLm:
     """See worker.Runner: pass by pass. Conversations, all of one length, lie in one tensor."""
 
-    def __init__(self, model: Any, device: str, packages: Sequence[str]) -> None:
-        self._model, self._device, self._packages = model, device, packages
+    def __init__(
+        self, model: Any, device: str, packages: Sequence[str], more: Mapping[str, Any] = {}
+    ) -> None:
+        """more: what `about` says besides."""
+        self._model, self._device, self._packages, self._more = model, device, packages, more
         self.reset()
 
     def reset(self) -> None:
@@ -58,7 +69,7 @@ class CausalLm:
         return values
 
     def about(self) -> dict[str, Any]:
-        return versions(self._packages)
+        return {**versions(self._packages), **self._more}
 
     def _pass(self, rows: list[list[int]]) -> None:
         """Appends rows [B][t] to the conversations; the logits of the last of each."""
@@ -69,7 +80,7 @@ class CausalLm:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        self._past, self._logits = found.past_key_values, found.logits[:, -1]
+        self._past, self._logits = found.past_key_values, found.logits[:, -1].cpu()  # waits
 
 
 class Generating:

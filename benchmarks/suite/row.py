@@ -138,6 +138,13 @@ def limit_bytes(bench: Bench, peer: Peer | None, scenario: Scenario) -> int | No
     return round(max(1.0, wider) * weights + kv + SPARE_BYTES)
 
 
+def device_bytes(bench: Bench, peer: Peer, share: int) -> int:
+    """Of a peer's weights on a GPU: those that ours has there, in as many bits as the peer's."""
+    manifest, model = bench.model.manifest(), bench.model
+    wider = model.bits(peer.weights) / model.bits(None)
+    return round(wider * (manifest.dense_bytes + manifest.slots.max_bytes * share / 100))
+
+
 def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
     """How it is started, and the files that it reads."""
     sizes = ["--threads", str(bench.threads), "--context", str(scenario.context)]
@@ -167,6 +174,7 @@ def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
         how += ["--folder", os.fspath(folder)]
     if scenario.gpu is not None:
         how += ["--gpu-share", str(scenario.gpu / 100)]
+        how += ["--device-bytes", str(device_bytes(bench, peer, scenario.gpu))]
     module = f"benchmarks.peers.{peer.module}"
     return Program([bench.here.python(peer), "-m", module, name, *sizes, *how], file)
 

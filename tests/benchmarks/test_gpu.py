@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu as benchmark
-from benchmarks import gpu_floor
+from benchmarks import gpu_floor, gpu_peers
 from benchmarks.ending import Stages
 from benchmarks.gpu import ROWS
+from benchmarks.models import RaceModel
+from benchmarks.peers.table import Peer
 from benchmarks.shapes import shape, tensors_of
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext
@@ -19,6 +23,12 @@ from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.split import Contended
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.bus import measure_contended
+from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
+from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceBudget
+from moeinf.runtime.gpu import Gpu
+from moeinf.runtime.names import ModelName
+from moeinf.runtime.repack import LocalSource, prospects
+from moeinf.runtime.sizes import parse_memory
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 
@@ -74,6 +84,7 @@ def test_a_row(
     assert found["dense_weights_on"] == "device"
     assert 300 << 20 < found["device_held_bytes"] <= found["device_promised_bytes"] <= 664 << 20
     assert found["device_held_is_measured"]
+    assert found["program"] == "moeinf"
     assert list(disk.iterdir()) == []
 
 
@@ -95,6 +106,99 @@ def test_a_row_without_time_says_what_it_was_at(
     assert found["unfinished"] == "no time left after 1.5 s, at: noise and embedding"
     assert found["seconds"]["noise and embedding"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+_MOE_INFINITY = """
+import time
+import torch
+
+torch.cuda.mem_get_info = lambda: (0, 2_000_000_000)
+
+class MoE:
+    def __init__(self, model_name_or_path, config):
+        room = config["device_memory_ratio"] * 2_000_000_000
+        assert 0 < room < 500_000_000, room
+
+    def generate(self, input_ids, *, streamer, max_new_tokens, **_):
+        assert input_ids.shape == (1, 20) and max_new_tokens == 5
+        streamer.put(input_ids)
+        for _ in range(max_new_tokens):
+            time.sleep(0.002)
+            streamer.put(input_ids[:, -1])
+        return torch.cat([input_ids, input_ids[:, :max_new_tokens]], 1)
+"""
+
+
+def test_another_program_has_the_same_weights_text_and_bytes(
+    fake: Fake,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    new_to_gpus: None,
+) -> None:
+    fake.reset("memory=2000000000,nvml=processes")
+    place = tmp_path / "installed"
+    for name, text in (
+        ("moe_infinity/__init__.py", _MOE_INFINITY),
+        ("moe_infinity-2.0.dist-info/METADATA", "Name: moe-infinity\nVersion: 2.0\n"),
+    ):
+        (place / name).parent.mkdir(parents=True)
+        (place / name).write_text(text)
+    paths = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    row, disk = "deepseek-v2-lite-q4-2GiB", tmp_path / "disk"
+    disk.mkdir()
+    tiny = ["--layers", "3", "--config", json.dumps(_TINY[row]), "--prompt", "20", "--tokens", "4"]
+    where = ["--disk", str(disk), "--device-memory", "900MiB", "--fake", fake.path]
+    held = iter((0, 700_000_000, 600_000_000))
+    monkeypatch.setattr(gpu_peers.HeldMemory, "now_bytes", lambda _: next(held, 0))
+    monkeypatch.setattr(gpu_peers, "_EVERY_S", 0.001)
+    benchmark.main([row, *tiny, *where, "--program", "moe-infinity"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["row"], found["program"]) == (row, "moe-infinity")
+    assert (found["gpu"], found["version"]) == ("Fake GPU", "moe-infinity 2.0")
+    assert found["weights"] == "BF16"
+    assert not found["forced"]
+    assert found["ttft_ms"] >= 2 <= found["tpot_ms"]
+    assert found["device_budget_bytes"] == 900 << 20
+    assert 0 < found["device_weight_bytes"] < (900 << 20) - CONTEXT_BYTES
+    assert (found["device_held_bytes"], found["device_held_is_measured"]) == (700_000_000, True)
+    assert {"date", "command", "driver"} < set(found)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_program_that_is_not_here(
+    fake: Fake, tmp_path: Path, new_to_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.reset("memory=2000000000")
+    monkeypatch.setattr(Peer, "problem", lambda *_, **__: "not installed: pip install it")
+    row = "deepseek-v2-lite-q4-2GiB"
+    tiny = ["--layers", "2", "--config", json.dumps(_TINY[row]), "--disk", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"llama.cpp is not installed: pip install it"):
+        benchmark.main([row, *tiny, "--program", "llama.cpp", "--fake", fake.path])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_weights_may_take_is_what_ours_may() -> None:
+    """Where dense weights and KV cache are on the device, and CUDA's own part is not measured."""
+    model = RaceModel(Path("/nowhere"), "x", shape("deepseek-v2-lite"))
+    inventory = Checkpoint(Path(), model.config, sources(model))
+    manifest = prospects(LocalSource(inventory, "x"), ModelName("x", "q4"))["q4"]
+    kv, budget = manifest.kv_bytes(544), parse_memory("4GiB")
+    gpu = Gpu("a GPU", 8 << 30, 8 << 30, 12080, "libcuda.so.1")
+    placed = DeviceBudget(manifest, budget, gpu).place(544, kv)
+    assert placed.inside
+    ours = placed.dense_bytes + placed.arena_bytes
+    theirs = gpu_peers.weight_bytes(manifest, 4 << 30, 544)
+    assert 0 <= theirs - ours < placed.slot_bytes
+
+
+def sources(model: RaceModel) -> dict[str, SourceTensor]:
+    """The headers of a checkpoint that is nowhere."""
+    return {
+        name: SourceTensor(name, "BF16", sides, Path("/nowhere/file"), 0, 2 * math.prod(sides))
+        for name, sides in tensors_of(model.config)
+    }
 
 
 def test_no_gpu_is_said_before_anything_is_made(tmp_path: Path, new_to_gpus: None) -> None:

@@ -104,9 +104,12 @@ def generate(input_ids, *, streamer, attention_mask, max_new_tokens, min_new_tok
 _MOE_INFINITY = (
     _GENERATE
     + """
+torch.cuda.mem_get_info = lambda: (1500, 2000)
+
 class MoE:
     def __init__(self, model_name_or_path, config):
         assert config["device_memory_ratio"] == 0.35 and config["offload_path"], config
+        assert config.get("use_native_engine", NATIVE) is not True, config
 
     def generate(self, input_ids, **kwargs):
         return generate(input_ids, **kwargs)
@@ -140,6 +143,25 @@ class AutoModelForCausalLM:
         return generate(input_ids, **kwargs)
 """
 )
+_AUTO_MAP = """
+import torch
+from types import SimpleNamespace as Thing
+
+class AutoConfig: ...
+
+class Model:
+    hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    eval = lambda self: self
+
+    def __call__(self, ids, past_key_values, use_cache, logits_to_keep):
+        return Thing(past_key_values=past_key_values, logits=torch.zeros(len(ids), 1, 8))
+
+class AutoModelForCausalLM:
+    @staticmethod
+    def from_pretrained(path, dtype, device_map, max_memory, offload_folder):
+        assert device_map == "auto" and max_memory == {"cpu": 700} and offload_folder, max_memory
+        return Model()
+"""
 _SIZES = """
 from types import SimpleNamespace as Thing
 
@@ -195,6 +217,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(peer: str, model: str, *more: str) -> list[str]:
     sizes = ["--threads", "1", "--context", "64", "--batch", "2", "--gpu-share", "0.35"]
+    sizes += ["--device-bytes", "700"]
     return [sys.executable, "-m", f"benchmarks.peers.{peer}", model, *sizes, *more]
 
 
@@ -235,11 +258,29 @@ def test_a_vllm_without_a_cpu_backend(fakes: Path, tmp_path: Path) -> None:
         talk(command("vllm", str(tmp_path), "--setting", "cpu"))
 
 
-def test_moe_infinity(fakes: Path, tmp_path: Path) -> None:
-    package(fakes, "moe_infinity", _MOE_INFINITY, "moe-infinity")
+@pytest.mark.parametrize("native", [False, True])
+def test_moe_infinity(native: bool, fakes: Path, tmp_path: Path) -> None:
+    """Its ratio is one of the whole card; an engine of its own, if it has one, is not asked for."""
+    package(fakes, "moe_infinity", f"NATIVE = {native}\n{_MOE_INFINITY}", "moe-infinity")
+    if native:
+        package(fakes, "moe_infinity.utils", "", "utils")
+        known = "class ArcherConfig:\n    __dataclass_fields__ = {'use_native_engine': None}\n"
+        package(fakes, "moe_infinity.utils.config", known, "config")
     first, second, about = talk(command("moe_infinity", str(tmp_path), "--folder", str(tmp_path)))
     assert [len(turn["steps"]) for turn in (first, second)] == [2, 2]
     assert about["version"] == "moe-infinity 1.5"
+
+
+def test_accelerate_is_given_bytes_for_weights(fakes: Path, tmp_path: Path) -> None:
+    package(fakes, "transformers", _AUTO_MAP)
+    package(fakes, "accelerate", "def cpu_offload(): ...")
+    package(fakes, "torch-about", "", "torch")
+    more = ["--setting", "gpu", "--folder", str(tmp_path)]
+    first, second, about = talk(command("accelerate", str(tmp_path), *more))
+    assert [len(turn["steps"]) for turn in (first, second)] == [2, 2]
+    assert first["forced"]
+    assert about["placed"] == {"cpu": 2, "disk": 1}
+    assert about["version"].startswith("transformers 1.5, accelerate 1.5, torch ")
 
 
 def test_deepspeed(fakes: Path, tmp_path: Path) -> None:

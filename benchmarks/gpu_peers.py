@@ -1,0 +1,140 @@
+"""Another program in a row of the GPU table: the same weights, text and bytes of the device.
+
+Does not know how a program is driven (peers/, worker.py), nor ours. Of the row's memory a program
+gets for its weights what ours has for them: all but what CUDA, a prefill chunk and the KV cache
+are counted at (runtime/device_plan.py). What it really held of the device is seen from outside.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.ending import Stages
+from benchmarks.models import GGUF_OF_TAG, RaceModel
+from benchmarks.peers.table import PEERS
+from benchmarks.worker import Worker, WorkerFailed
+from moeinf.native import DRIVER_LIBRARY, DeviceError, Driver, NoDriver
+from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
+from moeinf.runtime.held import HeldMemory
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.sizes import MemorySize
+
+PROGRAMS = {
+    "accelerate": PEERS["accelerate gpu"],
+    "llama.cpp": PEERS["llama.cpp gpu"],
+    "moe-infinity": PEERS["MoE-Infinity"],
+}
+_EVERY_S = 0.02  # between two looks at the device's memory
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row for a program. python: where it is installed; library: the libcuda that is asked."""
+
+    program: str
+    python: str
+    tag: str
+    device_memory: MemorySize
+    prompt: list[int]
+    answer: list[int]
+    threads: int
+    library: str | None = None
+
+    @property
+    def context(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+def weight_bytes(manifest: Manifest, budget_bytes: int, context: int) -> int:
+    """What weights may take of a budget, dense ones included."""
+    besides = dense_workspace_bytes(manifest, context) + manifest.kv_bytes(context)
+    return budget_bytes - CONTEXT_BYTES - besides
+
+
+def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
+    """Makes the program's weights and measures it. SystemExit where it is not here, cannot run, or
+    fails."""
+    peer = PROGRAMS[asked.program]
+    try:
+        driver = Driver(asked.library or DRIVER_LIBRARY)
+        gpu, total_bytes, bus = driver.info(0)  # no context: all of the device is the program's
+    except (NoDriver, DeviceError) as error:
+        raise SystemExit(f"no GPU: {error}") from error
+    why = peer.problem(asked.python, None, None, gpu=True)
+    if why is not None:
+        raise SystemExit(f"{asked.program} is {why}")
+    held = HeldMemory(bus)
+    budget = asked.device_memory.of(total_bytes)
+    weights = weight_bytes(model.prospect(asked.tag), budget, asked.context)
+    stages.begin("weights")
+    if peer.weights == "gguf":
+        kind = GGUF_OF_TAG[asked.tag]
+        file = model.peer(kind, asked.python)
+    else:
+        kind, file = "BF16", model.huggingface()
+    offload = model.cache / "offload"
+    offload.mkdir()
+    command = [asked.python, "-m", f"benchmarks.peers.{peer.module}", os.fspath(file)]
+    command += ["--threads", str(asked.threads), "--context", str(asked.context)]
+    command += ["--setting", peer.setting, "--folder", os.fspath(offload)]
+    command += ["--device-bytes", str(weights)]
+    stages.begin("loading")
+    try:
+        with seen(held) as most, Worker(command) as worker:
+            for number in ("first", "second"):
+                stages.begin(f"{number} prompt and answer")
+                worker.ask("reset")
+                text = {"prompts": [asked.prompt], "answers": [asked.answer]}
+                turn = worker.ask("turn", **text, limit_s=float("inf"))
+            about = worker.ask("about")
+    except WorkerFailed as error:
+        raise SystemExit(f"{asked.program}, at: {stages.now}: {error}") from error
+    stages.end()
+    return {
+        "gpu": gpu,
+        "driver": driver.version,
+        "version": about["version"],
+        "weights": kind,
+        "placed": about.get("placed"),
+        "forced": turn["forced"],
+        "ttft_ms": round(turn["first"] * 1e3, 1),
+        "tpot_ms": round(statistics.median(turn["steps"]) * 1e3, 2),
+        "device_budget_bytes": budget,
+        "device_weight_bytes": weights,
+        "device_held_bytes": most.bytes or None,
+        "device_held_is_measured": most.bytes > 0,
+        "host_peak_bytes": turn["peak_bytes"],
+    }
+
+
+@dataclass
+class Most:
+    """0: nobody says."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def seen(held: HeldMemory) -> Iterator[Most]:
+    """The most that the device held more than at first, whoever holds it, while within."""
+    most, over = Most(), threading.Event()
+
+    def look() -> None:
+        while True:
+            most.bytes = max(most.bytes, held.now_bytes() or 0)
+            if over.wait(_EVERY_S):
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
