@@ -1,6 +1,7 @@
 """torch's CUDA graphs as they are asked for, on a torch whose CUDA is made up: nothing is computed.
 
-What it cannot show is what graphs do; tests/runtime/test_real_gpu.py runs where there is a GPU.
+What it cannot show is what graphs do: tests/runtime/test_real_gpu.py asserts where there is a GPU
+that a decode step's were rehearsed and repeat its bits.
 """
 
 from __future__ import annotations

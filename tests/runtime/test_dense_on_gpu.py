@@ -31,6 +31,7 @@ from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
+from tests.runtime import on_a_gpu
 from tests.runtime.test_encoder_decoders import checkpoint
 from tests.runtime.test_families import CONFIGS, GREEDY, pulled
 from tests.strict_device import PLACE, Strict
@@ -142,6 +143,17 @@ def test_residency_chooses_nothing(
             assert devices[-1].limits[1:] == [torchs]
         assert devices[-1].limits[-1] == 0  # it has ended
     assert found == found[:1] * 4
+
+
+@pytest.mark.parametrize(("name", "tag"), on_a_gpu.MODELS)
+def test_what_a_real_gpu_must_do_this_one_does(
+    name: str, tag: str, fake: Fake, tmp_path: Path, new_to_gpus: None,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    model = on_a_gpu.installed(name, tag, tmp_path)
+    request.getfixturevalue("strict")
+    fake.reset("mode=deferred,seed=3,memory=2000000000,context=314572800,nvml=processes")
+    on_a_gpu.check(model, fake.path, graphs_pay=True)
 
 
 def test_no_memory_between_experts(

@@ -1,4 +1,8 @@
-"""The demo on a real GPU, against the CPU; skipped where there is none."""
+"""Engines on a real GPU, against the CPU; skipped where there is none.
+
+Dense weights and KV cache on the GPU, with its linears, attention, router, prefill and graphs: what
+on_a_gpu.py asserts. With dense weights in RAM, experts alone: the CPU's tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.gpu import Gpu, find_gpu
-from moeinf.runtime.library import Library
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.sizes import parse_memory
-from tests.conftest import Open
+from tests.conftest import pull
+from tests.runtime import on_a_gpu
 from tests.runtime.test_engine import PROMPTS, tokens
 
 pytestmark = [
@@ -23,27 +28,33 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("miss", MISSES)
-@pytest.mark.parametrize("slots", [4, 60, 192])
-def test_the_cpus_tokens(
-    slots: int, miss: Miss, demo_home: Path, tmp_path: Path, open_engine: Open
-) -> None:
+@pytest.mark.parametrize(("name", "tag"), on_a_gpu.MODELS)
+def test_dense_weights_there(name: str, tag: str, tmp_path: Path) -> None:
+    on_a_gpu.check(on_a_gpu.installed(name, tag, tmp_path), None, graphs_pay=False)
+
+
+@pytest.mark.parametrize("tag", ["bf16", "q8", "q4"])
+def test_the_cpus_tokens_with_dense_weights_in_ram(tag: str, tmp_path: Path) -> None:
     """Up to 16 rows an expert's kernels have the CPU's bits."""
-    expected = [tokens(open_engine(), prompt) for prompt in PROMPTS]
-    (tmp_path / "models").symlink_to(demo_home / "models")
     settings = Settings(tmp_path)
-    manifest, folder = Library(settings).read("demo")
+    manifest = pull(DEMO_CHECKPOINT, settings, f"demo:{tag}")
+    folder = Library(settings).folder(manifest.model)
+    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+        expected = [tokens(engine, prompt) for prompt in PROMPTS]
     gpu = find_gpu()
     assert isinstance(gpu, Gpu)
     own = CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes + CODE_BYTES
-    budget = own + workspace_bytes(manifest) + slots * manifest.slots.slot_bytes
-    config = EngineConfig(
-        memory=parse_memory("30%"), device="cuda", miss=miss,
-        device_memory=parse_memory(str(budget)),
-    )  # fmt: skip
-    with Engine(manifest, folder, config, settings) as engine:
-        assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
-        assert engine.store.idle
-        assert engine.gpu is not None
-        held = engine.gpu.promise.look()
-        assert held.peak_bytes <= budget, held
+    ways: list[tuple[int, Miss]] = [(slots, miss) for slots in (4, 60) for miss in MISSES]
+    for slots, miss in ways:
+        budget = own + workspace_bytes(manifest) + slots * manifest.slots.slot_bytes
+        config = EngineConfig(
+            memory=parse_memory("30%"), device="cuda", miss=miss,
+            device_memory=parse_memory(str(budget)),
+        )  # fmt: skip
+        with Engine(manifest, folder, config, settings) as engine:
+            placed = engine.placement.on_device
+            assert placed is not None
+            assert (placed.inside, placed.slots) == (False, slots)
+            assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
+            assert engine.store.idle
+            on_a_gpu.check_promise(engine, None)

@@ -1,0 +1,175 @@
+"""What an engine with dense weights and KV cache on a GPU must do, whichever GPU: asserted once.
+
+Does not know whether the GPU is real. test_real_gpu.py calls it where there is one, with the
+product's kernels; test_dense_on_gpu.py calls it with the fake, so that what is asserted is known to
+hold there, and that this file works.
+
+Logits are compared with the CPU's engine over the same tokens. Both round to 8 bits of mantissa
+(bfloat16) or 7 (activations of the other formats) after every product, in another order, so they
+are not the same. With the fake, which only attends in another order, the step in the middle is 0.5
+to 1.5 % of the CPU's logits away; a token on the edge may go to another expert, and then it is up
+to 30 %. So half of the steps must be within NEAR, all but two within FAR, and none beyond FARTHEST:
+logits that have nothing to do with one another are 140 % apart.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.split import Miss
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, dense_workspace_bytes
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.gpu import Gpu, find_gpu
+from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.sizes import parse_memory
+from scripts.make_checkpoint import byte_tokenizer
+from tests.conftest import pull
+from tests.tiny import save_tiny
+from tests.tiny_mxfp4 import save_mxfp4
+
+# Checkpoint and tag: every format of experts, grouped-query and latent attention, a window, sinks.
+MODELS = [
+    ("demo", "bf16"), ("demo", "q8"), ("demo", "q4"), ("gpt-oss-blocks", "mxfp4"),
+    ("deepseek-lite", "bf16"),
+]  # fmt: skip
+NEAR, FAR, FARTHEST = 0.05, 0.1, 0.7
+CONTEXT = 400  # or all that a model has
+STEPS = 10  # decoded; the third one's graphs are the first
+Logits = list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The logits after the prompt and after every token, and the tokens."""
+
+    logits: Logits
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A model, where it is, and what the CPU's engine answers."""
+
+    manifest: Manifest
+    settings: Settings
+    expected: Answer
+
+    @property
+    def folder(self) -> Path:
+        return Library(self.settings).folder(self.manifest.model)
+
+
+def installed(name: str, tag: str, place: Path) -> Installed:
+    """Makes it below `place`."""
+    checkpoint = place / "checkpoint"
+    if name == "demo":
+        shutil.copytree(DEMO_CHECKPOINT, checkpoint)
+    else:
+        if tag == "mxfp4":
+            save_mxfp4(checkpoint)
+        else:
+            save_tiny(name, checkpoint, seed=3)
+        byte_tokenizer().save(str(checkpoint / "tokenizer.json"))
+    settings = Settings(place / "home")
+    manifest = pull(checkpoint, settings, f"tiny:{tag}")
+    config = EngineConfig(memory=parse_memory("100%"), context=context_of(manifest))
+    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+        return Installed(manifest, settings, answered(engine))
+
+
+def context_of(manifest: Manifest) -> int:
+    return min(CONTEXT, manifest.max_context)
+
+
+def answered(engine: Engine, forced: list[int] | None = None) -> Answer:
+    """To a prompt of more than 16 rows for some experts, of more than one chunk where the context
+    has room: its own most likely tokens, or those that are given."""
+    state = engine.new_state()
+    prompt = [5 + 7 * i % 89 for i in range(context_of(engine.manifest) - 2 * STEPS)]
+    request = engine.begin_request(state)
+    logits, tokens = [engine.extend(state, prompt).copy()], list[int]()
+    for step in range(STEPS):
+        tokens.append(int(logits[-1].argmax()) if forced is None else forced[step])
+        logits.append(engine.extend(state, tokens[-1:]).copy())  # graphs write them anew
+    engine.end_request(request, counts=False)
+    assert engine.store.idle
+    return Answer(logits, tokens)
+
+
+def opened(model: Installed, slots: int, miss: Miss, library: str | None) -> Engine:
+    """An engine whose budget has room for dense weights, KV cache and so many slots; no more."""
+    gpu = find_gpu(library)
+    assert isinstance(gpu, Gpu)
+    manifest, context = model.manifest, context_of(model.manifest)
+    budget = CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes + CODE_BYTES
+    budget += dense_workspace_bytes(manifest, context) + manifest.dense_bytes
+    budget += manifest.kv_bytes(context) + slots * manifest.slots.slot_bytes
+    config = EngineConfig(
+        memory=parse_memory("100%"), context=context, device="cuda", miss=miss, libcuda=library,
+        device_memory=parse_memory(str(budget)),
+    )  # fmt: skip
+    return Engine(manifest, model.folder, config, model.settings)
+
+
+def check(model: Installed, library: str | None, graphs_pay: bool) -> None:
+    """All slots and ways with misses. graphs_pay: they surely do; else a note may say why not."""
+    sizes, own = model.manifest.slots, dict[tuple[int, Miss], Answer]()
+    few, some, all_of_them = sizes.top_k, max(sizes.top_k, sizes.experts // 3), sizes.experts
+    ways: list[tuple[int, Miss]] = [(few, "fetch"), (some, "fetch"), (all_of_them, "fetch")]
+    ways += [(some, "compute"), (few, "auto"), (some, "auto")]
+    for slots, miss in ways:
+        with opened(model, slots, miss, library) as engine:
+            check_place(engine, slots)
+            near(answered(engine, model.expected.tokens).logits, model.expected.logits)
+            own[slots, miss] = answered(engine)
+            check_graphs(engine, graphs_pay)
+            check_promise(engine, library)
+    first, *others = own.values()
+    for answer in others:
+        assert answer.tokens == first.tokens
+    for slots in (some, all_of_them):  # with all on the device residency chooses nothing
+        for mine, its in zip(own[slots, "fetch"].logits, first.logits, strict=True):
+            np.testing.assert_array_equal(mine, its)
+
+
+def check_place(engine: Engine, slots: int) -> None:
+    placed = engine.placement.on_device
+    assert placed is not None
+    assert placed.inside
+    assert placed.slots == slots
+
+
+def near(found: Logits, expected: Logits) -> None:
+    """See above."""
+    distances = [
+        float(np.linalg.norm(mine - its) / np.linalg.norm(its))
+        for mine, its in zip(found, expected, strict=True)
+    ]
+    half, most, last = (sorted(distances)[place] for place in (len(distances) // 2, -3, -1))
+    assert half <= NEAR, distances
+    assert most <= FAR, distances
+    assert last <= FARTHEST, distances
+
+
+def check_graphs(engine: Engine, pay: bool) -> None:
+    """They were rehearsed, once, and ran; where they need not pay a note may have measured it."""
+    (said,) = (note for note in engine.take_notes() if "CUDA graphs" in note)
+    ran, not_worth = "CUDA graphs: the dense part of a", "no CUDA graphs: the dense part of a"
+    assert said.startswith(ran) or (not pay and said.startswith(not_worth)), said
+
+
+def check_promise(engine: Engine, library: str | None) -> None:
+    """--device-memory is kept, as NVML sees it where it does."""
+    gpu = find_gpu(library)
+    assert isinstance(gpu, Gpu)
+    assert engine.gpu is not None
+    held = engine.gpu.promise.look()
+    assert held.measured == (gpu.context_bytes is not None)
+    assert held.peak_bytes <= engine.gpu.placement.budget_bytes, held
