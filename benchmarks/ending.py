@@ -33,9 +33,11 @@ class Ended(BaseException):
 
 
 class Stages:
-    """What the command is at, said on standard error, and how long each stage took."""
+    """What the command is at, said on standard error, and how long each stage took. began_at: of
+    time.monotonic()."""
 
     def __init__(self) -> None:
+        self.began_at = time.monotonic()
         self.seconds: dict[str, float] = {}
         self.now = "starting"
         self._began = time.perf_counter()

@@ -115,6 +115,7 @@ def measure(
     least = floor(took, speeds, gpu.placement.inside, disk)
     tpot, held = statistics.median(seconds), gpu.promise.look()
     return {
+        "decoded_tokens": steps,
         "ttft_ms": round(first_s * 1e3, 1),
         "tpot_ms": round(tpot * 1e3, 2),
         "device_hit_rate": round(stats.decode_device_hits / stats.decode_events, 4),
@@ -199,7 +200,7 @@ def beside(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any
     model = calibrated(folder, row.shape, config, calibration)
     asked = Asked(
         o.program, o.python, row.tag, memory, text[: o.prompt], text[o.prompt :], core_count(),
-        o.fake,
+        stages.began_at + o.limit, o.fake,
     )  # fmt: skip
     return run_program(asked, model, stages)
 

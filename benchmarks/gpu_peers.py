@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +31,18 @@ PROGRAMS = {
     "llama.cpp": PEERS["llama.cpp gpu"],
     "moe-infinity": PEERS["MoE-Infinity"],
 }
+_WARM_TOKENS = 2  # of a first answer, which does not count: some take seconds for a token
+_SPARE_S = 20.0  # of the row's time, to end in
 _EVERY_S = 0.02  # between two looks at the device's memory
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A row for a program. python: where it is installed; library: the libcuda that is asked."""
+    """A row for a program. python: where it is installed; library: the libcuda that is asked.
+
+    end_at: of time.monotonic(); an answer that is not done shortly before ends there, and its
+    tokens so far are what is measured.
+    """
 
     program: str
     python: str
@@ -44,6 +51,7 @@ class Asked:
     prompt: list[int]
     answer: list[int]
     threads: int
+    end_at: float
     library: str | None = None
 
     @property
@@ -87,15 +95,18 @@ def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
     stages.begin("loading")
     try:
         with seen(held) as most, Worker(command) as worker:
-            for number in ("first", "second"):
+            for number, count in (("first", _WARM_TOKENS), ("second", len(asked.answer))):
                 stages.begin(f"{number} prompt and answer")
                 worker.ask("reset")
-                text = {"prompts": [asked.prompt], "answers": [asked.answer]}
-                turn = worker.ask("turn", **text, limit_s=float("inf"))
+                text = {"prompts": [asked.prompt], "answers": [asked.answer[:count]]}
+                left = asked.end_at - _SPARE_S - time.monotonic()
+                turn = worker.ask("turn", **text, limit_s=max(0.0, left))
             about = worker.ask("about")
     except WorkerFailed as error:
         raise SystemExit(f"{asked.program}, at: {stages.now}: {error}") from error
     stages.end()
+    if not turn["steps"]:
+        raise SystemExit(f"{asked.program}: no second token in time")
     return {
         "gpu": gpu,
         "driver": driver.version,
@@ -103,6 +114,7 @@ def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
         "weights": kind,
         "placed": about.get("placed"),
         "forced": turn["forced"],
+        "decoded_tokens": len(turn["steps"]),
         "ttft_ms": round(turn["first"] * 1e3, 1),
         "tpot_ms": round(statistics.median(turn["steps"]) * 1e3, 2),
         "device_budget_bytes": budget,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -120,7 +122,7 @@ class MoE:
         assert 0 < room < 500_000_000, room
 
     def generate(self, input_ids, *, streamer, max_new_tokens, **_):
-        assert input_ids.shape == (1, 20) and max_new_tokens == 5
+        assert input_ids.shape == (1, 20) and max_new_tokens in (3, 7)
         streamer.put(input_ids)
         for _ in range(max_new_tokens):
             time.sleep(0.002)
@@ -148,7 +150,7 @@ def test_another_program_has_the_same_weights_text_and_bytes(
     monkeypatch.setenv("PYTHONPATH", paths)
     row, disk = "deepseek-v2-lite-q4-2GiB", tmp_path / "disk"
     disk.mkdir()
-    tiny = ["--layers", "3", "--config", json.dumps(_TINY[row]), "--prompt", "20", "--tokens", "4"]
+    tiny = ["--layers", "3", "--config", json.dumps(_TINY[row]), "--prompt", "20", "--tokens", "6"]
     where = ["--disk", str(disk), "--device-memory", "900MiB", "--fake", fake.path]
     held = iter((0, 700_000_000, 600_000_000))
     monkeypatch.setattr(gpu_peers.HeldMemory, "now_bytes", lambda _: next(held, 0))
@@ -159,12 +161,54 @@ def test_another_program_has_the_same_weights_text_and_bytes(
     assert (found["gpu"], found["version"]) == ("Fake GPU", "moe-infinity 2.0")
     assert found["weights"] == "BF16"
     assert not found["forced"]
+    assert found["decoded_tokens"] == 6
     assert found["ttft_ms"] >= 2 <= found["tpot_ms"]
     assert found["device_budget_bytes"] == 900 << 20
     assert 0 < found["device_weight_bytes"] < (900 << 20) - CONTEXT_BYTES
     assert (found["device_held_bytes"], found["device_held_is_measured"]) == (700_000_000, True)
     assert {"date", "command", "driver"} < set(found)
     assert list(disk.iterdir()) == []
+
+
+class _SlowWorker:
+    """Of a program that decodes two tokens in its time. asked: its turns."""
+
+    asked: ClassVar[list[tuple[int, float]]] = []
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+
+    def __enter__(self) -> _SlowWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ask(self, do: str, **given: Any) -> dict[str, Any]:
+        if do == "turn":
+            self.asked.append((len(given["answers"][0]), given["limit_s"]))
+        turn = {"first": 1.0, "steps": [2.0, 4.0], "forced": True, "peak_bytes": 5}
+        return turn | {"version": "slow 1.0"}
+
+
+def test_a_slow_program_is_measured_by_what_it_has_decoded_in_time(
+    fake: Fake, tmp_path: Path, new_to_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first answer, which does not count, is short."""
+    fake.reset("memory=2000000000")
+    monkeypatch.setattr(gpu_peers, "Worker", _SlowWorker)
+    monkeypatch.setattr(Peer, "problem", lambda *_, **__: None)
+    row = ROWS["deepseek-v2-lite-q4-2GiB"]
+    config = {**shape(row.shape, 2), **_TINY[row.name]}
+    model, memory = RaceModel(tmp_path, "tiny", config), parse_memory("1GiB")
+    text, end_at = list(range(24)), time.monotonic() + 500
+    asked = gpu_peers.Asked(
+        "accelerate", "python", "q4", memory, text[:20], text[20:], 1, end_at, fake.path
+    )
+    found = gpu_peers.run(asked, model, Stages())
+    assert (found["decoded_tokens"], found["tpot_ms"], found["ttft_ms"]) == (2, 3000.0, 1000.0)
+    (first, _), (second, limit_s) = _SlowWorker.asked
+    assert (first, second) == (2, 4)
+    assert 300 < limit_s < 490
 
 
 def test_a_program_that_is_not_here(
