@@ -43,7 +43,7 @@ from benchmarks.gpu_peers import run as run_program
 from benchmarks.shapes import shape
 from moeinf.offload.split import MISSES
 from moeinf.runtime import gpu as gpus
-from moeinf.runtime.bench import decode, prefill, token_bytes
+from moeinf.runtime.bench import decode, machine, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.devices import now
 from moeinf.runtime.engine import Engine
@@ -186,6 +186,7 @@ def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
         return {
             "gpu": engine.gpu.placement.gpu,
             "driver": driver.driver_version,
+            "version": "this clone",
             **found,
         }
 
@@ -216,6 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         pretend(o.fake)
     about = {"row": o.row, "program": o.program or OURS, "date": now(), "command": _command()}
+    about |= {"machine": machine()}
     stages, found = Stages(), dict[str, Any]()
     try:
         with ending(o.limit), folder_that_goes(o.disk, "moeinf-gpu-") as folder:

@@ -80,6 +80,8 @@ def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
     held = HeldMemory(bus)
     budget = asked.device_memory.of(total_bytes)
     weights = weight_bytes(model.prospect(asked.tag), budget, asked.context)
+    if weights <= 0:
+        raise SystemExit(f"{budget} bytes of device memory leave none for weights")
     stages.begin("weights")
     if peer.weights == "gguf":
         kind = GGUF_OF_TAG[asked.tag]
@@ -88,7 +90,9 @@ def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
         kind, file = "BF16", model.huggingface()
     offload = model.cache / "offload"
     offload.mkdir()
-    command = [asked.python, "-m", f"benchmarks.peers.{peer.module}", os.fspath(file)]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # some would use all GPUs
+    command = ["env", f"CUDA_VISIBLE_DEVICES={first}"]
+    command += [asked.python, "-m", f"benchmarks.peers.{peer.module}", os.fspath(file)]
     command += ["--threads", str(asked.threads), "--context", str(asked.context)]
     command += ["--setting", peer.setting, "--folder", os.fspath(offload)]
     command += ["--device-bytes", str(weights)]

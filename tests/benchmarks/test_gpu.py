@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -87,6 +88,7 @@ def test_a_row(
     assert 300 << 20 < found["device_held_bytes"] <= found["device_promised_bytes"] <= 664 << 20
     assert found["device_held_is_measured"]
     assert found["program"] == "moeinf"
+    assert {"date", "command", "driver", "machine", "version"} < set(found)
     assert list(disk.iterdir()) == []
 
 
@@ -166,17 +168,18 @@ def test_another_program_has_the_same_weights_text_and_bytes(
     assert found["device_budget_bytes"] == 900 << 20
     assert 0 < found["device_weight_bytes"] < (900 << 20) - CONTEXT_BYTES
     assert (found["device_held_bytes"], found["device_held_is_measured"]) == (700_000_000, True)
-    assert {"date", "command", "driver"} < set(found)
+    assert {"date", "command", "driver", "machine"} < set(found)
     assert list(disk.iterdir()) == []
 
 
 class _SlowWorker:
-    """Of a program that decodes two tokens in its time. asked: its turns."""
+    """Of a program that decodes two tokens in its time. asked: its turns; command: its start."""
 
     asked: ClassVar[list[tuple[int, float]]] = []
+    command: ClassVar[list[str]] = []
 
     def __init__(self, command: list[str]) -> None:
-        self.command = command
+        self.command[:] = command
 
     def __enter__(self) -> _SlowWorker:
         return self
@@ -196,6 +199,7 @@ def test_a_slow_program_is_measured_by_what_it_has_decoded_in_time(
     """Its first answer, which does not count, is short."""
     fake.reset("memory=2000000000")
     monkeypatch.setattr(gpu_peers, "Worker", _SlowWorker)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     monkeypatch.setattr(Peer, "problem", lambda *_, **__: None)
     row = ROWS["deepseek-v2-lite-q4-2GiB"]
     config = {**shape(row.shape, 2), **_TINY[row.name]}
@@ -209,6 +213,10 @@ def test_a_slow_program_is_measured_by_what_it_has_decoded_in_time(
     (first, _), (second, limit_s) = _SlowWorker.asked
     assert (first, second) == (2, 4)
     assert 300 < limit_s < 490
+    assert _SlowWorker.command[:3] == ["env", "CUDA_VISIBLE_DEVICES=1", "python"]
+    less = replace(asked, device_memory=parse_memory("512MiB"))
+    with pytest.raises(SystemExit, match="leave none for weights"):
+        gpu_peers.run(less, model, Stages())
 
 
 def test_a_program_that_is_not_here(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers.table import PEERS
 from benchmarks.suite import models, scenarios
 from benchmarks.suite.command import main
 from benchmarks.suite.report import OtherModel, Results, markdown
@@ -161,6 +162,10 @@ def test_a_gpu_budget_holds_the_share_of_experts_beside_all_else(cache: Path) ->
     assert placed.inside
     assert placed.slots == round(manifest.slots.max_bytes * 0.35) // manifest.slots.slot_bytes
     assert 0 < placed.slots < manifest.slots.experts
+    theirs = program(bench, PEERS["MoE-Infinity"], scenario).command  # in bfloat16
+    weights = manifest.dense_bytes + manifest.slots.max_bytes * 0.35
+    given = int(theirs[theirs.index("--device-bytes") + 1])
+    assert given == pytest.approx(weights * 16 / 4.75, abs=1)
 
 
 def test_the_whole_command(cache: Path) -> None:
