@@ -19,8 +19,6 @@ from moeinf.models.rope import rotate_half
 
 SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
 _WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB, in a core's own cache
-_FUSED_WIDTHS = 8  # a GPU's fused attention takes heads of multiples of it
-_WIDENED_ON_DEVICE = 1 << 22  # the same on a GPU, where a piece costs launches
 
 
 def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:
@@ -59,7 +57,7 @@ def attend(
     if window is not None:
         seen = min(k.shape[1], len(q) + window - 1)
         k, v = k[:, -seen:], v[:, -seen:]
-    if len(q) == 1 and (sinks is not None or q.device.type == "cpu"):
+    if len(q) == 1:
         heads = q[0].view(len(k), -1, q.shape[2])  # [G, H/G, W]
         blocks = head_blocks(len(k), heads.shape[1] * k.shape[1] * 8)
         groups = None if sinks is None else sinks.view(len(k), -1)  # [G, H/G]
@@ -71,7 +69,7 @@ def attend(
         ).view(1, -1)
     new, total, width = len(q), k.shape[1], v.shape[2]
     mask = None
-    if sinks is not None or (new > 1 and (new != total or window is not None)):
+    if sinks is not None or new != total or window is not None:
         mask = causal_mask(new, total, window, q.device)
     q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
     if sinks is not None and mask is not None:  # with sinks there always is one
@@ -79,7 +77,7 @@ def attend(
         mask = functional.pad(mask, (1, 0), value=True)  # [T, 1 + S]
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # no copies
     out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None and new > 1, scale=scale
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
     )
     return out[..., :width].permute(2, 0, 1, 3).flatten(1)
 
@@ -87,15 +85,12 @@ def attend(
 def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One more dimension, and before all keys one with no value whose product with q is the sink.
 
-    q [G, P, T, W], k and v [G, S, W] and sinks [G·P] -> W + 1, or what a GPU's fused kernels take,
-    and S + 1. torch's fused attention
+    q [G, P, T, W], k and v [G, S, W] and sinks [G·P] -> W + 1 and S + 1. torch's fused attention
     has no sinks; as a mask they would be T × S × H numbers.
     """
-    more = 1 if q.device.type == "cpu" else _FUSED_WIDTHS
     extra = sinks.to(q.dtype).view(len(k), -1, 1, 1).expand(-1, -1, q.shape[2], 1)
-    extra = functional.pad(extra, (0, more - 1))
-    k, v = (functional.pad(x, (0, more, 1, 0)) for x in (k, v))
-    k[:, 0, -more] = 1
+    k, v = (functional.pad(x, (0, 1, 1, 0)) for x in (k, v))
+    k[:, 0, -1] = 1
     return torch.cat((q, extra), -1), k, v
 
 
@@ -111,8 +106,7 @@ def attend_one(
     bfloat16, S 2048: 2.0 ms against 4.4, and 2.8 more the first time that an S is seen.
     """
     total = k.shape[1]
-    items = _WIDENED_ITEMS if k.device.type == "cpu" else _WIDENED_ON_DEVICE
-    step = max(1, items // (k.shape[0] * k.shape[2]))
+    step = max(1, _WIDENED_ITEMS // (k.shape[0] * k.shape[2]))
     pieces = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     wide = q.float() * scale
     scores = torch.cat([wide @ k[:, piece].float().mT for piece in pieces], -1)  # [G, P, S]

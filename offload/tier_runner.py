@@ -24,8 +24,10 @@ from torch import Tensor
 
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.residency import Residency
-from moeinf.offload.slot_math import SlotMath
+from moeinf.offload.slot_math import MOST_ROWS, SlotMath
 from moeinf.offload.split import FEW_ROWS, Miss, Split
+
+assert FEW_ROWS <= MOST_ROWS  # of more the CPU and the device have other bits, and `auto` divides
 
 
 class OutOfMemory(MemoryError):
