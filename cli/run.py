@@ -155,7 +155,8 @@ def run(
         partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)
         code = _converse(partner, begun, None if interactive else text, ways, settings, out)
         answer = partner.last
-        if config.trace and not interactive and answer is not None:
+        alone = engine.gpu is None  # a plan believes the figures to be the CPU's
+        if config.trace and alone and not interactive and answer is not None:
             remember_speed(
                 settings,
                 manifest.model,

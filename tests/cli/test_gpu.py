@@ -101,6 +101,20 @@ def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not found["held_is_measured"]
 
 
+def test_its_speed_is_not_taken_for_the_cpus(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["run", "demo", "4091 in words", "--quiet"]
+    assert answer([*line, "--device", "cuda"]) == 0
+    capsys.readouterr()
+    assert answer(["plan", "demo"]) == 0
+    assert "measured here" not in capsys.readouterr().out
+    assert answer(line) == 0  # it is long enough to be remembered
+    capsys.readouterr()
+    assert answer(["plan", "demo"]) == 0
+    assert "measured here" in capsys.readouterr().out
+
+
 def test_devices_measure_the_bus(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
