@@ -39,7 +39,8 @@ from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
 
 _BOUND = "memory traffic alone, uniformly random routing"
-_UNKNOWN = "everything is on the GPU, whose own memory was not measured"
+_BELOW = "RAM, bus and disk alone; the GPU's own time is not counted"
+_UNKNOWN = "nearly everything is on the GPU, whose own time was not measured"
 
 
 def plan(
@@ -105,8 +106,8 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a model would do here. bound: what memory traffic alone would allow; None: all of it is
-    in the GPU's own memory, of which nobody knows how fast it is read."""
+    """What a model would do here. tokens_per_s: None with a GPU, whose own time nobody knows.
+    bound: what traffic of RAM, bus and disk alone would allow; None: nearly all is on the GPU."""
 
     placement: Placement
     disk_bytes: int
@@ -115,6 +116,7 @@ class _Expected:
     bound: float | None
     miss: Miss
     bus: tuple[float, str] | None = None  # bytes per second, and when that was measured
+    measured: bool = False  # tokens_per_s: not what memory traffic would allow
 
 
 def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
@@ -141,14 +143,15 @@ def _expect(
     speed = None if bus is None else bus[0]
     seconds = seconds_per_token(placement, manifest, machine.speeds, config.miss, speed)
     bound = 1 / seconds if seconds else None
-    # What was measured is of the CPU alone.
-    seen = remembered_speed(settings, manifest.model, placement.slots) if gpu is None else None
     disk = manifest.slots.max_bytes + manifest.dense_bytes
+    if gpu is not None:
+        how = _UNKNOWN if bound is None else f"at most {bound:.1f} by {_BELOW}"
+        return _Expected(placement, disk, None, how, bound, config.miss, bus)
+    seen = remembered_speed(settings, manifest.model, placement.slots)
     if seen is None:
-        how = _UNKNOWN if bound is None else _BOUND
-        return _Expected(placement, disk, bound, how, bound, config.miss, bus)
+        return _Expected(placement, disk, bound, _BOUND, bound, config.miss)
     how = f"measured here with this --memory on {seen[1]}"
-    return _Expected(placement, disk, seen[0], how, bound, config.miss)
+    return _Expected(placement, disk, seen[0], how, bound, config.miss, measured=True)
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ def _line(tag: str, row: _Expected | _TooBig, experts: int) -> list[str]:
         format_bytes(row.disk_bytes),
         format_bytes(placement.min_memory_bytes),
         f"{placement.slots} of {experts}",
-        f"at most {_speed(row)}" if row.how == _BOUND else _speed(row),
+        f"at most {row.bound:.1f}" if row.bound and not row.measured else _speed(row),
     ]
 
 

@@ -20,6 +20,7 @@ from moeinf.runtime.sizes import format_bytes
 HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
+_DEVICE_FASTER = 32  # times as fast as RAM or a bus a device reads its own memory, at most
 _CONTEXT_SHARE = 0.25  # of what is free beside --memory: the KV cache, unless --ctx is given
 
 
@@ -199,7 +200,8 @@ def seconds_per_token(
     that has no slot is read from disk first. Real routing repeats itself: hits are more frequent.
     What is on a device is not read from RAM, and what the device itself takes for it is unknown;
     the others are read by the bus, by the CPU, or by both at once. A bus that was never measured
-    counts as infinitely fast to fetch, and not at all to `auto`. 0: all is on the device.
+    counts as infinitely fast to fetch, and not at all to `auto`. 0: so much is on the device that
+    what is unknown decides.
     """
     slots, above = manifest.slots, placement.on_device
     routed = manifest.layers * manifest.top_k * slots.slot_bytes
@@ -209,6 +211,9 @@ def seconds_per_token(
     if above is None:
         return ram + routed / speeds.ram_bytes_per_s + disk
     below = 1 - above.slots / slots.experts
+    counted = routed * below + (0 if inside else manifest.dense_bytes)
+    if manifest.dense_bytes + routed - counted > _DEVICE_FASTER * counted:
+        return 0.0
     bus = bus_bytes_per_s or (math.inf if miss == "fetch" else 0.0)
     cpu = 0.0 if miss == "fetch" else speeds.ram_bytes_per_s
     rate = cpu if miss == "compute" else bus + cpu

@@ -64,7 +64,7 @@ def test_a_plan_says_where_its_figures_come_from(
     text = capsys.readouterr().out
     assert "of Fake GPU" in text
     assert "(never measured: `moeinf devices` does)" in text
-    assert "? tokens/s (everything is on the GPU, whose own memory was not measured)" in text
+    assert "? tokens/s (nearly everything is on the GPU, whose own time was not measured)" in text
     assert answer(["plan", "demo", "--device", "cuda", "--device-memory", "642MiB"]) == 0
     said = capsys.readouterr()
     assert "no: they stay in RAM" in said.out
@@ -99,6 +99,25 @@ def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["bus_bytes_per_token"] > 0
     assert 0 < found["held_bytes"] <= found["promised_bytes"]
     assert not found["held_is_measured"]
+
+
+def test_a_plan_expects_nothing_of_a_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose own time is unknown: what the rest allows is a bound, where the rest is of any size."""
+    line = ["plan", "demo", "--device", "cuda", "--miss", "compute", "--ctx", "256"]
+    line += ["--device-memory"]
+    nearly_all = str((653 << 20) + 16 * 49152)
+    for budget, known in (("642MiB", True), ("648MiB", True), (nearly_all, False)):
+        assert answer([*line, budget, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        check_document("plan", plan)
+        assert plan["expected_tokens_per_s"] is None
+        assert (plan["bound_tokens_per_s"] is not None) == known
+    assert 180 < plan["tiers"][0]["experts"] < 192
+    assert answer([*line, "648MiB"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"expected: +\? tokens/s \(at most [\d.]+ by RAM, bus and disk alone; the GPU's", text
+    )
 
 
 def test_its_speed_is_not_taken_for_the_cpus(
