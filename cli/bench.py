@@ -95,7 +95,10 @@ def bench(
             else:
                 source = hint_source(hints, recording)
                 measured = measuring.bench_replay(engine, passes, source, rounds)
-            runs.append(measuring.report(engine, settings, name, measured))
+            notes = engine.take_notes()
+            runs.append(measuring.report(engine, settings, name, measured) | {"notes": notes})
+    for note in dict.fromkeys(note for run in runs for note in run["notes"]):
+        out.note(note)
     if json:
         workload: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,

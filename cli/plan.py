@@ -258,7 +258,7 @@ def _print(
         out.line()
         lines = [_line(tag, row, slots.experts) for tag, row in rows.items()]
         out.table(["TAG", "ON DISK", "LEAST --memory", "EXPERTS IN RAM", "TOKENS/S"], lines)
-    for note in placement.notes:
+    for note in (*placement.notes, *placement.fallbacks):
         out.note(note)
 
 

@@ -190,9 +190,9 @@ def _converse(
     partner.system, partner.think, partner.form = begun
     if partner.think and not (ways.raw or thinks(partner.template())):
         raise Usage(f"{partner.model} cannot think: leave --think away")
-    if text is None or ways.verbose:
-        for note in partner.choices:
-            out.note(note)
+    notes = partner.notes()  # of loading
+    for note in (*(partner.choices if text is None or ways.verbose else ()), *notes):
+        out.note(note)
     if text is None:
         from moeinf.cli.repl import Repl
 
@@ -207,14 +207,16 @@ def _converse(
                 out.text(piece)
             elif kind == "thinking" and ways.shows_thinking and not (out.json or out.quiet):
                 out.thinking(piece)
+    later = partner.notes()
     if out.json:
         thought = {"thinking": said["thinking"]} if said["thinking"] else {}
-        out.document({"text": said["answer"], **thought, **partner.document()})
+        about = {**thought, **partner.document(), "notes": notes + later}
+        out.document({"text": said["answer"], **about})
     else:
         out.text("\n")
     if ways.verbose:
         out.fields(partner.verbose(), to_stderr=True)
-    for note in partner.notes():
+    for note in later:
         out.note(note)
     return _INTERRUPTED if partner.finish_reason == "interrupted" else 0
 

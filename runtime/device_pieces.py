@@ -51,7 +51,8 @@ class DevicePieces:
 
     def __init__(self, device: DeviceMath) -> None:
         self._device, self._cores = device, 0
-        self.note: str | None = None  # whether it repeats decode steps by itself, and why
+        self.graphs: str | None = None  # what it wins by repeating decode steps by itself
+        self.note: str | None = None  # why it does not
         self.place = device.place
         self.tiled_linear = device.tiled_linear
         self.plain_linear = device.plain_linear
@@ -69,8 +70,8 @@ class DevicePieces:
                 made = GraphedStep(piece, graphs, self._tell)
         return cast(Piece, made)
 
-    def _tell(self, note: str) -> None:
-        self.note = note
+    def _tell(self, words: str, pays: bool) -> None:
+        self.graphs, self.note = (words, None) if pays else (None, f"no CUDA graphs: {words}")
 
 
 class DeviceRouter:

@@ -112,7 +112,8 @@ class Engine:
             if self.gpu is not None:
                 undo.callback(lambda: delattr(self, "model"))  # before the GPU is given back
             self._told: set[str] = set()
-            self.notes: list[str] = []  # what went wrong and stopped nothing; for a face to say
+            # What went wrong, or costs much, and stopped nothing; for a face to say.
+            self.notes: list[str] = list(self.placement.fallbacks)
             past = self._open_past(settings) if config.trace else None
             self.store = self._loaded(
                 "experts",

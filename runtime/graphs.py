@@ -14,7 +14,7 @@ the device for good is one more graph.
 
 A rehearsal comes first: the step runs with experts that answer at once, as it is and from its
 graphs. Logits must agree bit for bit, and the graphs be faster: so what does not pay on some
-machine is not used there, and a note says what was measured.
+machine is not used there, and a note says what was measured; what pays `--verbose` says.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Graphs(Protocol):
 class GraphedStep:
     """A DecodeStep. Of one request alone its tokens come from a tape, once there is one."""
 
-    def __init__(self, step: DecodeStep, graphs: Graphs, tell: Callable[[str], None]) -> None:
-        """tell: what a rehearsal has to say, for a face."""
+    def __init__(self, step: DecodeStep, graphs: Graphs, tell: Callable[[str, bool], None]) -> None:
+        """tell: what a rehearsal has to say, for a face, and whether there are graphs now."""
         self._step, self._graphs, self._tell = step, graphs, tell
         self._tapes: dict[_Key, _Tape] = {}
         self._seen: WeakKeyDictionary[KvCache, int] = WeakKeyDictionary()  # tokens without a tape
@@ -121,7 +121,7 @@ class GraphedStep:
         """torch's and the driver's, want of memory among them."""
         self.pays = False
         self._tapes.clear()
-        self._tell(f"no CUDA graphs: {str(error).splitlines()[0]}")
+        self._tell(str(error).splitlines()[0], False)
 
     def _make_room(self) -> bool:
         """Whether there is a place for one more tape: of a text that is gone, or that was not heard
@@ -169,7 +169,7 @@ class GraphedStep:
         words = f"the dense part of a token takes {graphed:.2f} ms so, {alone:.2f} without"
         if not same:
             words = "they do not repeat what was computed without them; please report this"
-        self._tell(f"{'' if self.pays else 'no '}CUDA graphs: {words}")
+        self._tell(words, self.pays)
 
 
 class _Tape:

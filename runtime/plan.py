@@ -30,7 +30,9 @@ class BadContext(ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """How one engine will use memory, in bytes, and one line for each choice that was made."""
+    """How one engine will use memory, in bytes, and one line for each choice that was made.
+
+    fallbacks: of the choices those that cost so much that they are said unasked."""
 
     memory_bytes: int  # budget for experts
     slots: int
@@ -44,6 +46,7 @@ class Placement:
     device: str = "cpu"
     on_device: DevicePlacement | None = None
     notes: tuple[str, ...] = field(default=())
+    fallbacks: tuple[str, ...] = field(default=())
 
     @property
     def experts_bytes(self) -> int:
@@ -64,7 +67,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     DeviceUnavailable, DeviceDoesNotFit.
     """
     processor = choose_processor(config.device, config.device_memory, config.libcuda)
-    notes = [str(processor)]
+    notes, fallbacks = [str(processor)], list[str]()
     slots = manifest.slots
     device = None
     if processor.gpu is not None:
@@ -83,7 +86,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
             fixed, kv = fixed - manifest.dense_bytes, 0
         else:
             wanted = f"{-(-device.inside_bytes(context, kv) >> 20)}MiB"
-            notes.append(
+            fallbacks.append(
                 "dense weights and KV cache stay in RAM: to be on the GPU, too, they need "
                 f"--device-memory {wanted}, or a smaller --ctx"
             )
@@ -121,6 +124,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),
+        fallbacks=tuple(fallbacks),
     )
 
 

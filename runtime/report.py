@@ -103,6 +103,9 @@ def verbose_lines(
     resident = engine.store.resident
     if engine.gpu is not None:
         lines += _device_lines(engine.gpu, engine.store.device_resident, store)
+        inside = engine.gpu.dense_math
+        if inside is not None and inside.graphs is not None:
+            lines.append(("CUDA graphs", inside.graphs))
     lines += [
         ("prefetch accuracy", _ahead(store)),
         ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),

@@ -43,6 +43,31 @@ def test_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "192 experts, workspace, and 512 MiB for CUDA itself (assumed)" in said.err
 
 
+def test_dense_weights_in_ram_are_said_unasked(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By whoever loads the model: it costs more than anything else."""
+    words, budget = "dense weights and KV cache stay in RAM", ["--device-memory", "642MiB"]
+    line = ["run", "demo", "17+25=", "--device", "cuda"]
+    for said_too in ([], ["--verbose"]):
+        assert answer([*line, *budget, *said_too]) == 0
+        assert capsys.readouterr().err.count(words) == 1
+    assert answer([*line, *budget, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    check_document("run", document)
+    assert document["notes"][0].startswith(words)
+    short = ["--prompt-tokens", "8", "--new-tokens", "4", "--rounds", "1"]
+    line = ["bench", "demo", "--device", "cuda", *short, "--json"]
+    assert answer([*line, *budget, "--policies", "lru,lfu"]) == 0
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    check_document("bench", document)
+    assert said.err.count(words) == 1
+    assert all(run["notes"][0].startswith(words) for run in document["runs"])
+    assert answer(line) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["notes"] == []
+
+
 def test_a_plan_says_where_its_figures_come_from(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

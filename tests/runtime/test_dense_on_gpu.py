@@ -194,13 +194,17 @@ def test_too_little_for_dense_weights_keeps_them_in_ram(
     for config in (fits, less):
         with Engine(manifest, folder, config, settings) as engine:
             plans.append(engine.placement)
+            assert engine.take_notes() == list(engine.placement.fallbacks)
+            assert not set(engine.choices) & set(engine.placement.fallbacks)
     inside, outside = (plan.on_device for plan in plans)
     assert inside is not None
     assert outside is not None
     assert (inside.inside, outside.inside) == (True, False)
     assert inside.slots == manifest.slots.top_k < outside.slots
     assert plans[1].peak_bytes - plans[0].peak_bytes == manifest.dense_bytes + manifest.kv_bytes(64)
-    (note,) = (note for note in plans[1].notes if "stay in RAM" in note)
+    assert plans[0].fallbacks == ()
+    (note,) = plans[1].fallbacks
+    assert "stay in RAM" in note
     assert f"--device-memory {-(-inside.budget_bytes >> 20)}MiB," in note
 
 
