@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -41,7 +42,8 @@ def serve(
     """Answers over HTTP, until Ctrl-C. MOEINF_HOST says where, 127.0.0.1:11435 by default.
 
     Models are loaded when a request names them, and unloaded when nobody has for
-    MOEINF_KEEP_ALIVE (5m). MOEINF_NUM_PARALLEL requests are answered together.
+    MOEINF_KEEP_ALIVE (5m). MOEINF_NUM_PARALLEL requests are answered together. What a model's
+    engine has chosen, and what goes wrong with it, is told on stderr.
 
     Example: moeinf serve --memory 4GiB
     """
@@ -69,4 +71,8 @@ def serve(
         if server.api_key is None and server.host not in ("127.0.0.1", "::1", "localhost"):
             out.note("anybody who reaches this address may use it: MOEINF_API_KEY sets a key")
 
-    run_server(settings, server, replace(config, parallel=server.parallel), listening)
+    def tell(line: str) -> None:
+        with suppress(SystemExit):  # rich's answer to a stderr that nobody reads any more
+            out.note(line)
+
+    run_server(settings, server, replace(config, parallel=server.parallel), listening, tell)

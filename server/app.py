@@ -6,7 +6,7 @@ Does not know how answers are made.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI, Request, Response
@@ -25,8 +25,13 @@ from moeinf.server.metrics import exposition
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
-def create_app(settings: Settings, server: ServerSettings, config: EngineConfig) -> FastAPI:
-    """The application; engines are loaded when requests name them."""
+def create_app(
+    settings: Settings,
+    server: ServerSettings,
+    config: EngineConfig,
+    say: Callable[[str], None] = lambda _: None,
+) -> FastAPI:
+    """The application; engines are loaded when requests name them, and `say` hears of them."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -43,7 +48,7 @@ def create_app(settings: Settings, server: ServerSettings, config: EngineConfig)
         redoc_url=None,
         strict_content_type=False,  # curl -d says it sends a form, and Ollama does not mind
     )
-    app.state.host = Host(settings, server, config)
+    app.state.host = Host(settings, server, config, say)
     app.state.settings = settings
     app.include_router(ollama_api.router)
     app.include_router(openai_api.router)

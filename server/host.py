@@ -77,8 +77,16 @@ class Loaded:
 class Host:
     """The models that are loaded now. `run` must be running for any of them to expire."""
 
-    def __init__(self, settings: Settings, server: ServerSettings, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        server: ServerSettings,
+        config: EngineConfig,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """tell: what engines chose, and their notes, a line each; called by their threads."""
         self.library = Library(settings)
+        self._tell = tell
         self._settings = settings
         self._server = server
         self._config = config
@@ -168,7 +176,10 @@ class Host:
             def make() -> Engine:
                 return Engine(manifest, folder, self._config, self._settings)
 
-            worker = Worker(make, self._server.parallel, self._server.max_queue)
+            def tell(line: str) -> None:
+                self._tell(f"{key}: {line}")
+
+            worker = Worker(make, self._server.parallel, self._server.max_queue, tell)
             worker.loaded.wait()
             return manifest, worker
 

@@ -53,12 +53,17 @@ class Deadlines(H11Protocol):
         self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
 
-def make_server(settings: Settings, server: ServerSettings, config: EngineConfig) -> uvicorn.Server:
-    """A server that is not running yet. Port 0: any that is free."""
+def make_server(
+    settings: Settings,
+    server: ServerSettings,
+    config: EngineConfig,
+    tell: Callable[[str], None] = lambda _: None,
+) -> uvicorn.Server:
+    """A server that is not running yet. Port 0: any that is free. tell: see Host."""
     keep_heap_small()  # before there are threads
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(settings, server, config),
+            create_app(settings, server, config, tell),
             host=server.host,
             port=server.port,
             http=Deadlines,
@@ -78,8 +83,10 @@ def run_server(
     server: ServerSettings,
     config: EngineConfig,
     listening: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> None:
-    """Serves until SIGINT or SIGTERM; `listening` hears the address. Raises CannotListen."""
+    """Serves until SIGINT or SIGTERM; `listening` hears the address, `tell` what engines choose and
+    what goes wrong with them. Raises CannotListen."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,7 +96,7 @@ def run_server(
             where = _address(server.host, server.port)
             raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
         listening(_address(*sock.getsockname()[:2]))
-        make_server(settings, server, config).run(sockets=[sock])
+        make_server(settings, server, config, tell).run(sockets=[sock])
 
 
 def _address(host: str, port: int) -> str:

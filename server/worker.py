@@ -68,8 +68,15 @@ class _Running:
 class Worker:
     """One engine on a thread of its own. All methods may be called from any thread."""
 
-    def __init__(self, make: Callable[[], Engine], parallel: int, max_queue: int) -> None:
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        parallel: int,
+        max_queue: int,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """tell: what the engine has chosen once it is loaded, and its notes as they come."""
+        self._make, self._tell = make, tell
         self._parallel = parallel
         self._max_queue = max_queue
         self._changed = threading.Condition()
@@ -133,6 +140,7 @@ class Worker:
             with self._make() as engine:
                 self._free = [_Place(engine.new_state()) for _ in range(self._parallel)]
                 self.engine = engine
+                self._say(*engine.choices, *engine.take_notes())
                 self.loaded.set()
                 while not self._closing:
                     self._admit(engine)
@@ -327,6 +335,12 @@ class Worker:
         self.answers += 1
         with suppress(Exception):  # an answer is worth more than the memory of it
             engine.end_request(one.request, counts=one.prefill_seconds > 0)
+        self._say(*engine.take_notes())
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            with suppress(Exception):  # whoever listened has gone: no reason to end an answer
+                self._tell(line)
 
 
 def _shared_chunks(prefilled: list[int], prompt: list[int]) -> int:

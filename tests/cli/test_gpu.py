@@ -175,6 +175,14 @@ def test_devices_measure_the_bus(
     assert plan["device_memory"]["provenance"]["bus_bytes_per_s"].startswith("`moeinf devices`, ")
 
 
+def test_a_server_tells_on_stderr(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeinf.server.serve.run_server", lambda *given: given[-1]("a test's"))
+    assert answer(["serve", "--device", "cuda"]) == 0
+    assert capsys.readouterr().err == "a test's\n"
+
+
 def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["run", "demo", "17+25=", "--verbose"]) == 0
     said = capsys.readouterr()

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,38 @@ def test_a_job_whose_prompt_is_made_keeps_the_engine(worker: Worker) -> None:
     assert "no tokens" in str(asked.last())
     assert not broken.cancelled.is_set()
     assert worker.idle
+
+
+def test_choices_and_notes_are_told(demo_home: Path) -> None:
+    """The choices once, notes as they come; a listener that is gone ends nothing."""
+    settings, said = Settings(demo_home), list[str]()
+
+    def tell(line: str) -> None:
+        said.append(line)
+        raise BrokenPipeError
+
+    async def serve() -> tuple[Event, Event]:
+        host = Host(settings, ServerSettings(), CONFIG, tell)
+        keeper = asyncio.create_task(host.run())
+        engine = (loaded := await host.model("demo:bf16")).worker.engine
+        assert engine is not None
+        assert said == [f"demo:bf16: {choice}" for choice in engine.choices]
+        assert said[0].startswith("demo:bf16: device: cpu (")
+        ends = []
+        for note in ("a test's", "another"):
+            engine.notes.append(note)
+            asked = Asked()
+            asked.may.set()
+            loaded.worker.submit(asked.job)
+            ends.append(await asyncio.to_thread(asked.last))
+            assert said.pop() == f"demo:bf16: {note}"
+        assert len(said) == len(engine.choices)
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+        return ends[0], ends[1]
+
+    assert all(isinstance(end, Ended) for end in asyncio.run(serve()))
 
 
 def test_who_leaves_a_full_queue_hears_of_it(worker: Worker) -> None:
