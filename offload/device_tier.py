@@ -169,6 +169,11 @@ class DeviceTier:
         """Whether nobody will ever leave."""
         return self._residency.all_fit
 
+    @property
+    def lost(self) -> bool:
+        """Whether the last slot was given up, and another could not be had."""
+        return self._slots is None
+
     def can_route(self, rows: int) -> bool:
         """Whether `compute_routed` is right for so many rows."""
         return self._math.can_route(rows)

@@ -103,6 +103,11 @@ class ExpertStore:
         return 0
 
     @property
+    def lost(self) -> bool:
+        """Of the slots of a device: there are none to lose."""
+        return False
+
+    @property
     def note(self) -> str | None:
         """What a face should say of it: nothing."""
         return None

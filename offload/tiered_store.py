@@ -99,6 +99,11 @@ class TieredStore:
         return self._tier.slots
 
     @property
+    def lost(self) -> bool:
+        """Whether the device has no slot any more: only a new store will have some."""
+        return self._tier.lost
+
+    @property
     def note(self) -> str | None:
         """What could not be page-locked, or was given up, and why; None: nothing to say, yet."""
         if self._tier.slots < self._planned:

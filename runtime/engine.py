@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeinf.models.base import Experts, Model, State
 from moeinf.models.encoder_decoder import EncoderDecoder
-from moeinf.native import kernel_path, kernels_are_fast, set_compute_threads
+from moeinf.native import DeviceError, kernel_path, kernels_are_fast, set_compute_threads
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.offload.tier_runner import OutOfMemory
@@ -317,6 +317,17 @@ class Engine:
         """From here on the events themselves are kept, in what is returned. Needs config.trace."""
         assert self.recorder is not None
         return self.recorder.record(name)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the GPU, or its last slot, is gone: every pass will fail, or do without."""
+        if self.gpu is None:
+            return False
+        try:
+            self.gpu.context.memory()
+        except DeviceError:
+            return True
+        return self.store.lost
 
     def take_notes(self) -> list[str]:
         """The notes since the last call."""

@@ -32,6 +32,7 @@ _STATUS = {
     "Busy": 503,
     "DoesNotFit": 503,
     "DeviceDoesNotFit": 503,
+    "DeviceUnavailable": 503,
     "OutOfMemory": 503,
     "MemoryError": 503,
     "DeviceError": 503,
@@ -41,6 +42,14 @@ _STATUS = {
     "ModelDataError": 400,
     "BadCheckpoint": 400,
     "ValueError": 400,
+}
+
+
+_FAILED = "the GPU has failed; restart `moeinf serve`, as a process cannot use it again"
+_NEXT = {
+    "OutOfDeviceMemory": "give `moeinf serve` less --device-memory, or free some of the device",
+    "DeviceError": _FAILED,
+    "DeviceUnavailable": _FAILED,
 }
 
 
@@ -57,7 +66,13 @@ def words_of(error: Exception) -> str:
     """What happened; of our own bugs only that there was one."""
     if _is_bug(error):
         return f"this is a bug in moeinf: {type(error).__name__}: {error}"
-    return str(error) or type(error).__name__
+    return (str(error) or type(error).__name__) + _next(error)
+
+
+def _next(error: Exception) -> str:
+    """What whoever runs the server can do, where that is not to be seen."""
+    names = (ancestor.__name__ for ancestor in type(error).__mro__)
+    return next((f": {_NEXT[name]}" for name in names if name in _NEXT), "")
 
 
 def noted(error: Exception, settings: Settings) -> Exception:

@@ -95,7 +95,7 @@ class Host:
         self._closing: set[asyncio.Future[None]] = set()
 
     def loaded(self) -> list[Loaded]:
-        return list(self._loaded.values())
+        return [one for one in self._loaded.values() if one.worker.failure is None]
 
     async def model(self, name: str, keep_alive_s: float | None = None) -> Loaded:
         """The model, loaded if need be. Raises NoSuchModel, BadName, DoesNotFit, Unloaded, …"""

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
+from moeinf.native import DeviceError
 from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.asking import PromptTooLong
@@ -83,6 +84,7 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._closing = False
         self._failure: Exception | None = None
+        self._lost: Exception | None = None  # what the engine's GPU has failed with, for good
         self._running: list[_Running] = []
         self._beginning = False  # a job is neither waiting nor running: its prompt is being made
         self._free: list[_Place] = []
@@ -96,7 +98,7 @@ class Worker:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the engine could not be loaded."""
+        """Why the engine could not be loaded, or is no more."""
         return self._failure
 
     @property
@@ -142,16 +144,19 @@ class Worker:
                 self.engine = engine
                 self._say(*engine.choices, *engine.take_notes())
                 self.loaded.set()
-                while not self._closing:
+                while not self._closing and self._lost is None:
                     self._admit(engine)
                     self._round(engine)
+                end = self._lost or end
                 for one in list(self._running):
                     self._fail(engine, one, end)
                 self._free.clear()  # states go before their engine
         except Exception as error:
-            end = self._failure = error
+            self._failure, end = error, self._lost or error
         with self._changed:
             self._closing = True
+            if self._lost is not None:  # whose traceback holds what the engine had
+                self._failure, self._lost = Unloaded("its GPU has failed"), None
             left = [one.job for one in self._running] + list(self._waiting)
             self._running, self.engine = [], None
             self._waiting.clear()
@@ -325,6 +330,8 @@ class Worker:
 
     def _fail(self, engine: Engine, one: _Running, error: Exception) -> None:
         self._leave(engine, one)
+        if self._lost is None and isinstance(error, DeviceError | MemoryError) and engine.lost:
+            self._lost = error
         one.job.emit(Failed(error))
 
     def _leave(self, engine: Engine, one: _Running) -> None:

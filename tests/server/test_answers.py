@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.native import DeviceError
+from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.manifest import DamagedModel, NewerModel
+from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.server.answers import status_of, words_of
+
+_FAILED = "the GPU has failed; restart `moeinf serve`, as a process cannot use it again"
 
 
 @pytest.mark.parametrize(
@@ -16,7 +19,13 @@ from moeinf.server.answers import status_of, words_of
         (ValueError("temperature must be at least 0"), 400, "temperature must be at least 0"),
         (DamagedModel("m: a shard is short"), 500, "m: a shard is short"),
         (NewerModel("m: layout 9"), 500, "m: layout 9"),
-        (DeviceError("the device is gone"), 503, "the device is gone"),
+        (DeviceError("the device is gone"), 503, f"the device is gone: {_FAILED}"),
+        (DeviceUnavailable("no GPU"), 503, f"no GPU: {_FAILED}"),
+        (
+            OutOfDeviceMemory("none is left"),
+            503,
+            "none is left: give `moeinf serve` less --device-memory, or free some of the device",
+        ),
         (MemoryError(), 503, "MemoryError"),
         (OSError(28, "No space left on device"), 500, "[Errno 28] No space left on device"),
         (RuntimeError("oh"), 500, "this is a bug in moeinf: RuntimeError: oh"),
