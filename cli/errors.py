@@ -79,6 +79,14 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadCommand": _plain("bad_command", "/? shows what can be typed."),
     "BadConversation": _plain("bad_conversation", "/save NAME keeps one under that name."),
     "DoesNotFit": _does_not_fit,
+    "NoKernels": _plain(
+        "device_unavailable",
+        "It needs a torch with CUDA (`pip install --force-reinstall torch`), Triton (`pip install "
+        "'.[gpu]'` in the clone) with a C compiler, and Ampere or later; or give --device cpu.",
+    ),
+    "DeviceNotChosen": _plain(
+        "device_unavailable", "Give --device cuda with it, or leave --device-memory away."
+    ),
     "DeviceUnavailable": _plain(
         "device_unavailable", "Leave --device and --device-memory away, or give --device cpu."
     ),

@@ -35,6 +35,7 @@ from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.plan import Placement, place, seconds_per_token
+from moeinf.runtime.processor import why_unusable
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
 
@@ -117,6 +118,14 @@ class _Expected:
     miss: Miss
     bus: tuple[float, str] | None = None  # bytes per second, and when that was measured
     measured: bool = False  # tokens_per_s: not what memory traffic would allow
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen and why, and what would keep `run` from it. May import torch."""
+        gpu = self.placement.on_device
+        why = None if gpu is None else why_unusable(gpu.gpu)
+        refused = () if why is None else (f"`run` would refuse: {why}",)
+        return (*self.placement.notes, *self.placement.fallbacks, *refused)
 
 
 def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
@@ -258,7 +267,7 @@ def _print(
         out.line()
         lines = [_line(tag, row, slots.experts) for tag, row in rows.items()]
         out.table(["TAG", "ON DISK", "LEAST --memory", "EXPERTS IN RAM", "TOKENS/S"], lines)
-    for note in (*placement.notes, *placement.fallbacks):
+    for note in found.notes:
         out.note(note)
 
 

@@ -22,7 +22,7 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
-from moeinf.runtime.processor import choose_processor
+from moeinf.runtime.processor import check_usable, choose_processor
 
 
 def serve(
@@ -50,9 +50,10 @@ def serve(
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
     if port is not None:
         server = replace(server, port=port)
-    choose_processor(
-        device, device_memory, settings.libcuda
-    )  # says so now, not at the first request
+    # What cannot be is said now, not at the first request.
+    processor = choose_processor(device, device_memory, settings.libcuda)
+    if processor.gpu is not None:
+        check_usable(processor.gpu.name)
     config = engine_config(
         settings,
         memory,

@@ -32,7 +32,7 @@ from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.devices import remember_gpu, remembered_contended
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import available_bytes
-from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.processor import DeviceUnavailable, check_usable
 from moeinf.runtime.promise import Promise
 from moeinf.runtime.sizes import format_bytes
 
@@ -72,9 +72,7 @@ def open_gpu(
     found = gpus.find_gpu(config.libcuda)
     if isinstance(found, gpus.NoGpu):
         raise DeviceUnavailable(f"--device cuda: {found.why}")
-    missing = gpus.missing_for_kernels()
-    if missing is not None:
-        raise DeviceUnavailable(f"--device cuda: {found.name} is there, but {missing}")
+    check_usable(found.name)
     context = gpus.open_context(found)
     share, notes = (1.0 if config.miss == "fetch" else 0.0), tuple[str, ...]()
     if config.miss == "auto":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from moeinf.runtime import gpu as gpus
 from moeinf.runtime.gpu import Gpu, NoGpu, find_gpu, is_there
 from moeinf.runtime.sizes import MemorySize
 
@@ -17,6 +18,14 @@ WANTED: tuple[Wanted, ...] = get_args(Wanted)
 
 class DeviceUnavailable(ValueError):
     """A processor was asked for, or memory of one, that is not there."""
+
+
+class DeviceNotChosen(DeviceUnavailable):
+    """There is a GPU, whose memory is asked for, and nobody has asked for itself."""
+
+
+class NoKernels(DeviceUnavailable):
+    """There is a GPU, and this installation cannot compute on it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ def choose_processor(
             raise DeviceUnavailable(f"--device cuda: {found.why}")
         return Processor("cuda", f"asked for: {found}", found)
     if device_memory is not None:
+        if wanted == "auto" and not isinstance(is_there(library), NoGpu):
+            raise DeviceNotChosen("--device-memory is a GPU's, which is not chosen by itself yet")
         raise DeviceUnavailable("there is no device whose memory --device-memory could limit")
     if wanted == "cpu":
         return Processor("cpu", "asked for")
@@ -51,3 +62,19 @@ def choose_processor(
     if isinstance(name, NoGpu):
         return Processor("cpu", f"there is no GPU: {name.why}")
     return Processor("cpu", f"--device cuda would use {name}, which is not chosen by itself yet")
+
+
+def why_unusable(gpu: str) -> str | None:
+    """What keeps this installation from computing on a GPU of that name; None: nothing.
+
+    Imports torch.
+    """
+    missing = gpus.missing_for_kernels()
+    return None if missing is None else f"{gpu} is there, but {missing}"
+
+
+def check_usable(gpu: str) -> None:
+    """Raises NoKernels."""
+    why = why_unusable(gpu)
+    if why is not None:
+        raise NoKernels(f"--device cuda: {why}")

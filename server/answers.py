@@ -49,6 +49,7 @@ _FAILED = "the GPU has failed; restart `moeinf serve`, as a process cannot use i
 _NEXT = {
     "OutOfDeviceMemory": "give `moeinf serve` less --device-memory, or free some of the device",
     "DeviceError": _FAILED,
+    "NoKernels": "this installation lacks what `moeinf plan MODEL --device cuda` names",
     "DeviceUnavailable": _FAILED,
 }
 

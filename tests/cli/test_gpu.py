@@ -183,6 +183,24 @@ def test_a_server_tells_on_stderr(
     assert capsys.readouterr().err == "a test's\n"
 
 
+def test_what_run_refuses_is_said_before(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a plan as a note; by a server when it starts."""
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch cannot use it")
+    monkeypatch.setattr("moeinf.server.serve.run_server", None)
+    words = "Fake GPU is there, but this torch cannot use it"
+    for line in (["plan", "demo"], ["run", "demo", "--dry-run"]):
+        assert answer([*line, "--device", "cuda"]) == 0
+        assert f"`run` would refuse: {words}" in capsys.readouterr().err
+    for line in (["run", "demo", "x"], ["serve"]):
+        assert answer([*line, "--device", "cuda"]) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert "`pip install --force-reinstall torch`" in said
+        assert "`pip install '.[gpu]'`" in said
+
+
 def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["run", "demo", "17+25=", "--verbose"]) == 0
     said = capsys.readouterr()
@@ -194,6 +212,7 @@ def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFix
     [
         (["--device-memory", "512MiB"], "of device memory is too little: at least"),
         (["--miss", "guess"], "'guess' is not one of auto, compute, fetch"),
+        (["--device", "auto", "--device-memory", "600MiB"], "Give --device cuda with it"),
     ],
 )
 def test_refusals(
