@@ -93,7 +93,14 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "DeviceDoesNotFit": _plain(
         "does_not_fit", "Give more with --device-memory, free some of the device, or --device cpu."
     ),
-    "OutOfMemory": _plain("out_of_memory", "Give more --device-memory, or --device cpu."),
+    "OutOfMemory": _plain(
+        "out_of_memory",
+        "Give a smaller --ctx, free some of the device, or --device cpu; more --device-memory "
+        "helps where the device has it free.",
+    ),
+    "OutOfDeviceMemory": _plain(
+        "out_of_memory", "Give less --device-memory, free some of the device, or --device cpu."
+    ),
     "DeviceError": _plain("device_failed", "`--device cpu` does without it."),
     "BadContext": _plain("bad_context", "Give a smaller --ctx."),
     "BadLanguage": _plain("bad_language", "Codes look like eng_Latn and fra_Latn."),

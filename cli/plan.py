@@ -210,6 +210,7 @@ def _document(
         "expected_tokens_per_s": _rounded(found.tokens_per_s),
         "bound_tokens_per_s": _rounded(found.bound),
         "tags": [_row(tag, row) for tag, row in rows.items()],
+        "notes": list(found.notes),
         "provenance": {
             "sizes": sizes,
             "expected_tokens_per_s": found.how,
@@ -241,7 +242,7 @@ def _print(
     manifest: Manifest, found: _Expected, machine: _Machine, sizes: str, rows: Rows, out: Output
 ) -> None:
     size, placement, speeds = format_bytes, found.placement, machine.speeds
-    slots = manifest.slots
+    slots, gpu = manifest.slots, placement.on_device
     least = placement.min_memory_bytes
     out.line(f"{manifest.model} on this machine ({size(machine.free_bytes)} free)")
     out.fields(
@@ -253,7 +254,7 @@ def _print(
             ),
             ("experts on disk", f"{slots.experts}, {size(slots.max_bytes)}"),
             ("least --memory", f"{least} ({size(least)})"),
-            *([] if placement.on_device is None else device_fields(placement.on_device, found.bus)),
+            *([] if gpu is None else device_fields(gpu, found.miss, found.bus)),
             ("dense weights", size(placement.dense_bytes)),
             ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens"),
             ("scratch", f"at most {size(placement.scratch_bytes)}"),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeinf.offload.split import Miss
 from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.sizes import format_bytes
 
 Bus = tuple[float, str]  # bytes per second, and when that was measured
 
 
-def device_document(gpu: DevicePlacement, miss: str, bus: Bus | None) -> dict[str, Any]:
+def device_document(gpu: DevicePlacement, miss: Miss, bus: Bus | None) -> dict[str, Any]:
     """What is promised of the device's memory, and where each figure comes from."""
     return {
         "gpu": gpu.gpu,
@@ -39,7 +40,14 @@ def _bus_words(bus: Bus | None) -> str:
     return "never measured: `moeinf devices` does" if bus is None else f"`moeinf devices`, {bus[1]}"
 
 
-def device_fields(gpu: DevicePlacement, bus: Bus | None) -> list[tuple[str, str]]:
+_MISSES: dict[Miss, str] = {
+    "auto": "divided between bus and CPU, so that both end together",
+    "compute": "computed by the CPU where they lie",
+    "fetch": "fetched over the bus",
+}
+
+
+def device_fields(gpu: DevicePlacement, miss: Miss, bus: Bus | None) -> list[tuple[str, str]]:
     """The lines of `moeinf plan`."""
     size = format_bytes
     speed = "" if bus is None else f"{size(round(bus[0]))}/s "
@@ -55,5 +63,6 @@ def device_fields(gpu: DevicePlacement, bus: Bus | None) -> list[tuple[str, str]
             f"{size(gpu.workspace_bytes)} of workspace; {size(gpu.context_bytes)} for CUDA itself "
             f"({gpu.context_why})",
         ),
+        ("what is not there", f"{_MISSES[miss]} (--miss {miss})"),
         ("bus", f"{speed}({_bus_words(bus)})"),
     ]

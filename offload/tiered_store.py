@@ -108,7 +108,8 @@ class TieredStore:
         """What could not be page-locked, or was given up, and why; None: nothing to say, yet."""
         if self._tier.slots < self._planned:
             words = f"the GPU ran out of memory: it holds {self._tier.slots} experts now, "
-            return words + f"not {self._planned}; give it less, or --device-memory less"
+            advice = "a smaller --ctx, or what others hold there, leaves it more"
+            return words + f"not {self._planned}; {advice}"
         return self._locking.note
 
     @property

@@ -75,6 +75,7 @@ class DeviceBudget:
     """A device's memory, before it is divided. Raises DeviceDoesNotFit when nothing works in it.
 
     memory: a share is one of the device's whole memory. What others hold is not counted as free.
+    there_bytes: what --device-memory could be at most.
     """
 
     def __init__(self, manifest: Manifest, memory: MemorySize | None, gpu: Gpu) -> None:
@@ -85,7 +86,7 @@ class DeviceBudget:
             code = format_bytes(CODE_BYTES)
             self._context_why = f"{format_bytes(own)} by NVML's count, and {code} for code to come"
         there = gpu.free_bytes + (CONTEXT_BYTES if own is None else own)  # before our context
-        there = min(there, gpu.total_bytes)
+        self.there_bytes = there = min(there, gpu.total_bytes)
         if memory is None:
             self._usable, self._why = there - HEADROOM_BYTES, f"what {gpu.name} has free"
         else:

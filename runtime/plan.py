@@ -20,6 +20,7 @@ from moeinf.runtime.sizes import format_bytes
 HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
+_LEAST_CONTEXT = 16  # that --ctx may ask for
 _DEVICE_FASTER = 32  # times as fast as RAM or a bus a device reads its own memory, at most
 _CONTEXT_SHARE = 0.25  # of what is free beside --memory: the KV cache, unless --ctx is given
 
@@ -85,11 +86,9 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         if on_device.inside:
             fixed, kv = fixed - manifest.dense_bytes, 0
         else:
-            wanted = f"{-(-device.inside_bytes(context, kv) >> 20)}MiB"
-            fallbacks.append(
-                "dense weights and KV cache stay in RAM: to be on the GPU, too, they need "
-                f"--device-memory {wanted}, or a smaller --ctx"
-            )
+            fallbacks.append(_in_ram_words(device, manifest, config.parallel, context))
+    if device is None and config.miss != "auto":
+        fallbacks.append(f"--miss {config.miss} changes nothing without --device cuda")
     if config.memory is None:
         budget = min(slots.max_bytes, available_bytes - fixed - kv)
         if budget < slots.min_bytes:
@@ -160,6 +159,18 @@ def _context(
         per_token = config.parallel * manifest.kv_bytes_per_token
         tokens = max(affordable // per_token // _CONTEXT_STEP, 1) * _CONTEXT_STEP
     return (most, whose) if tokens >= most else (tokens, f"what {what} affords")
+
+
+def _in_ram_words(device: DeviceBudget, manifest: Manifest, parallel: int, context: int) -> str:
+    """What would bring dense weights and KV cache to the device, where anything would."""
+    needed = device.inside_bytes(context, parallel * manifest.kv_bytes(context))
+    least = parallel * manifest.kv_bytes(_LEAST_CONTEXT)
+    smaller = ", or a smaller --ctx" if least <= device.spare_bytes(_LEAST_CONTEXT) else ""
+    words = "dense weights and KV cache stay in RAM: to be on the GPU, too, they need "
+    if needed <= device.there_bytes:
+        return f"{words}--device-memory {-(-needed >> 20)}MiB with --ctx {context}{smaller}"
+    size, there = format_bytes(needed), format_bytes(device.there_bytes)
+    return f"{words}{size} of it with --ctx {context}, and it has {there} free{smaller}"
 
 
 def _on_device_words(plan: DevicePlacement) -> str:

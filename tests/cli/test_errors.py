@@ -17,8 +17,9 @@ from moeinf.cli.errors import _WORDS, describe
 from moeinf.cli.pull import pull
 from moeinf.cli.repl import BadCommand
 from moeinf.models import FAMILIES, ModelDataError
-from moeinf.native import OutOfDeviceMemory
+from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.hub import RepositoryError
 from moeinf.runtime.library import NoSuchModel
@@ -48,7 +49,7 @@ def exceptions() -> dict[str, type[BaseException]]:
 
 def test_every_exception_of_ours_has_words() -> None:
     others = {"OSError", "ValueError", "MemoryError"}
-    others |= {"DeviceError", "CannotListen"}  # of native, of the server
+    others |= {"DeviceError", "OutOfDeviceMemory", "CannotListen"}  # of native, of the server
     ours = exceptions()
     assert set(_WORDS) - others <= set(ours), "words for what nobody raises"
     for name in set(ours) - OURS_ALONE:
@@ -66,7 +67,9 @@ def test_every_exception_of_ours_has_words() -> None:
         (NotStopped(17, 3.0), "not_stopped", 1, "process 17", "kill -9 17"),
         (RepositoryError("no repository a/b"), "hub", 1, "a/b", "pull --help"),
         (BadCommand("unknown command '/x'"), "bad_command", 1, "/x", "/?"),
-        (OutOfDeviceMemory("CUDA_ERROR_OUT_OF_MEMORY"), "device_failed", 1, "CUDA", "--device cpu"),
+        (DeviceError("CUDA_ERROR_UNKNOWN"), "device_failed", 1, "CUDA", "--device cpu"),
+        (OutOfDeviceMemory("cuMemAlloc"), "out_of_memory", 1, "cu", "less --device-memory"),
+        (OutOfMemory("none left"), "out_of_memory", 1, "none", "a smaller --ctx, free some of"),
         (CannotListen("cannot listen on x:1"), "cannot_listen", 1, "x:1", "--port"),
         (OSError(errno.ENOSPC, "No space left", "/f"), "disk_full", 1, "/f", "Free some disk"),
         (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f", "owns"),

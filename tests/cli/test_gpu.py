@@ -88,12 +88,30 @@ def test_a_plan_says_where_its_figures_come_from(
     assert answer(line) == 0
     text = capsys.readouterr().out
     assert "of Fake GPU" in text
+    assert "computed by the CPU where they lie (--miss compute)" in text
     assert "(never measured: `moeinf devices` does)" in text
     assert "? tokens/s (nearly everything is on the GPU, whose own time was not measured)" in text
     assert answer(["plan", "demo", "--device", "cuda", "--device-memory", "642MiB"]) == 0
     said = capsys.readouterr()
     assert "no: they stay in RAM" in said.out
-    assert "to be on the GPU, too, they need --device-memory" in said.err
+    asked = re.search(r"they need --device-memory (\w+) with (--ctx) (\d+)", said.err)
+    assert asked is not None
+    plain = ["plan", "demo", "--device", "cuda", "--json", "--device-memory"]
+    assert answer([*plain, *asked.groups()]) == 0  # what it advises, works
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["device_memory"]["dense_bytes"] > 0, plan["context"]) == (True, int(asked[3]))
+    assert plan["notes"][0].startswith("device: cuda (asked for: Fake GPU")
+
+
+def test_advice_is_not_more_than_there_is(
+    home: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.configure(f"memory={(642 - 512 + 8) << 20}")
+    line = ["plan", "demo", "--device", "cuda", "--ctx", "512", "--json", "--device-memory"]
+    assert answer([*line, "2GiB"]) == 0
+    note = json.loads(capsys.readouterr().out)["notes"][-1]
+    assert note.startswith("dense weights and KV cache stay in RAM: ")
+    assert re.search(r"they need 64\d MiB of it with --ctx 512, and it has 642 MiB free$", note)
 
 
 def test_a_plan_of_tags_that_do_not_all_fit_the_device(
@@ -181,6 +199,11 @@ def test_a_server_tells_on_stderr(
     monkeypatch.setattr("moeinf.server.serve.run_server", lambda *given: given[-1]("a test's"))
     assert answer(["serve", "--device", "cuda"]) == 0
     assert capsys.readouterr().err == "a test's\n"
+
+
+def test_misses_of_no_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["run", "demo", "17+25=", "--miss", "fetch"]) == 0
+    assert capsys.readouterr().err == "--miss fetch changes nothing without --device cuda\n"
 
 
 def test_what_run_refuses_is_said_before(

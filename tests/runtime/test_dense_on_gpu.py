@@ -171,8 +171,8 @@ def test_no_memory_between_experts(
         assert engine.store.device_slots == 4
         assert device.limits[2] - device.limits[1] == 5 * manifest.slots.slot_bytes
         assert (
-            "the GPU ran out of memory: it holds 4 experts now, not 9; give it less, or "
-            "--device-memory less"
+            "the GPU ran out of memory: it holds 4 experts now, not 9; a smaller --ctx, or what "
+            "others hold there, leaves it more"
         ) in engine.take_notes()
         device.scarce = 1 << 30
         with pytest.raises(OutOfMemory, match="no device memory is left for a pass"):
@@ -205,7 +205,9 @@ def test_too_little_for_dense_weights_keeps_them_in_ram(
     assert plans[0].fallbacks == ()
     (note,) = plans[1].fallbacks
     assert "stay in RAM" in note
-    assert f"--device-memory {-(-inside.budget_bytes >> 20)}MiB," in note
+    assert note.endswith(
+        f"--device-memory {-(-inside.budget_bytes >> 20)}MiB with --ctx 64, or a smaller --ctx"
+    )
 
 
 @pytest.fixture(params=["100%", "30%"])
