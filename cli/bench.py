@@ -59,7 +59,7 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measures TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the floor.
+    """Measures TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the CPU's floor.
 
     Example: moeinf bench demo --policies lru,adaptive --memory 30% --new-tokens 8
     """
@@ -130,7 +130,7 @@ def _row(run: dict[str, Any]) -> list[str]:
         f"{run['stall_share']:.1%}",
         *_foresight(run),
         format_bytes(run["peak_rss_bytes"]),
-        f"{run['floor_ms']:.2f} ms",
+        "-" if run["floor_ms"] is None else f"{run['floor_ms']:.2f} ms",
     ]
 
 

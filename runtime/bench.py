@@ -33,7 +33,7 @@ from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.measure import measure
 from moeinf.runtime.memory import core_count, peak_rss_bytes, physical_bytes
 from moeinf.runtime.replay import ForcedRouting, Request
-from moeinf.runtime.report import foresight
+from moeinf.runtime.report import foresight, on_device
 
 _CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 
@@ -201,6 +201,9 @@ def report(engine: Engine, settings: Settings, policy: str, measured: Measured) 
     disk_bytes = decoded.decode_bytes_read / steps
     context = measured.prompt_tokens + steps // 2
     tpot, needed = statistics.median(seconds), token_bytes(engine, context).total
+    floor = None  # of what is on a GPU nobody has measured how fast it is read
+    if engine.gpu is None:
+        floor = _ms(max(needed / ram, disk_bytes / disk))  # the two overlap at best
     return {
         "policy": policy,
         "memory_bytes": engine.placement.memory_bytes,
@@ -215,9 +218,10 @@ def report(engine: Engine, settings: Settings, policy: str, measured: Measured) 
         "hit_rate": round(decoded.hit_rate, 4) if decoded.hit_rate is not None else None,
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
+        "device": on_device(engine, decoded, steps),
         **foresight(decoded, steps),
         "peak_rss_bytes": peak,
-        "floor_ms": _ms(max(needed / ram, disk_bytes / disk)),  # the two overlap at best
+        "floor_ms": floor,
         "token_bytes": needed,
         "ram_bytes_per_s": round(ram),
         "disk_bytes_per_s": round(disk),

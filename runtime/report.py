@@ -29,18 +29,20 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
         else None,
         "peak_rss_bytes": peak_rss_bytes(),
         "experts_resident": engine.store.resident,
-        "device": _on_device(engine, store, steps),
+        "device": on_device(engine, store, steps),
         **foresight(store, steps),
     }
 
 
-def _on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] | None:
-    """What the device's tier did and holds; None where there is none."""
+def on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] | None:
+    """What the device's tier did and holds; None where there is none. `steps` are decode passes."""
     gpu, events = engine.gpu, store.decode_events
     if gpu is None:
         return None
     held = gpu.promise.look()
     return {
+        "gpu": gpu.placement.gpu,
+        "miss": gpu.miss,
         "experts": engine.store.device_resident,
         "hit_rate": round(store.decode_device_hits / events, 4) if events else None,
         "cpu_share": round(store.decode_cpu_events / events, 4) if events else None,

@@ -11,7 +11,8 @@ Does not know options or reports. The keys of a row that was measured:
     peak_bytes       the most memory that the process has held
     floor_ms         the least that a step can take in *our* format: the bytes it must read from
                      RAM, or those that ours read from disk, ÷ the speed measured beside this row
-                     (in a batch: all KV caches, but no more experts than one conversation needs)
+                     (in a batch: all KV caches, but no more experts than one conversation needs);
+                     not on a GPU
     forced           whether it was fed the scenario's tokens, or chose its own
     others_cores     processors that everything else on the machine used meanwhile, time that a
                      host took away included: a row where it is large says little
@@ -115,7 +116,7 @@ def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | 
     needed = found.pop("token_bytes", token_bytes)
     ram = read_ceiling(bench.threads)
     found |= {"token_bytes": needed, "ram_bytes_per_s": round(ram)}
-    if needed is not None:
+    if needed is not None and scenario.gpu is None:  # whose own memory was not measured
         disk = measure(
             bench.model.race.settings,
             bench.model.race.folder(bench.model.tag),

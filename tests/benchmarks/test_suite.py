@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.peers.table import PEERS
 from benchmarks.suite import models, scenarios
+from benchmarks.suite import row as row_module
 from benchmarks.suite.command import main
 from benchmarks.suite.report import OtherModel, Results, markdown
 from benchmarks.suite.row import Bench, Here, program
@@ -166,6 +167,17 @@ def test_a_gpu_budget_holds_the_share_of_experts_beside_all_else(cache: Path) ->
     weights = manifest.dense_bytes + manifest.slots.max_bytes * 0.35
     given = int(theirs[theirs.index("--device-bytes") + 1])
     assert given == pytest.approx(weights * 16 / 4.75, abs=1)
+
+
+def test_a_floor_is_not_said_of_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads in its own memory takes another time than RAM would."""
+    monkeypatch.setattr(row_module, "read_ceiling", lambda _threads: 1e9)
+    found = {"token_bytes": 5_000_000, "bytes_per_token": 0}
+    monkeypatch.setattr(row_module, "_measured", lambda *_: dict(found))
+    model = models.make(cache, "thin", None, "q4", set(), sys.executable)
+    bench = Bench(model, 1, 60.0, Here(True, {}, {}, {}))
+    assert row_module.run(bench, None, Scenario(), None)["floor_ms"] == 5.0
+    assert "floor_ms" not in row_module.run(bench, None, Scenario(gpu=35), None)
 
 
 def test_the_whole_command(cache: Path) -> None:

@@ -65,7 +65,14 @@ def test_dense_weights_in_ram_are_said_unasked(
     assert said.err.count(words) == 1
     assert all(run["notes"][0].startswith(words) for run in document["runs"])
     assert answer(line) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["notes"] == []
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["notes"], run["floor_ms"]) == ([], None)
+    found = run["device"]
+    assert (found["gpu"], found["miss"]) == ("Fake GPU", "auto")
+    assert 0 < found["hit_rate"] <= 1
+    assert 0 < found["held_bytes"] <= found["promised_bytes"]
+    assert answer([*line[:-1], *budget]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "-"
 
 
 def test_a_plan_says_where_its_figures_come_from(
