@@ -79,7 +79,7 @@ def measured(context: DeviceContext, manifest: Manifest, threads: int) -> Speeds
     device = device_ceiling()
     set_compute_threads(threads)
     bus, both = (
-        measure_bus(context),
+        measure_bus(context).bytes_per_s,
         measure_contended(context, manifest.expert_layout, TorchMath()),
     )
     experts = DeviceSpeeds(both.bus_bytes_per_s, both.cpu_bytes_per_s, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ def devices(
             drive = thorough_drive(swept, expert_size)
             key = drive_key(place)
     remember(settings, ram=ram, drive=(place, drive))
-    gpus, bus = all_gpus(settings.libcuda), None
+    gpus, bus = all_gpus(settings.libcuda), _Bus()
     if not isinstance(gpus, NoGpu):
         bus = _bus(settings)
     if json:
@@ -71,36 +72,58 @@ def devices(
         _print_gpus(out, gpus, bus)
 
 
-def _bus(settings: Settings) -> float | None:
-    """Bytes per second to the first GPU, noted; None when it refuses."""
+@dataclass(frozen=True)
+class _Bus:
+    """To the first GPU. bytes_per_s: None where it cannot be measured. locked: whether the host's
+    memory was page-locked. why: it was not, or nothing could be measured."""
+
+    bytes_per_s: float | None = None
+    locked: bool | None = None
+    why: str | None = None
+
+    def __str__(self) -> str:
+        if self.bytes_per_s is None:
+            return f"bus not measured: {self.why}"
+        how = "page-locked memory" if self.locked else f"pageable memory, as {self.why}"
+        return f"bus {self.bytes_per_s / 1e9:.1f} GB/s from {how}"
+
+
+def _bus(settings: Settings) -> _Bus:
+    """Measured and noted."""
     from moeinf.runtime.bus import measure_bus  # imports torch
 
     gpu = find_gpu(settings.libcuda)
     if isinstance(gpu, NoGpu):
-        return None
+        return _Bus(why=gpu.why)
     try:
-        speed = measure_bus(open_context(gpu))
-    except DeviceError:
-        return None
+        speed, refusal = measure_bus(open_context(gpu))
+    except DeviceError as error:
+        return _Bus(why=str(error))
     remember_gpu(settings, gpu.name, bus_bytes_per_s=speed)
-    return speed
+    return _Bus(speed, refusal is None, refusal)
 
 
-def _gpus(gpus: list[tuple[str, int]] | NoGpu, bus: float | None) -> list[dict[str, Any]]:
+def _gpus(gpus: list[tuple[str, int]] | NoGpu, bus: _Bus) -> list[dict[str, Any]]:
     found = [] if isinstance(gpus, NoGpu) else gpus
-    speeds = [None if bus is None else round(bus)] + [None] * len(found)
+    buses = [bus, *[_Bus()] * len(found)]
     return [
-        {"name": name, "total_bytes": total, "bus_bytes_per_s": speed}
-        for (name, total), speed in zip(found, speeds, strict=False)
+        {
+            "name": name,
+            "total_bytes": total,
+            "bus_bytes_per_s": None if one.bytes_per_s is None else round(one.bytes_per_s),
+            "bus_page_locked": one.locked,
+            "bus_note": one.why,
+        }
+        for (name, total), one in zip(found, buses, strict=False)
     ]
 
 
-def _print_gpus(out: Output, gpus: list[tuple[str, int]] | NoGpu, bus: float | None) -> None:
+def _print_gpus(out: Output, gpus: list[tuple[str, int]] | NoGpu, bus: _Bus) -> None:
     if isinstance(gpus, NoGpu):
         out.line(f"GPU: none ({gpus.why}).")
         return
     for number, (name, total) in enumerate(gpus):
-        speed = f", bus {bus / 1e9:.1f} GB/s from page-locked memory" if bus and not number else ""
+        speed = "" if number else f", {bus}"
         out.line(f"GPU {number}: {name}, {format_bytes(total)}{speed}.")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +38,11 @@ class _Bench:
         arena = torch.frombuffer(self.pool, dtype=torch.uint8)
         arena.fill_(_PATTERN)
         lock = HostLock(context, self.pool, self.pool.bytes)
-        with suppress(DeviceError):  # refused, as in some containers; so will an engine's be
+        self.refusal: str | None = None
+        try:
             lock.lock_next()
+        except DeviceError as error:  # as in some containers; so will an engine's be
+            self.refusal = str(error)
         self._slots = DeviceSlots(context, lock, 2 * _IN_BATCH, 0)
         self._bytes = data_bytes
         self._batches = self._flying = 0
@@ -57,14 +60,21 @@ class _Bench:
         return _IN_BATCH * self._bytes
 
 
-def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> float:
-    """Bytes per second from host slots, with nothing else going on. Raises DeviceError."""
+class Bus(NamedTuple):
+    """From host slots. refusal: why they could not be page-locked; None: they were."""
+
+    bytes_per_s: float
+    refusal: str | None
+
+
+def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> Bus:
+    """With nothing else going on. Raises DeviceError."""
     bench = _Bench(context, expert_bytes, expert_bytes)
     bench.copy()
     copied, start = 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < _SECONDS:
         copied += bench.copy()
-    return copied / seconds
+    return Bus(copied / seconds, bench.refusal)
 
 
 def measure_contended(

@@ -7,7 +7,7 @@
                          "piece_bytes", "measured_at", "notes" } },
       "gpus":   { name: { "contended": { what experts, how many threads:
                                            { bus_bytes_per_s, cpu_bytes_per_s } },
-                          "bus_bytes_per_s", "measured_at" } } }
+                          "bus_bytes_per_s", "bus_measured_at", "measured_at": of the last } } }
 
 A drive's key is its file system's id, or its device number where there is no such id. Does not know
 how anything is measured (drive, native read loop) nor what plans make of it.
@@ -125,7 +125,7 @@ def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
     with suppress(KeyError, TypeError, ValueError):
         entry = _read(settings)["gpus"][gpu]
         speed = float(entry["bus_bytes_per_s"])
-        return (speed, str(entry["measured_at"])) if speed > 0 else None
+        return (speed, str(entry["bus_measured_at"])) if speed > 0 else None
     return None
 
 
@@ -143,7 +143,7 @@ def remember_gpu(
     entry = state["gpus"].get(gpu)
     entry = state["gpus"][gpu] = entry if isinstance(entry, dict) else {}
     if bus_bytes_per_s is not None:
-        entry["bus_bytes_per_s"] = bus_bytes_per_s
+        entry["bus_bytes_per_s"], entry["bus_measured_at"] = bus_bytes_per_s, now()
     if contended is not None:
         forms = entry.get("contended")
         entry["contended"] = forms if isinstance(forms, dict) else {}

@@ -10,7 +10,10 @@ import pytest
 
 from moeinf.cli import devices as command
 from moeinf.cli.main import answer
+from moeinf.offload.split import Contended
 from moeinf.runtime import gpu as gpus
+from moeinf.runtime.config import Settings
+from moeinf.runtime.devices import remember_gpu
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
@@ -197,7 +200,42 @@ def test_devices_measure_the_bus(
     assert answer(["plan", "demo", "--device", "cuda", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["device_memory"]["bus_bytes_per_s"] == gpu["bus_bytes_per_s"]
-    assert plan["device_memory"]["provenance"]["bus_bytes_per_s"].startswith("`moeinf devices`, ")
+    measured = plan["device_memory"]["provenance"]["bus_bytes_per_s"]
+    assert measured.startswith("`moeinf devices`, ")
+    assert (gpu["bus_page_locked"], gpu["bus_note"]) == (True, None)
+    monkeypatch.setattr("moeinf.runtime.devices.now", lambda: "later")
+    remember_gpu(Settings(home), "Fake GPU", contended=("BF16", Contended(1.0, 1.0)))
+    assert answer(["plan", "demo", "--device", "cuda", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)  # another measurement has another date
+    assert plan["device_memory"]["provenance"]["bus_bytes_per_s"] == measured
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "locked"),
+    [
+        (
+            "cuMemHostRegister",
+            "GB/s from pageable memory, as cuMemHostRegister: CUDA_ERROR_",
+            False,
+        ),
+        ("cuMemAlloc", "bus not measured: cuMemAlloc: CUDA_ERROR_UNKNOWN", None),
+    ],
+)
+def test_devices_say_what_a_bus_was_measured_with(
+    call: str, words: str, locked: bool | None, home: Path, fake: Fake,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command, "_FILES_BYTES", 4 << 20)
+    fake.configure(f"fail={call}:0:{999 if locked is None else 801}:-1")
+    assert answer(["devices", "--expert-size", "64KiB"]) == 0
+    assert words in capsys.readouterr().out
+    assert answer(["devices", "--expert-size", "64KiB", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    check_document("devices", document)
+    (gpu,) = document["gpus"]
+    assert gpu["bus_page_locked"] is locked
+    assert (gpu["bus_bytes_per_s"] is None) == (locked is None)
+    assert call in gpu["bus_note"]
 
 
 def test_a_server_tells_on_stderr(
