@@ -106,14 +106,19 @@ PolicyName = Annotated[
 ]
 Device = Annotated[
     Wanted,
-    typer.Option(parser=_device, metavar="|".join(WANTED), help="Which processor computes."),
+    typer.Option(
+        parser=_device,
+        metavar="|".join(WANTED),
+        help="Which processor computes; auto is the CPU: a GPU must be asked for.",
+    ),
 ]
 DeviceMemory = Annotated[
     MemorySize | None,
     typer.Option(
         parser=_memory,
         metavar="SIZE",
-        help="Of the device's memory: 6GiB, 50%.",
+        help="With --device cuda, take at most this of the GPU's memory: 6GiB, 50%. "
+        "Default: what is free, less 256 MiB.",
         show_default=False,
     ),
 ]

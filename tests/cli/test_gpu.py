@@ -13,6 +13,7 @@ from moeinf.cli.main import answer
 from moeinf.offload.split import Contended
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.config import Settings
+from moeinf.runtime.device_plan import HEADROOM_BYTES
 from moeinf.runtime.devices import remember_gpu
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice
@@ -244,6 +245,15 @@ def test_a_server_tells_on_stderr(
     monkeypatch.setattr("moeinf.server.serve.run_server", lambda *given: given[-1]("a test's"))
     assert answer(["serve", "--device", "cuda"]) == 0
     assert capsys.readouterr().err == "a test's\n"
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "bench", "serve"])
+def test_help_says_what_is_limited(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer([command, "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "auto is the CPU" in said
+    assert "With --device cuda, take at most this of the GPU's memory" in said
+    assert f"less {HEADROOM_BYTES >> 20} MiB" in said
 
 
 def test_misses_of_no_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
