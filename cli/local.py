@@ -133,8 +133,16 @@ class LocalPartner:
         used = format_bytes(store.resident * place.slot_bytes)
         total = format_bytes(place.experts_bytes)
         experts = self._engine.manifest.slots.experts
-        rate = store.stats.hit_rate
+        rate, gpu = store.stats.hit_rate, place.on_device
+        above = []
+        if gpu is not None:
+            held = format_bytes(store.device_resident * gpu.slot_bytes)
+            words = (
+                f"{store.device_resident} of {experts}, {held} of {format_bytes(gpu.arena_bytes)}"
+            )
+            above = [("experts on the GPU", words)]
         return [
+            *above,
             ("experts in RAM", f"{store.resident} of {experts}, {used} of {total}"),
             ("hit rate", "-" if rate is None else f"{rate:.1%}"),
             ("KV cache", f"{self._conversation.cached_tokens} of {place.context} tokens"),

@@ -32,13 +32,14 @@ def ps(json: Json = False, quiet: Quiet = False) -> None:
 
 
 def _row(engine: LiveEngine) -> list[str]:
-    digest, context, experts, hits, on = "-", "-", "-", "-", "cpu"
+    digest, context, experts, hits, on, above = "-", "-", "-", "-", "cpu", ""
     f = engine.figures  # None while it loads
     if f is not None:
         digest, context, on = f.digest[:ID_DIGITS], str(f.context), f.device
         experts = f"{f.device_experts}/{f.host_experts}/{f.disk_experts}"
         hits = "-" if f.hit_rate is None else f"{f.hit_rate:.1%}"
-    size = format_bytes(engine.peak_bytes)
+        above = f" + {format_bytes(f.device_peak_bytes)} GPU" if f.device_peak_bytes else ""
+    size = format_bytes(engine.peak_bytes) + above
     where = [str(engine.pid), size, "100% CPU" if on == "cpu" else "CPU + GPU", context]
     until = None if f is None else f.expires_at
     return [engine.model, digest, *where, experts, hits, _until(until)]
@@ -72,5 +73,6 @@ def _as_json(engine: LiveEngine) -> dict[str, Any]:
         "hit_rate": None if f is None else f.hit_rate,
         "bytes": size,
         "peak_bytes": engine.peak_bytes,
+        "device_peak_bytes": None if f is None else f.device_peak_bytes,
         "expires_at": expires,
     }

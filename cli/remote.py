@@ -115,7 +115,7 @@ class RemotePartner:
         if engine is not None:
             rate = "-" if engine.hit_rate is None else f"{engine.hit_rate:.1%}"
             lines.append(("expert hit rate", f"{rate} (of all that the server has decoded)"))
-            lines += [line for line in self.cache() if line[0] == "experts in RAM"]
+            lines += [line for line in self.cache() if line[0].startswith("experts ")]
         return lines
 
     def document(self) -> dict[str, Any]:
@@ -167,7 +167,11 @@ class RemotePartner:
             return [("experts", "the server is on another machine, or the model is not loaded")]
         rate = "-" if engine.hit_rate is None else f"{engine.hit_rate:.1%}"
         size = f"{format_bytes(engine.host_bytes)} of {format_bytes(engine.disk_bytes)}"
+        held = (
+            f"{engine.device_experts} of {engine.disk_experts}, {format_bytes(engine.device_bytes)}"
+        )
         return [
+            *([("experts on the GPU", held)] if engine.device == "cuda" else []),
             ("experts in RAM", f"{engine.host_experts} of {engine.disk_experts}, {size}"),
             ("hit rate", rate),
         ]

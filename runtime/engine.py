@@ -152,6 +152,7 @@ class Engine:
     def _figures(self) -> Figures:
         """What `ps` shows. Called by another thread; reads counters only."""
         slots, resident = self.manifest.slots, self.store.resident
+        gpu = self.placement.on_device
         on_device = self.store.device_resident
         return Figures(
             device_experts=on_device,
@@ -165,6 +166,7 @@ class Engine:
             context=self.placement.context,
             device=self.placement.device,
             expires_at=self.expires_at(),
+            device_peak_bytes=0 if gpu is None else gpu.peak_bytes,
         )
 
     def new_state(self) -> State:

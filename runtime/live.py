@@ -35,6 +35,8 @@ class NotStopped(RuntimeError):
 class Figures:
     """What an engine holds: experts and bytes per tier; hit_rate is None before it has decoded.
 
+    device_peak_bytes: of a GPU's memory, the most that all of it takes.
+
     digest is that of its manifest, context what it can remember of a conversation, in tokens.
     """
 
@@ -49,6 +51,7 @@ class Figures:
     context: int
     device: str = "cpu"  # that computes experts
     expires_at: int | None = None  # seconds since the epoch, when a server unloads it unasked
+    device_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -259,9 +259,13 @@ def _living(loaded: Loaded) -> dict[str, Any]:
     about.pop("modified_at")
     until = min(loaded.expires_at, 253402300799.0)  # the year 9999 stands for never
     expires = datetime.datetime.fromtimestamp(until, datetime.UTC).isoformat()
-    size = engine.placement.peak_bytes if engine is not None else loaded.manifest.size_bytes
-    context = engine.placement.context if engine is not None else 0
-    return {**about, "size": size, "size_vram": 0, "expires_at": expires, "context_length": context}
+    size, vram, context = loaded.manifest.size_bytes, 0, 0
+    if engine is not None:
+        place = engine.placement
+        vram = 0 if place.on_device is None else place.on_device.peak_bytes
+        size, context = place.peak_bytes + vram, place.context
+    sizes = {"size": size, "size_vram": vram}  # the whole, and of it the GPU's
+    return {**about, **sizes, "expires_at": expires, "context_length": context}
 
 
 @router.post("/api/show")

@@ -140,7 +140,10 @@ class FakeDevice(CpuMath):
 
     def synchronise(self) -> None:
         """What is queued has run."""
-        self._fake.synchronise(self.stream)
+        try:
+            self._fake.synchronise(self.stream)
+        except RuntimeError as error:
+            raise RuntimeError(f"CUDA error: {error}") from error  # torch's words
         if self._errors:
             raise self._errors.pop()
 

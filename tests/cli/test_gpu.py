@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from moeinf.cli import devices as command
+from moeinf.cli.client import Client
+from moeinf.cli.local import LocalPartner
 from moeinf.cli.main import answer
+from moeinf.cli.remote import RemotePartner
 from moeinf.offload.split import Contended
 from moeinf.runtime import gpu as gpus
-from moeinf.runtime.config import Settings
+from moeinf.runtime.chat import Conversation
+from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
 from moeinf.runtime.device_plan import HEADROOM_BYTES
 from moeinf.runtime.devices import remember_gpu
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library import Library
+from moeinf.runtime.sizes import format_bytes, parse_memory
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
@@ -153,6 +160,34 @@ def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["bus_bytes_per_token"] > 0
     assert 0 < found["held_bytes"] <= found["promised_bytes"]
     assert not found["held_is_measured"]
+
+
+def test_what_lies_on_the_gpu_is_shown(
+    home: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `ps`, by `/show cache` here, and of a server on this machine."""
+    settings = Settings(home)
+    manifest, folder = Library(settings).read("demo")
+    config = EngineConfig(
+        device="cuda", miss="fetch", libcuda=fake.path, device_memory=parse_memory(BUDGET)
+    )
+    with Engine(manifest, folder, config, settings) as engine:
+        plan = engine.placement.on_device
+        assert plan is not None
+        taken = format_bytes(plan.peak_bytes)
+        assert answer(["ps"]) == 0
+        assert f" + {taken} GPU" in capsys.readouterr().out
+        assert answer(["ps", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        check_document("ps", document)
+        assert document["engines"][0]["device_peak_bytes"] == plan.peak_bytes
+        here = dict(LocalPartner(Conversation(engine), engine).cache())
+        arena = format_bytes(plan.arena_bytes)
+        assert here["experts on the GPU"] == f"0 of 192, 0 B of {arena}"
+        client = Client.of(read_server_environment())
+        there = RemotePartner(client, {"model": "demo:bf16"}, settings)
+        assert dict(there.cache())["experts on the GPU"] == "0 of 192, 0 B"
+        assert ("experts on the GPU", "0 of 192, 0 B") in there.verbose()
 
 
 def test_a_plan_expects_nothing_of_a_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
