@@ -67,6 +67,7 @@ def opened(
         memory = parse_memory("30%"), parse_memory(str(budget))
         config = EngineConfig(memory=memory[0], device_memory=memory[1], **given)
         engines.append(Engine(manifest, folder, config, settings))
+        assert engines[-1].take_notes() == list(engines[-1].placement.fallbacks)
         return engines[-1], budget
 
     yield open_one
