@@ -8,7 +8,8 @@ Does not know HTTP, nor which other engines there are.
 A round is one chunk of prefill, if anybody needs one, and one decode pass of everybody who answers,
 so that shared experts are loaded once and a long prompt delays others by a chunk at most. What a
 request gets is bit for bit what it would get alone: rows of a decode pass do not depend on each
-other, and prefill is not batched.
+other, and prefill is not batched. (On a GPU torch's products in float32 may have other bits for
+other numbers of rows.)
 
 A place keeps its KV cache when its request has ended. The next request whose prompt begins in the
 same way takes over the whole prefill chunks that both share: those bytes are what its own prefill
