@@ -20,7 +20,13 @@ from torch import Tensor
 
 from moeinf.models.base import Experts, Model, State
 from moeinf.models.encoder_decoder import EncoderDecoder
-from moeinf.native import DeviceError, kernel_path, kernels_are_fast, set_compute_threads
+from moeinf.native import (
+    DeviceError,
+    OutOfDeviceMemory,
+    kernel_path,
+    kernels_are_fast,
+    set_compute_threads,
+)
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.offload.tier_runner import OutOfMemory
@@ -240,7 +246,8 @@ class Engine:
             with device_faults():
                 return load()
         except self._scarce as error:
-            raise OutOfMemory(f"no device memory is left for {what}: {error}") from error
+            words = f"no device memory is left for {what}: {error}"
+            raise OutOfDeviceMemory(words) from error
 
     @device_faults()
     def _with_memory(self, compute: Callable[[], Result]) -> Result:

@@ -124,7 +124,7 @@ def test_a_plan_says_where_its_figures_come_from(
 def test_advice_is_not_more_than_there_is(
     home: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.configure(f"memory={(642 - 512 + 8) << 20}")
+    fake.configure(f"others={2_000_000_000 - ((642 - 512 + 8) << 20)}")
     line = ["plan", "demo", "--device", "cuda", "--ctx", "512", "--json", "--device-memory"]
     assert answer([*line, "2GiB"]) == 0
     note = json.loads(capsys.readouterr().out)["notes"][-1]
