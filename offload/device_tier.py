@@ -19,7 +19,7 @@ Used by the engine's thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -255,17 +255,18 @@ class DeviceTier:
         """Returns when everything queued has run. Raises DeviceError, also for a kernel's fault."""
         self._arena.finish()
 
-    def bring(self, cells: Iterable[int]) -> list[int]:
+    def bring(self, cells: Iterable[int], busy: Collection[int] = ()) -> list[int]:
         """Queues the copies of the first of these, as many as there is room for; which they are.
 
-        All are in the host's memory and not here. None leaves for another of them. Raises
-        DeviceError; then none of them is here.
+        All are in the host's memory and not here. None leaves for another of them, and who is
+        `busy` only if nobody else can: the copy would wait for its kernels. Raises DeviceError;
+        then none of them is here.
         """
         self._settle()
         taken: list[int] = []
         try:
             for cell in cells:
-                if not self._make_room():
+                if not self._make_room(busy):
                     break
                 self._residency.assign(cell, pinned=False)
                 taken.append(cell)
@@ -363,10 +364,12 @@ class DeviceTier:
             self._slots = None
             del self._lock
 
-    def _make_room(self) -> bool:
+    def _make_room(self, busy: Collection[int]) -> bool:
         if self._residency.free:
             return True
-        victim = self.policy.victim(self._residency.can_evict)
+        victim = self.policy.victim(self._residency.idle(busy))
+        if victim is None and busy:
+            victim = self.policy.victim(self._residency.can_evict)
         if victim is None:
             return False
         self._residency.evict(victim)

@@ -20,7 +20,7 @@ Used by the engine's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class Residency:
@@ -101,6 +101,12 @@ class Residency:
 
     def can_evict(self, cell: int) -> bool:
         return cell not in self._pins and self.is_resident(cell)
+
+    def idle(self, busy: Collection[int]) -> Callable[[int], bool]:
+        """can_evict, but for those who are busy."""
+        if not busy:
+            return self.can_evict
+        return lambda cell: cell not in busy and self.can_evict(cell)
 
     def evict(self, cell: int) -> None:
         """An unpinned resident cell leaves; its slot is the next to be given."""

@@ -6,7 +6,7 @@ Does not know routing, nor who computes what.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from moeinf.offload.policy.base import Policy
@@ -62,12 +62,15 @@ class ReplayedTier:
         self._land(now)
         return sum(len(cells) for _, cells in self._flying)
 
-    def bring(self, cells: Iterable[int], now: float) -> list[int]:
-        """Copies the first of these, as many as there is room for, in one batch; which they are."""
+    def bring(self, cells: Iterable[int], now: float, busy: Collection[int] = ()) -> list[int]:
+        """Copies the first of these, as many as there is room for, in one batch; which they are.
+
+        Who is `busy` leaves only if nobody else can.
+        """
         self._land(now)
         taken: list[int] = []
         for cell in cells:
-            if not self._make_room():
+            if not self._make_room(busy):
                 break
             self._residency.assign(cell, pinned=False)
             taken.append(cell)
@@ -88,10 +91,12 @@ class ReplayedTier:
         self._land(self.free_at)
         return self.free_at
 
-    def _make_room(self) -> bool:
+    def _make_room(self, busy: Collection[int]) -> bool:
         if self._residency.free:
             return True
-        victim = self.policy.victim(self._residency.can_evict)
+        victim = self.policy.victim(self._residency.idle(busy))
+        if victim is None and busy:
+            victim = self.policy.victim(self._residency.can_evict)
         if victim is None:
             return False
         self._residency.evict(victim)

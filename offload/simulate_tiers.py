@@ -83,6 +83,7 @@ class TieredReplay(Walk):
         self._loading: deque[tuple[float, int]] = deque()  # (there at, cell)
         self._device_done = 0.0
         self._promotable: list[int] = []  # computed by the CPU
+        self._ring: list[int] = []  # of a prefill: whose kernels were queued last
 
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         token, begin, insertions = self._token, self._now, self._policy.insertions
@@ -113,6 +114,8 @@ class TieredReplay(Walk):
         there = [cell for cell in cells if device.has(cell)]
         self._found += len(there)
         self._missed += len(cells) - len(there)
+        self._ring = []
+        self._compute(sorted(there))
         begin = max(start, device.there_at(there, start))
         self._device_done = begin + len(there) * self._on_device
         self._count_hits(there, on_device=True)
@@ -210,7 +213,8 @@ class TieredReplay(Walk):
         fetched, computed = self._divide(cells, now)
         most = max(1, self._device.slots // 2)
         while fetched:
-            brought = self._device.bring(fetched[:most], now)
+            brought = self._device.bring(fetched[:most], now, self._ring)
+            self._compute(brought)
             self._token.copies += len(brought) * self._decoding
             begin = max(self._device_done, self._device.there_at(brought, now))
             self._device_done = begin + len(brought) * self._on_device
@@ -219,6 +223,11 @@ class TieredReplay(Walk):
         if self._decoding:
             self._token.cpu_events += sum(self._rows[cell] for cell in computed)
         return now + len(computed) * self._on_cpu
+
+    def _compute(self, cells: list[int]) -> None:
+        """Kernels are queued."""
+        if not self._decoding:
+            self._ring = [*self._ring, *cells][-max(1, self._device.slots // 2) :]
 
     def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         """What is fetched, and what the CPU computes."""

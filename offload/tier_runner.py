@@ -60,6 +60,7 @@ class TierRunner:
         self._below_rows: Tensor | None = None  # inside: what the CPU has made of it
         self._computed: list[int] = []  # inside: places of the CPU's rows
         self._promotable: list[int] = []  # cells that the CPU has computed
+        self._ring: list[int] = []  # cells of the last kernels, half of the slots; of a prefill
         self._shrunk = False  # in this layer
 
     @property
@@ -73,6 +74,7 @@ class TierRunner:
         self._x = self._rows = self._below_rows = None
         self._below_x = x
         self._places, self._computed, self._promotable, self._shrunk = [], [], [], False
+        self._ring = []
 
     def rows(self, x: Tensor, count: int) -> Tensor:
         """The layer's rows, zeros where nothing is computed: where x is."""
@@ -103,6 +105,9 @@ class TierRunner:
             self._shrunk = True
             return False
         self._places += [place for _, places in experts for place in places]
+        if not self._tier.decoding:
+            half = max(1, self._tier.slots // 2)
+            self._ring = [*self._ring, *(cell for cell, _ in experts)][-half:]
         return True
 
     def run(
@@ -110,14 +115,16 @@ class TierRunner:
     ) -> None:
         """Fills the rows of some experts in host slots, or has the device do it by `combine`.
 
-        What is fetched comes in batches of half the device's slots at most, so that one is copied
-        while kernels read the other, however many experts a prefill asks for.
+        What is fetched comes in batches of half the device's slots at most, and a prefill's do not
+        push out those before, so that one is copied while kernels read the other, however many
+        experts are asked for. (In decoding the policy has its will: kernels of one row are over
+        before the next copy.)
         """
         fetched, computed = self._divide(experts)
         waiting = [(self._host.cell_in(slot), places) for slot, places in fetched]
         while waiting:
             most = max(1, self._tier.slots // 2)
-            brought = self._tier.bring(cell for cell, _ in islice(waiting, most))
+            brought = self._tier.bring((cell for cell, _ in islice(waiting, most)), self._ring)
             assert brought, "a tier has at least one slot that nobody holds"
             first = waiting[: len(brought)]
             if self.on_device(x, first, top_k):

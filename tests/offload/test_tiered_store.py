@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -330,6 +331,28 @@ def test_shares_of_misses() -> None:
     assert [split.fetched(8, behind) for behind in range(7)] == [2, 1, 0, 0, 0, 0, 0]
     assert Split(1).fetched(7, 5) == 7
     assert Split(0).fetched(7) == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "eamc", "adaptive"])
+def test_a_prefill_copies_beside_the_kernels_of_the_batch_before(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Whoever the policy would rather see go: a copy over them would wait for their kernels."""
+    rig, slots = rigs(4, L * E, policy=policy), list[set[int]]()
+    for layer in range(L):
+        rig.one(layer, 9, layer)
+    copy = rig.tier._copy
+
+    def noted(cells: list[int]) -> None:
+        slots.append({rig.tier._residency.slot_of(cell) for cell in cells})
+        copy(cells)
+
+    monkeypatch.setattr(rig.tier, "_copy", noted)
+    for layer in range(L):
+        slots.clear()
+        rig.one(layer, 9, layer)
+        assert len(slots) > 1
+        assert all(one.isdisjoint(other) for one, other in pairwise(slots))
 
 
 def test_who_nobody_asked_for_comes_by_bytes_and_past_those_who_are_there(

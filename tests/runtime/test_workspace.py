@@ -1,0 +1,204 @@
+"""What a prefill chunk holds of a device beside weights, cache and slots, against what plans count.
+
+Everything is on torch's meta device, where tensors have sizes and no bytes; kernels are not run. So
+shapes are those of real models, of which a few layers say as much as all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.shapes import shape
+from moeinf.models import family_of
+from moeinf.models.base import Embedding, Linear
+from moeinf.models.decoder import Decoder
+from moeinf.models.kv_cache import KvCache, Span
+from moeinf.models.moe import TorchMath
+from moeinf.native import matrix_bytes
+from moeinf.offload import (
+    device_attention,
+    device_ffn,
+    device_linears,
+    device_prefill,
+    device_router,
+    device_rows,
+)
+from moeinf.offload.cuda_device import CudaDevice
+from moeinf.offload.layout import ExpertLayout
+from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.device_pieces import DevicePieces
+from moeinf.runtime.device_plan import _GRAPHS_BYTES, _TORCH_BYTES, dense_workspace_bytes
+
+META = torch.device("meta")
+LAUNCHING = (
+    device_attention, device_ffn, device_linears, device_prefill, device_router, device_rows,
+)  # fmt: skip
+LARGER = {  # of a family that is raced in a smaller size: hidden, heads and experts of the largest
+    "deepseek-v3": ("deepseek-v2-lite", {
+        "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+    }),
+    "qwen3-235b-a22b": ("qwen3-30b-a3b", {
+        "hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536,
+    }),
+    "mixtral-8x22b": ("mixtral-8x7b", {
+        "hidden_size": 6144, "num_attention_heads": 48, "intermediate_size": 16384,
+    }),
+}  # fmt: skip
+
+
+class Live(TorchDispatchMode):
+    """most: bytes that tensors made within held at one time, as torch's allocator rounds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, list[int]] = {}  # by storage: tensors that hold it, and its bytes
+        self._now = self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor) and x.device == META:
+                self._hold(x, known=_storage(x) in given)
+        return found
+
+    def _hold(self, x: Tensor, known: bool) -> None:
+        storage = _storage(x)
+        if storage in self._held:
+            self._held[storage][0] += 1
+        elif known:
+            return  # a weight, the cache, or a view of one
+        else:
+            size = -(-x.untyped_storage().nbytes() // 512) * 512
+            self._held[storage] = [1, size]
+            self._now += size
+            self.most = max(self.most, self._now)
+        weakref.finalize(x, self._let_go, storage)
+
+    def _let_go(self, storage: int) -> None:
+        self._held[storage][0] -= 1
+        if not self._held[storage][0]:
+            self._now -= self._held.pop(storage)[1]
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+class MetaDevice(CudaDevice):
+    """Its kernels are launched nowhere; what they are given is allocated."""
+
+    place = META
+
+    def __init__(self) -> None:
+        """Without CUDA."""
+
+    def graphs(self) -> Any:
+        return None
+
+
+class MetaParts:
+    """`Parts` of the sizes that a loader would give."""
+
+    def __init__(self, form: str, device: MetaDevice) -> None:
+        self._form, self._device = form, device
+        self.tuned = DevicePieces(device).tuned
+
+    def tensor(self, name: str, *sides: int) -> Tensor:
+        dtype = torch.float32 if self._form == "f32" else torch.bfloat16
+        return torch.empty(sides, dtype=dtype, device=META)
+
+    def _tiles(self, form: str, rows: int, columns: int) -> Tensor:
+        return torch.empty(matrix_bytes(form, rows, columns), dtype=torch.uint8, device=META)
+
+    def linear(self, prefix: str, out: int, into: int, bias: bool = False) -> Linear:
+        offset = self.tensor(prefix, out) if bias else None
+        if self._form == "q4":
+            return self._device.tiled_linear(self._tiles("q4", out, into), "q4", out, into, offset)
+        return self._device.plain_linear(self.tensor(prefix, out, into), offset)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        if self._form == "q4":
+            tiles = self._tiles("q8", count, width)
+            rows = self._device.tiled_embedding(tiles, "q8", count, width)
+            return Embedding(rows, torch.bfloat16, META)
+        return Embedding.of(self.tensor(prefix, count, width))
+
+
+class OnDevice:
+    """`Experts` that are all in device slots; a layer holds what TierRunner would."""
+
+    wants_hints = False
+
+    def __init__(self, layout: ExpertLayout, experts: int) -> None:
+        arena = torch.empty(8, layout.slot_bytes, dtype=torch.uint8, device=META)
+        self._math = device_ffn.DeviceMath(layout, arena, TorchMath())
+        self._table = torch.empty(experts, dtype=torch.int32, device=META)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        rows = x.new_zeros(ids.numel(), x.shape[1])
+        if self._math.can_route(len(x)):
+            self._math.run_routed(x, ids, self._table, 0, rows)
+        else:  # bf16: one expert after another, each of as many rows as it may get
+            self._math.run(x, [(0, list(range(0, ids.numel(), ids.shape[1])))], ids.shape[1], rows)
+        shape = (*ids.shape, -1)
+        return SimpleNamespace(result=lambda: self._math.combine(rows.view(shape), weights))
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that nobody runs."""
+
+    class Silent:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *given, **named: None
+
+    for module in LAUNCHING:
+        for name, found in list(vars(module).items()):
+            if type(found).__name__ in ("InterpretedFunction", "JITFunction"):
+                monkeypatch.setattr(module, name, Silent())
+
+
+@pytest.mark.parametrize("context", [512, 16384])
+@pytest.mark.parametrize("form", ["q4", "bf16"])
+@pytest.mark.parametrize(
+    "name", ["olmoe", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b", *LARGER]
+)
+def test_a_chunk_takes_no_more_than_is_counted(
+    name: str, form: str, context: int, silent: None
+) -> None:
+    raced, sizes = LARGER.get(name, (name, {}))
+    config = {**shape(raced, 4), **sizes}
+    family = family_of(config)
+    model = family.build(family.parse(config), MetaParts(form, MetaDevice()))
+    assert isinstance(model, Decoder)
+    moe, context = model.moe, min(context, model.max_context)
+    layout = ExpertLayout(moe.hidden, moe.intermediate, form.upper(), moe.activation, moe.biased)
+    state = model.new_state(context)
+    assert isinstance(state, KvCache)
+    past = state._length = context - PREFILL_CHUNK
+    experts: Any = OnDevice(layout, moe.experts)
+    live = Live()
+    with torch.inference_mode(), live:
+        ids = torch.empty(PREFILL_CHUNK, dtype=torch.int64, device=META)
+        span = Span(state, slice(0, PREFILL_CHUNK), past)
+        x = model._body.states(ids, ids, (span,), experts)
+        model._logits(x[-1:])
+    manifest: Any = SimpleNamespace(
+        expert_layout=layout, top_k=moe.top_k, hidden=moe.hidden, dtype=form.upper(),
+        encoder_layers=0,
+    )  # fmt: skip
+    counted = dense_workspace_bytes(manifest, context) - _TORCH_BYTES - _GRAPHS_BYTES
+    assert counted / 8 < live.most <= counted, (live.most >> 20, counted >> 20)
