@@ -81,7 +81,7 @@ def open_gpu(
         speeds = remembered_contended(settings, found.name, what)
         if speeds is None:
             math = TorchMath(cast(Activation, manifest.activation))
-            speeds = measure_contended(context, layout, math)
+            speeds = measure_contended(context, layout, math, placement.slots)
             remember_gpu(settings, found.name, contended=(what, speeds))
         share, notes = speeds.fetched_share, (_words(speeds),)
     device = gpus.torch_device()

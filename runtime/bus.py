@@ -25,16 +25,20 @@ _CACHES = (
     2  # the pool is so many times what all caches hold: then each round finds none of it there
 )
 _SECONDS = 0.25
-_IN_BATCH = 4
+_MOST_IN_BATCH = 4
 _PATTERN = 0x11  # as bf16, f16 or f32 a small normal number: zeros and denormals have other speeds
 
 
 class _Bench:
     """A pool full of experts, page-locked if the system allows it, and device slots to copy to."""
 
-    def __init__(self, context: DeviceContext, slot_bytes: int, data_bytes: int) -> None:
+    def __init__(
+        self, context: DeviceContext, slot_bytes: int, data_bytes: int, slots: int
+    ) -> None:
+        """slots: of a device, at most; two at least are taken."""
+        self._count = max(1, min(_MOST_IN_BATCH, slots // 2))  # of a batch
         size = max(_LEAST_BYTES, min(_CACHES * cache_bytes(), available_bytes() // 4))
-        self.pool = SlotPool(max(2 * _IN_BATCH, size // slot_bytes), slot_bytes)
+        self.pool = SlotPool(max(2 * self._count, size // slot_bytes), slot_bytes)
         arena = torch.frombuffer(self.pool, dtype=torch.uint8)
         arena.fill_(_PATTERN)
         lock = HostLock(context, self.pool, self.pool.bytes)
@@ -43,21 +47,20 @@ class _Bench:
             lock.lock_next()
         except DeviceError as error:  # as in some containers; so will an engine's be
             self.refusal = str(error)
-        self._slots = DeviceSlots(context, lock, 2 * _IN_BATCH, 0)
+        self._slots = DeviceSlots(context, lock, 2 * self._count, 0)
         self._bytes = data_bytes
         self._batches = self._flying = 0
 
     def copy(self) -> int:
         """Queues one batch, and waits for the one before: the bus is never idle. Its bytes."""
-        begin = self._batches * _IN_BATCH
-        chosen = [(begin + i) % self.pool.slots for i in range(_IN_BATCH)]
-        half = self._batches % 2 * _IN_BATCH
+        begin, half = self._batches * self._count, self._batches % 2 * self._count
+        chosen = [(begin + i) % self.pool.slots for i in range(self._count)]
         before = self._flying
-        self._flying = self._slots.copy(chosen, list(range(half, half + _IN_BATCH)), self._bytes)
+        self._flying = self._slots.copy(chosen, list(range(half, half + self._count)), self._bytes)
         self._batches += 1
         if before:
             self._slots.wait(before)
-        return _IN_BATCH * self._bytes
+        return self._count * self._bytes
 
 
 class Bus(NamedTuple):
@@ -69,7 +72,7 @@ class Bus(NamedTuple):
 
 def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> Bus:
     """With nothing else going on. Raises DeviceError."""
-    bench = _Bench(context, expert_bytes, expert_bytes)
+    bench = _Bench(context, expert_bytes, expert_bytes, 2 * _MOST_IN_BATCH)
     bench.copy()
     copied, start = 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < _SECONDS:
@@ -78,11 +81,17 @@ def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> Bus:
 
 
 def measure_contended(
-    context: DeviceContext, layout: ExpertLayout, reference: TorchFfn
+    context: DeviceContext,
+    layout: ExpertLayout,
+    reference: TorchFfn,
+    slots: int = 2 * _MOST_IN_BATCH,
 ) -> Contended:
-    """One expert after another by the CPU, for one token, beside copies. Raises DeviceError."""
-    bench = _Bench(context, layout.slot_bytes, layout.data_bytes)
-    math, slots = SlotMath(layout, bench.pool, reference), bench.pool.slots
+    """One expert after another by the CPU, for one token, beside copies. Raises DeviceError.
+
+    slots: that the device has room for.
+    """
+    bench = _Bench(context, layout.slot_bytes, layout.data_bytes, slots)
+    math, held = SlotMath(layout, bench.pool, reference), bench.pool.slots
     x = torch.ones(1, layout.hidden).to(torch.float32 if layout.dtype == "F32" else torch.bfloat16)
     rows = x.new_zeros(1, layout.hidden)
     ended = threading.Event()
@@ -100,7 +109,7 @@ def measure_contended(
         try:
             computed, start = 0, time.perf_counter()
             while (seconds := time.perf_counter() - start) < _SECONDS:
-                math.run(x, [(computed % slots, [0])], 1, rows)
+                math.run(x, [(computed % held, [0])], 1, rows)
                 computed += 1
         finally:
             ended.set()

@@ -125,7 +125,9 @@ def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
     with suppress(KeyError, TypeError, ValueError):
         entry = _read(settings)["gpus"][gpu]
         speed = float(entry["bus_bytes_per_s"])
-        return (speed, str(entry["bus_measured_at"])) if speed > 0 else None
+        return (
+            (speed, str(entry.get("bus_measured_at", entry["measured_at"]))) if speed > 0 else None
+        )
     return None
 
 

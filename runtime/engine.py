@@ -311,9 +311,15 @@ class Engine:
         excess = None if self.gpu is None else self.gpu.promise.excess()
         if excess is None or not excess.size_bytes:
             return
-        given = None
-        with suppress(*self._scarce):  # others took what was given up for a moment
-            given = self.store.give_up(excess.size_bytes, excess.beyond_bytes)
+        assert self.gpu is not None
+        given, promise = None, self.gpu.promise
+        for more in (promise.margin_bytes, 0) if excess.beyond_bytes else (0,):
+            with suppress(*self._scarce):  # others took what was given up for a moment
+                size, beyond = excess.of_torch_bytes + more, excess.beyond_bytes + more
+                given = self.store.give_up(size, beyond)
+            if given is not None:
+                promise.keep(more)
+                break
         if given == 0:
             return  # the budget had room for it
         words = (

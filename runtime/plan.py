@@ -226,10 +226,11 @@ def seconds_per_token(
     if above is None:
         return ram + routed / speeds.ram_bytes_per_s + disk
     below = 1 - above.slots / slots.experts
-    counted = routed * below + (0 if inside else manifest.dense_bytes)
-    if manifest.dense_bytes + routed - counted > _DEVICE_FASTER * counted:
-        return 0.0
     bus = bus_bytes_per_s or (math.inf if miss == "fetch" else 0.0)
     cpu = 0.0 if miss == "fetch" else speeds.ram_bytes_per_s
     rate = cpu if miss == "compute" else bus + cpu
-    return ram + routed * below / rate + disk * below
+    seconds = ram + routed * below / rate + disk * below
+    on_device = routed * (1 - below) + (manifest.dense_bytes if inside else 0)
+    if on_device > _DEVICE_FASTER * speeds.ram_bytes_per_s * seconds:
+        return 0.0  # the device's own time decides, which nobody has measured
+    return seconds

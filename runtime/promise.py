@@ -26,10 +26,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Excess:
-    """What CUDA takes by itself beyond what was counted for it. beyond_bytes: what experts have to
-    give for that; with some more, as giving up slots evicts everybody."""
+    """What CUDA takes by itself beyond what was counted for it: of_torch_bytes of it torch may not
+    have any more, and for beyond_bytes of these experts have to give slots."""
 
     size_bytes: int
+    of_torch_bytes: int
     beyond_bytes: int
 
 
@@ -47,7 +48,8 @@ class Promise:
         self._held, self._context, self._torch_bytes = held, context, torch_bytes
         self._counted = self._assumed = placement.context_bytes
         self._spare = placement.budget_bytes - placement.peak_bytes
-        self._margin = min(_MARGIN_BYTES, placement.arena_bytes // 16)
+        self._kept = 0  # given up, and not taken by CUDA yet
+        self.margin_bytes = min(_MARGIN_BYTES, placement.arena_bytes // 16)
         self._free, self._most = context.memory()[0], 0
 
     def look(self) -> Held:
@@ -69,12 +71,15 @@ class Promise:
         own = 0 if held is None else held - allocated
         excess = max(0, own - self._counted)
         self._counted += excess
-        self._spare -= excess
-        if self._spare >= 0:
-            return Excess(excess, 0)
-        beyond = self._margin - self._spare
-        self._spare = self._margin
-        return Excess(excess, beyond)
+        left = max(0, excess - self._kept)
+        self._kept -= excess - left
+        beyond = max(0, left - self._spare)
+        self._spare -= left - beyond
+        return Excess(excess, left, beyond)
+
+    def keep(self, size_bytes: int) -> None:
+        """So much more was given up than CUDA takes now: giving up slots evicts everybody."""
+        self._kept += size_bytes
 
     @property
     def _allocated(self) -> int:

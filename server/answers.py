@@ -45,7 +45,7 @@ _STATUS = {
 }
 
 
-_FAILED = "the GPU has failed; restart `moeinf serve`, as a process cannot use it again"
+_FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
 _NEXT = {
     "OutOfDeviceMemory": "give `moeinf serve` less --device-memory, or free some of the device",
     "DeviceError": _FAILED,

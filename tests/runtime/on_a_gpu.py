@@ -160,9 +160,15 @@ def near(found: Logits, expected: Logits) -> None:
 
 def check_graphs(engine: Engine, pay: bool) -> None:
     """They were rehearsed, once, and ran; where they need not pay a note may have measured it."""
-    (said,) = (note for note in engine.take_notes() if "CUDA graphs" in note)
-    ran, not_worth = "CUDA graphs: the dense part of a", "no CUDA graphs: the dense part of a"
-    assert said.startswith(ran) or (not pay and said.startswith(not_worth)), said
+    assert engine.gpu is not None
+    inside = engine.gpu.dense_math
+    assert inside is not None
+    if inside.graphs is not None:
+        assert inside.graphs.startswith("the dense part of a token takes")
+        return
+    assert not pay, inside.note
+    assert inside.note is not None
+    assert inside.note.startswith("no CUDA graphs: the dense part of a token"), inside.note
 
 
 def check_promise(engine: Engine, library: str | None) -> None:

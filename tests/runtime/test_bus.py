@@ -19,16 +19,24 @@ def test_experts_do_not_fit_into_the_caches(
     fake.reset("mode=at_once")
     monkeypatch.setattr(bus, "cache_bytes", lambda: caches << 20)
     monkeypatch.setattr(bus, "available_bytes", lambda: available)
-    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20)
+    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20, 9)
     assert bench.pool.slots == wanted
 
 
 def test_a_batch_is_queued_before_the_last_is_waited_for(fake: Fake) -> None:
     fake.reset("mode=deferred,seed=6")
-    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20)
+    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20, 9)
     assert [bench.copy() for _ in range(5)] == [4 << 20] * 5
     assert fake.count("cuMemcpyBatchAsync") == 5
     assert fake.count("cuEventSynchronize") == 4
+
+
+def test_large_experts_take_no_more_slots_than_there_are(fake: Fake) -> None:
+    fake.reset("mode=deferred,seed=6")
+    bench = bus._Bench(DeviceContext(Driver(fake.path)), 48 << 20, 1 << 20, 3)
+    assert bench.pool.slots == 2
+    assert fake.count("allocated") == 2 * (48 << 20)
+    assert [bench.copy() for _ in range(3)] == [1 << 20] * 3
 
 
 def test_caches_that_cores_share_count_once() -> None:

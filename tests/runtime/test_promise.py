@@ -137,7 +137,9 @@ def test_experts_make_room_for_what_cuda_takes(
     assert fake.count("allocated") == 35 * SLOT  # and a sixteenth of all for what may come
     device = engine.gpu.device
     assert isinstance(device, FakeDevice)
-    assert device.limits[-1] == budget - OWN - CODE_BYTES - 2 * SLOT - 1 - 35 * SLOT  # of torch
+    assert (
+        device.limits[-1] == budget - OWN - CODE_BYTES - 2 * SLOT - 1 - 40 * SLOT // 16 - 35 * SLOT
+    )
     assert engine.gpu.promise.look().peak_bytes <= budget
     assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
     assert engine.take_notes() == []  # it is counted now
@@ -160,7 +162,8 @@ def test_what_the_budget_has_room_for_costs_no_expert(opened: Opened, fake: Fake
         assert engine.gpu is not None
         device = engine.gpu.device
         assert isinstance(device, FakeDevice)
-        assert device.limits[-1] == budget - OWN - CODE_BYTES - own - slots * SLOT
+        more = 40 * SLOT // 16 if slots == 37 else 0
+        assert device.limits[-1] == budget - OWN - CODE_BYTES - own - more - slots * SLOT
         notes = engine.take_notes()
         assert len(notes) == (slots == 37)
         assert engine.store.device_resident == (resident if slots == 40 else 0)
@@ -205,6 +208,16 @@ def test_what_a_prefill_takes_is_seen(opened: Opened, fake: Fake) -> None:
     fake.configure(f"others={50 << 20}")
     engine.extend(state, [4])
     assert engine.gpu.promise.look().peak_bytes == before + (40 << 20)
+
+
+def test_where_there_is_no_room_for_more_it_is_just_enough(opened: Opened, fake: Fake) -> None:
+    engine, _ = opened("nvml=processes", 6)
+    request = engine.begin_request(engine.new_state())
+    fake.configure(f"context={OWN + CODE_BYTES + 5 * SLOT - 1}")
+    engine.end_request(request, counts=False)
+    assert fake.count("allocated") == SLOT
+    (note,) = engine.take_notes()
+    assert note.endswith("5 device slots given back")
 
 
 def test_where_too_few_slots_are_left_it_is_said(opened: Opened, fake: Fake) -> None:

@@ -10,7 +10,7 @@ from moeinf.runtime.manifest import DamagedModel, NewerModel
 from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.server.answers import status_of, words_of
 
-_FAILED = "the GPU has failed; restart `moeinf serve`, as a process cannot use it again"
+_FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
 
 
 @pytest.mark.parametrize(
