@@ -1,15 +1,12 @@
-"""The worker behind template.py: reads requests as JSON lines, answers with rendered text.
+"""The child process behind template.py: renders chat templates in Jinja's sandbox.
 
-Does not import torch or anything else of moeinf: it has 512 MB of address space for everything.
+Does not import torch: it has 512 MB of address space for everything.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import resource
-import signal
-import sys
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,8 +15,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moeinf.runtime.limited_process import serve
+
 _ADDRESS_SPACE_BYTES = 512 << 20
-_SECONDS = 5  # far above the limit that the parent keeps
 
 
 def _refuse(message: str) -> NoReturn:
@@ -64,29 +62,22 @@ def _environment(now: str | None) -> ImmutableSandboxedEnvironment:
     return environment
 
 
+class _Renderer:
+    """The handler: the first request brings the template, each one after it is rendered."""
+
+    def __init__(self) -> None:
+        self._source = ""
+
+    def __call__(self, request: dict[str, Any]) -> str:
+        if "template" in request:
+            self._source = request["template"]
+            return ""
+        environment = _environment(request.pop("now", None))
+        return environment.from_string(self._source).render(**request)
+
+
 def main() -> None:
-    """Serves until standard input ends. The first request brings the template."""
-    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
-    source = ""
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if "template" in request:
-                source, text = request["template"], ""
-            else:
-                signal.alarm(_SECONDS)  # ends this process, should nobody be left to do it
-                environment = _environment(request.pop("now", None))
-                try:
-                    text = environment.from_string(source).render(**request)
-                finally:
-                    signal.alarm(0)
-            answer = {"text": text}
-        except MemoryError:
-            answer = {"error": "it needs too much memory"}
-        except Exception as error:  # a template can raise anything
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    serve(_Renderer(), _ADDRESS_SPACE_BYTES)
 
 
 if __name__ == "__main__":

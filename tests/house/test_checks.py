@@ -82,8 +82,8 @@ def test_small_files() -> None:
 
 
 def test_print_only_in_output() -> None:
-    """cli/output.py alone writes for people; the template worker writes to its own process."""
-    allowed = {ROOT / "cli" / "output.py", ROOT / "runtime" / "template_worker.py"}
+    """cli/output.py alone writes for people; limited processes answer on their standard output."""
+    allowed = {ROOT / "cli" / "output.py", ROOT / "runtime" / "limited_process.py"}
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"
         for folder in FLOORS

@@ -77,7 +77,8 @@ def test_bombs_and_escapes_end_soon_and_harm_nothing(bomb: str) -> None:
 def test_a_refusal_leaves_no_alarm_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end a worker that waits for its next request."""
     requests = [{"template": "{{ raise_exception('no') }}"}, {"messages": []}]
-    lines = "".join(f"{json.dumps(request)}\n" for request in requests)
+    messages = [{"request": request, "alarm": 5} for request in requests]
+    lines = "".join(f"{json.dumps(message)}\n" for message in messages)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
