@@ -31,10 +31,16 @@ def test_a_batch_is_queued_before_the_last_is_waited_for(fake: Fake) -> None:
     assert fake.count("cuEventSynchronize") == 4
 
 
-def test_large_experts_take_no_more_slots_than_there_are(fake: Fake) -> None:
+@pytest.mark.parametrize(("caches", "slots"), [(0, 2), (32, 2), (160, 6)])
+def test_large_experts_take_no_more_device_slots_than_there_are(
+    caches: int, slots: int, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's pool grows with the caches (in MiB); the device's slots do not."""
     fake.reset("mode=deferred,seed=6")
+    monkeypatch.setattr(bus, "cache_bytes", lambda: caches << 20)
+    monkeypatch.setattr(bus, "available_bytes", lambda: 1 << 40)
     bench = bus._Bench(DeviceContext(Driver(fake.path)), 48 << 20, 1 << 20, 3)
-    assert bench.pool.slots == 2
+    assert bench.pool.slots == slots
     assert fake.count("allocated") == 2 * (48 << 20)
     assert [bench.copy() for _ in range(3)] == [1 << 20] * 3
 
