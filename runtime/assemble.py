@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.offload.layout import LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
+from moeinf.offload.layout import ITEM_BYTES, LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
 from moeinf.runtime.checkpoint import SourceTensor
 from moeinf.runtime.encode import encoded
@@ -28,7 +28,7 @@ from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.workplace import Workplace, unfinished_path
 
-_DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
+_DENSE_ALIGNMENT = 64  # bytes: where matrices and tiles of the one dense buffer begin
 _WORKERS = 4
 
 
@@ -86,8 +86,17 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
     Tiles are named U8 of one dimension, and the header then names the version of their layout.
     """
     sizes = {name: stored_bytes(*piece) for name, piece in slices.items()}
-    # Sizes that are no multiple of the alignment go last, or they would displace all behind them.
-    order = sorted(slices, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
+
+    def place(name: str) -> tuple[bool, int, str]:
+        """Sizes that are no multiple of the alignment go last, of them those of wide items first.
+
+        So every tensor begins at a multiple of its item's size, without the holes that safetensors
+        forbids: an F32 vector never follows a BF16 one of odd length. Tiles are whole lines.
+        """
+        odd = sizes[name] % _DENSE_ALIGNMENT != 0
+        return odd, -ITEM_BYTES[slices[name].form] if odd else 0, name
+
+    order = sorted(slices, key=place)
     about = {"format": "moeinf"}
     if is_tiled(dtype):
         about["layout"] = str(LAYOUT_VERSIONS[dtype])

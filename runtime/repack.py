@@ -24,6 +24,7 @@ from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime import sentencepiece
 from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
+from moeinf.runtime.dense_views import check_opens
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, write_manifest
@@ -142,6 +143,7 @@ def repack(
             files = sorted(work.files.values(), key=lambda file: file.path)
             manifest = _manifest(source, inventory, name, files)
             work.commit()
+            check_opens(work.folder, manifest)
             write_manifest(work.folder, manifest)
             library.admit(work.folder, name)
             remove_strangers(target, (file.path for file in manifest.files))
