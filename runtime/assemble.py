@@ -22,7 +22,8 @@ from moeinf.offload.direct_file import BLOCK_BYTES
 from moeinf.offload.layout import ITEM_BYTES, LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
 from moeinf.runtime.checkpoint import SourceTensor
-from moeinf.runtime.encode import encoded
+from moeinf.runtime.encode import Look, encoded, unseen
+from moeinf.runtime.finite import WeightCheck
 from moeinf.runtime.fp8 import files_of
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
@@ -49,9 +50,9 @@ class Target:
         """Where part `number` begins in the file."""
         return len(self.header) + sum(self.size(n) for n in range(number))
 
-    def data(self, number: int) -> Iterator[memoryview]:
+    def data(self, number: int, look: Look = unseen) -> Iterator[memoryview]:
         """The bytes of part `number`, each block valid until the next is taken."""
-        return encoded(self.parts[number], self.forms[number])
+        return encoded(self.parts[number], self.forms[number], look)
 
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
@@ -114,8 +115,8 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
 class Assembler:
     """Feeds on source files in any order until every target is written."""
 
-    def __init__(self, targets: Iterable[Target], work: Workplace) -> None:
-        self._work = work
+    def __init__(self, targets: Iterable[Target], work: Workplace, check: WeightCheck) -> None:
+        self._work, self._check = work, check
         self._touched: dict[Path, list[Target]] = defaultdict(list)
         self._lock = threading.Lock()
         self.bytes = 0  # written, or found written by an earlier attempt
@@ -161,6 +162,8 @@ class Assembler:
                 for job in jobs:
                     job.cancel()
                 raise
+        for name in self._check.found:
+            work.add_broken(name)
         work.commit()
 
     def spent(self, path: Path) -> bool:
@@ -215,7 +218,7 @@ class Assembler:
 
     def _metered(self, target: Target, numbers: Iterable[int]) -> Iterator[memoryview]:
         for number in numbers:
-            for block in target.data(number):
+            for block in target.data(number, self._check.look):
                 with self._lock:
                     self.bytes += block.nbytes
                 yield block

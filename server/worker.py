@@ -36,6 +36,7 @@ from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
+from moeinf.runtime.finite import check_logits
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.sampler import Sampler
 from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded, Vector
@@ -241,7 +242,9 @@ class Worker:
         try:
             with engine.stoppable(one.job.cancelled.is_set):
                 if one.job.embed:
-                    states = engine.states(state, chunk).sum(axis=0, dtype=np.float64)
+                    rows = engine.states(state, chunk)
+                    check_logits(rows)
+                    states = rows.sum(axis=0, dtype=np.float64)
                 else:
                     logits = engine.extend(state, chunk)
         except Stopped:
@@ -278,6 +281,7 @@ class Worker:
                 self._end(engine, one, "stop" if reason == "stop" else "length")
 
     def _take(self, one: _Running, logits: NDArray[np.float32]) -> None:
+        check_logits(logits)
         allowed = logits if one.constraint is None else one.constraint.mask(logits)
         text = one.answer.take(allowed)
         token = one.answer.tokens[-1]
