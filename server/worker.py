@@ -7,9 +7,10 @@ Does not know HTTP, nor which other engines there are.
 
 A round is one chunk of prefill, if anybody needs one, and one decode pass of everybody who answers,
 so that shared experts are loaded once and a long prompt delays others by a chunk at most. What a
-request gets is bit for bit what it would get alone: rows of a decode pass do not depend on each
-other, and prefill is not batched. (On a GPU torch's products in float32 may have other bits for
-other numbers of rows.)
+request gets is bit for bit what it would get alone, whatever the tag: rows of a decode pass do not
+depend on each other, prefill is not batched, and neither is decoding with the tag f32, whose
+products are torch's and have other bits for other numbers of rows. (On a GPU so have torch's
+products in float32 of the other tags.)
 
 A place keeps its KV cache when its request has ended. The next request whose prompt begins in the
 same way takes over the whole prefill chunks that both share: those bytes are what its own prefill
@@ -295,7 +296,13 @@ class Worker:
             one.job.emit(Piece(text, info))
 
     def _decode(self, engine: Engine, group: list[_Running]) -> None:
-        """One pass of everybody; where a read fails, each alone, so that only the hit one fails."""
+        """One pass of all; each alone where a row would see the others, and where a read fails, so
+        that only the hit one fails.
+        """
+        if len(group) > 1 and not engine.batches:
+            for one in group:
+                self._decode(engine, [one])
+            return
         start = time.perf_counter()
         steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
         try:
