@@ -137,6 +137,12 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     ),
     "DamagedModel": _damaged,
     "ExpertReadError": _read_error,
+    "NotFiniteWeights": _plain(
+        "broken_weights", "`moeinf pull --allow-nan` goes on; the model may then fail at any token."
+    ),
+    "NotFiniteLogits": _plain(
+        "not_finite", "`moeinf verify MODEL` checks its files; another tag has other numbers."
+    ),
     "BadCheckpoint": _plain(
         "bad_checkpoint",
         "A checkpoint has config.json, tokenizer.json and *.safetensors, all of them whole.",

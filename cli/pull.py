@@ -47,6 +47,9 @@ def pull(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be fetched and written.")
     ] = False,
+    allow_nan: Annotated[
+        bool, typer.Option("--allow-nan", help="Go on where weights are NaN or infinite.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -74,7 +77,7 @@ def pull(
         manifest = _in_todays_layout(library, manifest, out)
         out.note(f"{wanted} is up to date")
     else:
-        manifest = _pull(wanted, source, settings, out)
+        manifest = _pull(wanted, source, settings, out, allow_nan)
     if json:
         sizes = {"size_bytes": manifest.size_bytes, "files": len(manifest.files)}
         about = {"source": manifest.source, "revision": manifest.revision}
@@ -124,12 +127,14 @@ def _find_or_pull(
     return library.read(str(wanted))
 
 
-def _pull(name: ModelName, source: Source, settings: Settings, out: Output) -> Manifest:
+def _pull(
+    name: ModelName, source: Source, settings: Settings, out: Output, allow_nan: bool = False
+) -> Manifest:
     """Repacks with progress bars; notes on stderr say what is left out or rounded."""
     from moeinf.runtime.repack import repack
 
     with out.progress(str(name)) as progress:
-        return repack(source, Library(settings), name, progress, out.note)
+        return repack(source, Library(settings), name, progress, out.note, allow_nan)
 
 
 def _print_sizes(name: ModelName, source: Source, out: Output) -> None:

@@ -37,6 +37,9 @@ class ArcticConfig:
 def parse(values: Mapping[str, Any]) -> ArcticConfig:
     """See base.Family. Only with experts in every layer and in parallel, as published."""
     fields = Fields(values)
+    # No transformers 5 has this family; Snowflake's own defaults are other models.
+    fields.expect("moe_layer_frequency", "parallel_attn_mlp_res", "rms_norm_eps", "rope_theta")
+    fields.refuse_null("moe_layer_frequency", "parallel_attn_mlp_res", "rope_theta")
     body = parse_body(fields, default_theta=1e4, default_eps=1e-5)
     fields.refuse("moe_layer_frequency", 1)
     fields.refuse("parallel_attn_mlp_res", True)

@@ -151,9 +151,18 @@ class GqaShape:
         return ((self.kv_heads, self.head_dim),) * 2
 
 
-def parse_gqa(fields: Fields, hidden: int, heads: int) -> GqaShape:
-    """Reads the sizes, with transformers' defaults; raises ModelDataError."""
+def parse_gqa(
+    fields: Fields, hidden: int, heads: int, default_head_dim: int | None = None
+) -> GqaShape:
+    """Reads the sizes, with transformers' defaults; raises ModelDataError.
+
+    default_head_dim: of a family whose config class has one; None: hidden / heads.
+    """
+    fields.expect("num_key_value_heads")
+    if default_head_dim is not None:
+        fields.refuse_null("head_dim")
     head_dim = fields.optional_integer("head_dim", high=MAX_WIDTH)
+    head_dim = default_head_dim if head_dim is None else head_dim
     if head_dim is None:
         require(hidden % heads == 0, f"hidden_size {hidden} is not a multiple of {heads} heads")
         head_dim = hidden // heads

@@ -21,10 +21,12 @@ MAX_VOCAB = 1 << 24
 
 
 class Fields:
-    """One JSON object of a config. A key that is null counts as absent.
+    """One JSON object of a config. A key that is null counts as absent, unless a method says more.
 
-    Every method raises ModelDataError naming the key. Where a method takes several names they are
-    spellings of one key: all that are present must agree.
+    What is absent takes the default of the family's config class in transformers, or is refused:
+    see tests/models/test_config_defaults.py. Every method raises ModelDataError naming the key.
+    Where a method takes several names they are spellings of one key: all that are present must
+    agree.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
@@ -114,6 +116,8 @@ class Fields:
         """true or false."""
         value = self._values.get(name)
         if value is None:
+            if default:
+                self.refuse_null(name)  # which is false in Python
             return default
         if not isinstance(value, bool):
             raise self._error(name, value, "must be true or false")
@@ -150,6 +154,20 @@ class Fields:
         if value is None or any(type(value) is type(x) and value == x for x in harmless):
             return
         raise self._error(name, value, "is not supported")
+
+    def refuse_null(self, *names: str) -> None:
+        """Refuse keys that are present and null, where transformers takes null for another value
+        than the default.
+        """
+        for name in names:
+            if name in self._values and self._values[name] is None:
+                raise self._error(name, None, "is not supported")
+
+    def expect(self, *names: str) -> None:
+        """Refuse keys that are not even null: their default is the size of one model."""
+        for name in names:
+            if name not in self._values:
+                raise ModelDataError(f"{self._where} lacks {name}")
 
     def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
         found = [(name, self._values[name]) for name in names if self.has(name)]

@@ -40,14 +40,18 @@ def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
     """See base.Family. Only interleaved rope, as all published checkpoints have it."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
+    fields.refuse_null("rope_interleave")
     fields.refuse("rope_interleave", True)
+    fields.expect("num_key_value_heads")
     fields.refuse("num_key_value_heads", body.heads)
     fields.refuse("moe_layer_freq", 1)
     first = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=3)
     return DeepseekV3Config(
         body=body,
         attention=parse_mla(fields, body.heads, body.rope),
-        ffn=parse_sigmoid_experts(fields, body, range(first, body.layers), default_scale=2.5),
+        ffn=parse_sigmoid_experts(
+            fields, body, range(first, body.layers), default_scale=2.5, default_groups=(8, 4)
+        ),
     )
 
 

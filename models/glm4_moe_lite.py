@@ -20,7 +20,9 @@ def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
     """See base.Family. Without mlp_layer_types the first layers are dense: one, if not said."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-5)
+    fields.refuse_null("rope_interleave")
     fields.refuse("rope_interleave", True)
+    fields.expect("num_key_value_heads")
     fields.refuse("num_key_value_heads", body.heads)
     types = fields.words("mlp_layer_types", known=("dense", "sparse"), count=body.layers)
     if types is None:

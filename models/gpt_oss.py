@@ -33,6 +33,14 @@ _FUSED = re.compile(
 _ROLES: Mapping[str, Literal["gate_up", "down", "gate_up_bias", "down_bias"]] = {
     "gate_up": "gate_up", "down": "down", "gate_up_bias": "gate_up_bias", "down_bias": "down_bias",
 }  # fmt: skip
+_ROPE = {  # of a config that has none
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
@@ -47,12 +55,16 @@ class GptOssConfig:
 
 def parse(values: Mapping[str, Any]) -> GptOssConfig:
     """See base.Family."""
+    if not values.get("rope_scaling") and values.get("rope_parameters") is None:
+        values = {**values, "rope_scaling": None, "rope_parameters": _ROPE}
     fields = Fields(values)
     body = parse_body(fields, default_theta=150000.0, default_eps=1e-5)
     fields.refuse("swiglu_limit", 7.0, 7)
     shape = replace(
-        parse_gqa(fields, body.hidden, body.heads), bias=fields.flag("attention_bias", default=True)
+        parse_gqa(fields, body.hidden, body.heads, default_head_dim=64),
+        bias=fields.flag("attention_bias", default=True),
     )
+    fields.refuse_null("sliding_window")
     window = fields.integer("sliding_window", high=MAX_CONTEXT, default=128)
     kinds = fields.words("layer_types", known=(_WINDOWED, _FULL), count=body.layers)
     if kinds is None:

@@ -52,7 +52,8 @@ class MlaShape:
 
 
 def parse_mla(fields: Fields, heads: int, rope: RopeConfig) -> MlaShape:
-    """Reads the sizes; raises ModelDataError."""
+    """Reads the sizes; raises ModelDataError. A q_lora_rank of null means no bottleneck."""
+    fields.expect("q_lora_rank")
     nope = fields.integer("qk_nope_head_dim", high=MAX_WIDTH)
     rotated = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
     return MlaShape(

@@ -87,6 +87,7 @@ def parse(values: Mapping[str, Any]) -> NllbConfig:
     fields.refuse("moe_eval_capacity_token_fraction", 1.0, 1)
     fields.refuse("tie_word_embeddings", True)
     hidden = fields.integer("d_model", "hidden_size", low=4, high=MAX_WIDTH)  # two sines
+    fields.expect("encoder_ffn_dim", "decoder_ffn_dim")
     intermediate = fields.integer("encoder_ffn_dim", "decoder_ffn_dim", high=MAX_WIDTH)
     heads = {s: fields.integer(f"{s}_attention_heads", high=MAX_HEADS) for s in _STACKS}
     for count in heads.values():

@@ -42,6 +42,11 @@ def parse(values: Mapping[str, Any]) -> PhimoeConfig:
     """See base.Family. A sliding window is supported."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e6, default_eps=1e-5)
+    rope = body.rope
+    require(
+        rope.kind == "default" or None not in (rope.short_mscale, rope.long_mscale),
+        "the rope section lacks short_mscale or long_mscale",
+    )
     shape = replace(
         parse_gqa(fields, body.hidden, body.heads),
         bias=fields.flag("attention_bias"),

@@ -47,6 +47,7 @@ def parse(values: Mapping[str, Any]) -> Qwen2MoeConfig:
     )
     sliding: frozenset[int] = frozenset()
     if fields.flag("use_sliding_window"):
+        fields.refuse_null("sliding_window")
         window = fields.integer("sliding_window", high=MAX_CONTEXT, default=4096)
         shape, sliding = replace(shape, window=window), _sliding_layers(fields, body.layers)
     return Qwen2MoeConfig(

@@ -78,7 +78,7 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
     fields.refuse("mlp_only_layers", [])
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6, default_partial=0.25)
     shape = replace(
-        parse_gqa(fields, body.hidden, body.heads),
+        parse_gqa(fields, body.hidden, body.heads, default_head_dim=256),
         bias=fields.flag("attention_bias"),
         gated=True,
     )

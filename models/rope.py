@@ -103,11 +103,12 @@ def parse_rope(
     original = rope.integer(
         "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
     )
-    original = fields.integer(
-        "original_max_position_embeddings", high=MAX_CONTEXT, default=original
-    )
-    # Yarn may leave the factor out: it is then the ratio of the two context lengths.
+    if kind != "linear":  # transformers reads it in the section alone
+        fields.refuse("original_max_position_embeddings", original)
+    # longrope may leave the factor out, yarn may say null: then it is the ratio of both contexts.
     ratio = max(max_context / original, 1.0) if kind in ("yarn", "longrope") else None
+    if kind == "yarn":
+        rope.expect("factor")
     low_high = {
         name: rope.number(name, low=1e-3, high=1e6)
         for name in (("low_freq_factor", "high_freq_factor") if kind == "llama3" else ())

@@ -54,14 +54,22 @@ class HasSigmoidExperts(HasBody, Protocol):
 
 
 def parse_sigmoid_experts(
-    fields: Fields, body: BodyConfig, sparse_layers: Sequence[int], default_scale: float
+    fields: Fields,
+    body: BodyConfig,
+    sparse_layers: Sequence[int],
+    default_scale: float,
+    default_groups: tuple[int, int] = (1, 1),
 ) -> SigmoidExperts:
-    """Raises ModelDataError. Without n_group, or with one group, every expert may be chosen."""
+    """Raises ModelDataError. With one group every expert may be chosen.
+
+    default_groups: n_group and topk_group of a config that lacks them.
+    """
+    fields.refuse_null("n_group", "topk_group")
     fields.choice("scoring_func", default="sigmoid", known=("sigmoid",))
     fields.choice("topk_method", default="noaux_tc", known=("noaux_tc",))
     groups = (
-        fields.integer("n_group", high=MAX_EXPERTS, default=1),
-        fields.integer("topk_group", high=MAX_EXPERTS, default=1),
+        fields.integer("n_group", high=MAX_EXPERTS, default=default_groups[0]),
+        fields.integer("topk_group", high=MAX_EXPERTS, default=default_groups[1]),
     )
     extra = fields.integer(
         "num_nextn_predict_layers", "num_mtp_layers", low=0, high=MAX_LAYERS, default=1

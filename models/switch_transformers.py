@@ -91,6 +91,7 @@ def parse(values: Mapping[str, Any]) -> SwitchConfig:
     hidden = fields.integer("d_model", "hidden_size", high=MAX_WIDTH)
     intermediate = fields.integer("d_ff", high=MAX_WIDTH)
     encoder = fields.integer("num_layers", "num_hidden_layers", high=MAX_LAYERS)
+    fields.expect("num_decoder_layers")
     decoder = fields.integer("num_decoder_layers", high=MAX_LAYERS, default=encoder)
     layers: dict[Stack, int] = {"encoder": encoder, "decoder": decoder}
     sparse = {stack: _sparse_layers(fields, stack, layers[stack]) for stack in layers}

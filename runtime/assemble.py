@@ -19,16 +19,17 @@ from typing import NamedTuple
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.offload.layout import LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
+from moeinf.offload.layout import ITEM_BYTES, LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
 from moeinf.runtime.checkpoint import SourceTensor
-from moeinf.runtime.encode import encoded
+from moeinf.runtime.encode import Look, encoded, unseen
+from moeinf.runtime.finite import WeightCheck
 from moeinf.runtime.fp8 import files_of
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.workplace import Workplace, unfinished_path
 
-_DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
+_DENSE_ALIGNMENT = 64  # bytes: where matrices and tiles of the one dense buffer begin
 _WORKERS = 4
 
 
@@ -49,9 +50,9 @@ class Target:
         """Where part `number` begins in the file."""
         return len(self.header) + sum(self.size(n) for n in range(number))
 
-    def data(self, number: int) -> Iterator[memoryview]:
+    def data(self, number: int, look: Look = unseen) -> Iterator[memoryview]:
         """The bytes of part `number`, each block valid until the next is taken."""
-        return encoded(self.parts[number], self.forms[number])
+        return encoded(self.parts[number], self.forms[number], look)
 
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
@@ -86,8 +87,17 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
     Tiles are named U8 of one dimension, and the header then names the version of their layout.
     """
     sizes = {name: stored_bytes(*piece) for name, piece in slices.items()}
-    # Sizes that are no multiple of the alignment go last, or they would displace all behind them.
-    order = sorted(slices, key=lambda name: (sizes[name] % _DENSE_ALIGNMENT != 0, name))
+
+    def place(name: str) -> tuple[bool, int, str]:
+        """Sizes that are no multiple of the alignment go last, of them those of wide items first.
+
+        So every tensor begins at a multiple of its item's size, without the holes that safetensors
+        forbids: an F32 vector never follows a BF16 one of odd length. Tiles are whole lines.
+        """
+        odd = sizes[name] % _DENSE_ALIGNMENT != 0
+        return odd, -ITEM_BYTES[slices[name].form] if odd else 0, name
+
+    order = sorted(slices, key=place)
     about = {"format": "moeinf"}
     if is_tiled(dtype):
         about["layout"] = str(LAYOUT_VERSIONS[dtype])
@@ -105,8 +115,8 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
 class Assembler:
     """Feeds on source files in any order until every target is written."""
 
-    def __init__(self, targets: Iterable[Target], work: Workplace) -> None:
-        self._work = work
+    def __init__(self, targets: Iterable[Target], work: Workplace, check: WeightCheck) -> None:
+        self._work, self._check = work, check
         self._touched: dict[Path, list[Target]] = defaultdict(list)
         self._lock = threading.Lock()
         self.bytes = 0  # written, or found written by an earlier attempt
@@ -152,6 +162,8 @@ class Assembler:
                 for job in jobs:
                     job.cancel()
                 raise
+        for name in self._check.found:
+            work.add_broken(name)
         work.commit()
 
     def spent(self, path: Path) -> bool:
@@ -206,7 +218,7 @@ class Assembler:
 
     def _metered(self, target: Target, numbers: Iterable[int]) -> Iterator[memoryview]:
         for number in numbers:
-            for block in target.data(number):
+            for block in target.data(number, self._check.look):
                 with self._lock:
                     self.bytes += block.nbytes
                 yield block

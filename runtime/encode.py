@@ -6,9 +6,10 @@ Does not know which format a tensor should have, nor where the bytes go.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS
 from moeinf.offload.direct_file import BLOCK_BYTES
@@ -24,38 +25,55 @@ from moeinf.runtime.checkpoint import (
 from moeinf.runtime.fp8 import wide_rows
 from moeinf.runtime.picked import mxfp4_tiles, picked_values
 
+Look = Callable[[SourceTensor, Tensor, str], None]  # at values, before they take a format
 
-def encoded(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
+
+def unseen(tensor: SourceTensor, values: Tensor, form: str) -> None:
+    """Take values as they come."""
+
+
+def encoded(tensor: SourceTensor, form: str, look: Look = unseen) -> Iterator[memoryview]:
     """The tensor in the format `form`, in blocks of bounded size; a picked one is one block.
 
-    MXFP4 is made only of MXFP4. A block is valid until the next one is taken. Raises BadCheckpoint
-    when the file ends early.
+    look: is shown all values on their way; what it raises ends this. MXFP4 is made only of MXFP4.
+    A block is valid until the next one is taken. Raises BadCheckpoint when the file ends early.
     """
     if tensor.pick is not None:
-        return iter([_picked(tensor, form)])
+        return iter([_picked(tensor, form, look)])
     if tensor.scales is not None:
-        return _widened(tensor, form)
-    return _tiles(tensor, form) if is_tiled(form) else blocks(tensor, form)
+        return _widened(tensor, form, look)
+    return _tiles(tensor, form, look) if is_tiled(form) else _plain(tensor, form, look)
 
 
-def _picked(tensor: SourceTensor, form: str) -> memoryview:
+def _picked(tensor: SourceTensor, form: str, look: Look) -> memoryview:
     if form == "MXFP4":
-        return memory_of(mxfp4_tiles(tensor))
+        tiles, large = mxfp4_tiles(tensor)
+        if large is not None:
+            look(tensor, large, form)
+        return memory_of(tiles)
     values = picked_values(tensor)
+    look(tensor, values, form)
     if is_tiled(form):
         return memory_of(quantise(values.float(), form))
     return memory_of(values.to(TORCH_DTYPE[form]).view(-1))
 
 
-def _widened(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
+def _plain(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
+    for block in blocks(tensor, form):
+        look(tensor, torch.frombuffer(block, dtype=TORCH_DTYPE[form]), form)
+        yield block
+
+
+def _widened(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
     for rows in wide_rows(tensor, BLOCK_ROWS):
+        look(tensor, rows, form)
         if is_tiled(form):
             yield memory_of(quantise(rows, form))
         else:
             yield memory_of(rows.to(TORCH_DTYPE[form]).view(-1))
 
 
-def _tiles(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
+def _tiles(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
     """Some row blocks at a time; float16 is widened, which loses nothing."""
     count, columns = tensor.shape
     dtype = TORCH_DTYPE[tensor.dtype]
@@ -68,6 +86,7 @@ def _tiles(tensor: SourceTensor, form: str) -> Iterator[memoryview]:
             rows = buffer[: min(step, count - first) * columns].view(-1, columns)
             view = memory_of(rows.view(-1))
             read_exactly(descriptor, view, tensor.offset + first * row_bytes, tensor.path)
+            look(tensor, rows, form)
             yield memory_of(quantise(rows.float() if dtype == torch.float16 else rows, form))
     finally:
         os.close(descriptor)

@@ -221,11 +221,16 @@ class Engine:
         self._give_torch_threads(len(ids))
         return self._with_memory(lambda: self.model.extend([(ids, state)], self.store, "all"))
 
+    @property
+    def batches(self) -> bool:
+        """Whether a row of `step` is what it would be alone; not so with torch and float32."""
+        return self.manifest.dtype != "F32"
+
     def step(self, tokens: Sequence[tuple[State, int]]) -> NDArray[np.float32]:
         """Appends one token to each of several states in one pass; logits [requests, vocab].
 
-        At most MOST_PARALLEL: then a row is what it would be alone. Raises like `extend`; a pass
-        that fails leaves every state as it was.
+        At most MOST_PARALLEL: then a row is what it would be alone, if `batches`. Raises like
+        `extend`; a pass that fails leaves every state as it was.
         """
         self._give_torch_threads(len(tokens))
         logits = self._pass([([token], state) for state, token in tokens])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moeinf.runtime.engine import Engine
+from moeinf.runtime.finite import check_logits
 
 WINDOW = 512  # tokens at most that see each other; a begin-of-text token begins anew, too
 _ROWS = 64  # logits rows at once
@@ -98,4 +99,6 @@ def _score_window(engines: Sequence[Engine], ids: Sequence[int], sums: _Sums) ->
         found = [
             engine.all_logits(state, rows) for engine, state in zip(engines, states, strict=True)
         ]
+        for logits in found:
+            check_logits(logits.numpy())
         sums.add(found[0], found[1] if len(found) > 1 else None, targets)

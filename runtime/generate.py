@@ -18,6 +18,7 @@ from moeinf.offload.store import Stopped
 from moeinf.runtime.asking import Limits as Limits
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
+from moeinf.runtime.finite import check_logits
 from moeinf.runtime.sampler import Sampler
 from moeinf.runtime.thinking import overlap
 
@@ -155,6 +156,7 @@ class Generation:
         self.prefill_seconds = time.perf_counter() - start
         start = time.perf_counter()
         while not answer.done:
+            check_logits(logits)
             bound = self._constraint
             piece = answer.take(logits if bound is None else bound.mask(logits))
             if bound is not None:

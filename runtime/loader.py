@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.models.base import Activation, Embedding, Linear, Model, ModelDataError, Piece
+from moeinf.models.base import Activation, Model
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.eamc import Eamc
-from moeinf.offload.layout import stored_bytes
 from moeinf.offload.policy import POLICIES, USE_HINTS, USE_PAST, Setup
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord
@@ -30,15 +29,14 @@ from moeinf.offload.transfer import Transfer
 from moeinf.runtime.above import Above, OpenGpu
 from moeinf.runtime.checkpoint import (
     CONFIG,
-    TORCH_DTYPE,
     BadCheckpoint,
-    SourceTensor,
     memory_of,
     read_header,
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.cpu_math import CpuMath
+from moeinf.runtime.dense_views import DenseViews
 from moeinf.runtime.drive import Reading
 from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
@@ -52,8 +50,8 @@ _CACHED_SHARE = 0.5  # above this, what is missing from the page cache is read t
 _WORTH_SHARE = 0.05  # of decode time; who waits less reads nothing ahead of demand
 
 
-class DenseWeights:
-    """The `Parts` of a pulled model: views of one buffer that holds dense.safetensors."""
+class DenseWeights(DenseViews):
+    """The `Parts` of a pulled model: its dense.safetensors, read into one buffer and checked."""
 
     def __init__(
         self,
@@ -64,56 +62,16 @@ class DenseWeights:
         math: DenseMath | None = None,
     ) -> None:
         """math: what computes with the weights, and where they are to lie; None: the CPU."""
-        self._math: DenseMath = math or CpuMath()
+        math = math or CpuMath()
         record = manifest.file(DENSE)
-        path = folder / DENSE
         try:
-            self._tensors = read_header(path)
-            self._buffer, checksum = _read_dense(folder, record, config, reading, self._math)
+            tensors = read_header(folder / DENSE)
+            buffer, checksum = _read_dense(folder, record, config, reading, math)
         except (BadCheckpoint, OSError) as error:
             raise DamagedModel(f"{manifest.model}: {error}") from error
         if checksum != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
-        self._data_offset = record.data_offset
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        found = self._tensors.get(name)
-        if found is None or found.shape != shape or found.dtype not in TORCH_DTYPE:
-            raise ModelDataError(f"{DENSE} lacks {name} of shape {list(shape)}")
-        return self._bytes_of(found).view(TORCH_DTYPE[found.dtype]).view(shape)
-
-    def linear(
-        self, prefix: str, out_features: int, in_features: int, bias: bool = False
-    ) -> Linear:
-        offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
-        tiles = self._tiles(f"{prefix}.weight", out_features, in_features)
-        if tiles is not None:
-            return self._math.tiled_linear(*tiles, out_features, in_features, offset)
-        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
-        return self._math.plain_linear(weight, offset)
-
-    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
-        tiles = self._tiles(f"{prefix}.weight", count, width)
-        if tiles is not None:
-            rows = self._math.tiled_embedding(*tiles, count, width)
-            return Embedding(rows, torch.bfloat16, self._math.place)
-        return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
-
-    def _tiles(self, name: str, rows: int, columns: int) -> tuple[Tensor, str] | None:
-        """The tiles of a matrix and their format; None when it is not stored so."""
-        found = self._tensors.get(name)
-        if found is None or found.dtype != "U8":
-            return None
-        forms = (f for f in ("Q4", "Q8") if found.size_bytes == stored_bytes(f, (rows, columns)))
-        form = next(forms, None)
-        return None if form is None else (self._bytes_of(found), form)
-
-    def _bytes_of(self, found: SourceTensor) -> Tensor:
-        start = found.offset - self._data_offset
-        return self._buffer[start : start + found.size_bytes]
-
-    def tuned(self, piece: Piece) -> Piece:
-        return self._math.tuned(piece)
+        super().__init__(tensors, buffer, record.data_offset, math)
 
 
 def _read_dense(

@@ -28,6 +28,7 @@ from moeinf.runtime.checkpoint import (
 
 MXFP4 = "MXFP4"  # the dtype of a tensor that joins its blocks and scales
 _GROUP = 32  # weights that share a scale
+_SURELY_FINITE = 252  # 6 times this scale's 2^125 is a float32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -71,11 +72,16 @@ def picked_values(tensor: SourceTensor) -> Tensor:
     return _rows(tensor, raw.view(tensor.pick.shape))
 
 
-def mxfp4_tiles(tensor: SourceTensor) -> Tensor:
-    """Blocks and scales as the tiles of native/tiles.h: every code and every scale as it is."""
+def mxfp4_tiles(tensor: SourceTensor) -> tuple[Tensor, Tensor | None]:
+    """Blocks and scales as the tiles of native/tiles.h: every code and every scale as it is.
+
+    Beside them, where a scale is so large that a number may be infinite or NaN, all as float32.
+    """
     if tensor.dtype != MXFP4:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not MXFP4")
-    return tile_blocks(*_blocks_and_scales(tensor))
+    blocks, scales = _blocks_and_scales(tensor)
+    large = widen_blocks(blocks, scales) if int(scales.max()) > _SURELY_FINITE else None
+    return tile_blocks(blocks, scales), large
 
 
 def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:

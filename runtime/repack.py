@@ -24,6 +24,8 @@ from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime import sentencepiece
 from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
+from moeinf.runtime.dense_views import check_opens
+from moeinf.runtime.finite import WeightCheck
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, write_manifest
@@ -118,12 +120,18 @@ class LocalSource:
 
 
 def repack(
-    source: Source, library: Library, name: ModelName, progress: Progress, note: Note
+    source: Source,
+    library: Library,
+    name: ModelName,
+    progress: Progress,
+    note: Note,
+    allow_nan: bool = False,
 ) -> Manifest:
     """Adds a checkpoint to the library as the model `name`, replacing an older one.
 
     Raises ModelDataError or BadCheckpoint before anything is written when the checkpoint does not
-    hold exactly a model that we can run; ModelInUse, PullInProgress; OSError (disk full).
+    hold exactly a model that we can run; NotFiniteWeights, unless `allow_nan`, which notes the
+    names of such tensors; ModelInUse, PullInProgress; OSError (disk full).
     """
     keep_heap_small()
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
@@ -138,12 +146,19 @@ def repack(
             check_space(work, inventory, dtype, source)
             _keep_small_files(source.small_files(), work)
             Tokenizer(work.folder)  # raises now rather than at the first run
-            _assemble(source, inventory, dtype, work, progress)
+            check = WeightCheck(allow_nan)
+            check.again(work.broken)
+            _assemble(source, inventory, dtype, work, progress, check)
             files = sorted(work.files.values(), key=lambda file: file.path)
             manifest = _manifest(source, inventory, name, files)
             work.commit()
+            check_opens(work.folder, manifest)
             write_manifest(work.folder, manifest)
             library.admit(work.folder, name)
+            if work.broken:
+                note(
+                    f"NaN or infinity in {_first_of(work.broken)}: this model may fail at any token"
+                )
             remove_strangers(target, (file.path for file in manifest.files))
         except BaseException:
             if not source.keeps_progress:
@@ -190,8 +205,11 @@ def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
     if inventory.downcasts(DTYPE_OF_TAG[name.tag]):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
     if inventory.unused:
-        more = f" and {len(inventory.unused) - 1} more" if len(inventory.unused) > 1 else ""
-        note(f"not part of the family, left out: {inventory.unused[0]}{more}")
+        note(f"not part of the family, left out: {_first_of(inventory.unused)}")
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
@@ -205,9 +223,14 @@ def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Sourc
 
 
 def _assemble(
-    source: Source, inventory: Inventory, dtype: str, work: Workplace, progress: Progress
+    source: Source,
+    inventory: Inventory,
+    dtype: str,
+    work: Workplace,
+    progress: Progress,
+    check: WeightCheck,
 ) -> None:
-    assembler = Assembler(all_targets(inventory, dtype), work)
+    assembler = Assembler(all_targets(inventory, dtype), work, check)
     total = inventory.weight_bytes(dtype)
 
     def tell() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,24 +23,40 @@ _GROUP = 64  # logits that share a maximum
 OLLAMA_DEFAULTS = SamplingOptions(
     temperature=0.8, top_k=40, top_p=0.9, min_p=0.0, repeat_last_n=64, repeat_penalty=1.1
 )
+TRANSFORMERS_DEFAULTS = SamplingOptions(
+    temperature=1.0, top_k=50, top_p=1.0, min_p=0.0, repeat_penalty=1.0
+)
+_GENERATION_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
 _GREEDY_DEFAULTS = SamplingOptions(repeat_last_n=64, repeat_penalty=1.0)
 
 
 def model_defaults(folder: Path) -> SamplingOptions:
-    """What a model's generation_config.json says; its unusable values count as unsaid."""
-    said: dict[str, Any] = {}
-    with suppress(OSError, ValueError, AttributeError, RecursionError):
+    """Say how a model's generation_config.json samples; nothing where there is none.
+
+    What the file leaves out, or says unusably, takes the default of transformers' GenerationConfig:
+    without do_sample it is greedy.
+    """
+    try:
         config = json.loads((folder / "generation_config.json").read_bytes())
-        said = {name: config.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        said["repeat_penalty"] = config.get("repetition_penalty")
-        if config.get("do_sample") is False:
-            said["temperature"] = 0.0
-    options = SamplingOptions()
-    for name, value in said.items():
+    except (OSError, ValueError, RecursionError):
+        return SamplingOptions()
+    if not isinstance(config, dict):
+        return SamplingOptions()
+    options = TRANSFORMERS_DEFAULTS
+    for key, name in _GENERATION_KEYS.items():
+        value = config.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
             with suppress(ValueError):
                 options = options.having(name, value)
-    return options
+    if options.repeat_penalty != 1.0:
+        options = replace(options, repeat_last_n=-1)  # there, all tokens before are penalised
+    return options if config.get("do_sample") is True else replace(options, temperature=0.0)
 
 
 class Random:

@@ -8,6 +8,7 @@ can go on from them:
     {"file": {...}}       a finished file, as the manifest will record it
     {"part": [file, n]}   the n-th source tensor has been written into the unfinished `file`
     {"done": name}        a source file is no longer needed
+    {"broken": name}      a source tensor that has been written, with NaN or infinity in it
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Workplace:
         self.files: dict[str, FileRecord] = {}
         self.parts: set[tuple[str, int]] = set()
         self.done: set[str] = set()
+        self.broken: list[str] = []
         self._pending: list[dict[str, object]] = []
         if not self._resume(making):
             shutil.rmtree(folder, ignore_errors=True)
-            self.files, self.parts, self.done = {}, set(), set()
+            self.files, self.parts, self.done, self.broken = {}, set(), set(), []
             folder.mkdir(parents=True)
             self._pending.append({"making": dict(making)})
             self.commit()
@@ -65,6 +67,12 @@ class Workplace:
         """Notes that a source file may go; counts from the next commit on."""
         self.done.add(source)
         self._pending.append({"done": source})
+
+    def add_broken(self, tensor: str) -> None:
+        """Notes a tensor that is not finite; counts from the next commit on."""
+        if tensor not in self.broken:
+            self.broken.append(tensor)
+            self._pending.append({"broken": tensor})
 
     def commit(self) -> None:
         """Makes everything in the folder durable, and then the lines that say so."""
@@ -106,6 +114,8 @@ class Workplace:
             self.parts.add((str(line["part"][0]), int(line["part"][1])))
         elif "done" in line:
             self.done.add(str(line["done"]))
+        elif "broken" in line:
+            self.broken.append(str(line["broken"]))
 
     def _take_back(self, file: str) -> bool:
         """Whether the parts of `file` are here, under the name that an unfinished file has.

@@ -28,6 +28,11 @@ The whole as an OpenAPI document: `GET /openapi.json`.
 """
 _OPTIONS = """Of Ollama's `options` these work: {}. These are
 accepted and change nothing: {}. Any other is refused by name.
+
+What a request leaves out the model's `generation_config.json` says. What that leaves out has the
+default of transformers: greedy without `do_sample`, else temperature 1.0, top_k 50, top_p 1.0 and
+no penalty. A model without that file samples with Ollama's defaults: temperature 0.8, top_k 40,
+top_p 0.9 and a repeat_penalty of 1.1 over 64 tokens.
 """
 
 

@@ -39,6 +39,7 @@ _STATUS = {
     "Unloaded": 503,
     "DamagedModel": 500,
     "ExpertReadError": 500,
+    "NotFiniteLogits": 500,
     "ModelDataError": 400,
     "BadCheckpoint": 400,
     "ValueError": 400,

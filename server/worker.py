@@ -7,9 +7,10 @@ Does not know HTTP, nor which other engines there are.
 
 A round is one chunk of prefill, if anybody needs one, and one decode pass of everybody who answers,
 so that shared experts are loaded once and a long prompt delays others by a chunk at most. What a
-request gets is bit for bit what it would get alone: rows of a decode pass do not depend on each
-other, and prefill is not batched. (On a GPU torch's products in float32 may have other bits for
-other numbers of rows.)
+request gets is bit for bit what it would get alone, whatever the tag: rows of a decode pass do not
+depend on each other, prefill is not batched, and neither is decoding with the tag f32, whose
+products are torch's and have other bits for other numbers of rows. (On a GPU so have torch's
+products in float32 of the other tags.)
 
 A place keeps its KV cache when its request has ended. The next request whose prompt begins in the
 same way takes over the whole prefill chunks that both share: those bytes are what its own prefill
@@ -36,6 +37,7 @@ from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
+from moeinf.runtime.finite import check_logits
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.sampler import Sampler
 from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded, Vector
@@ -241,7 +243,9 @@ class Worker:
         try:
             with engine.stoppable(one.job.cancelled.is_set):
                 if one.job.embed:
-                    states = engine.states(state, chunk).sum(axis=0, dtype=np.float64)
+                    rows = engine.states(state, chunk)
+                    check_logits(rows)
+                    states = rows.sum(axis=0, dtype=np.float64)
                 else:
                     logits = engine.extend(state, chunk)
         except Stopped:
@@ -278,6 +282,7 @@ class Worker:
                 self._end(engine, one, "stop" if reason == "stop" else "length")
 
     def _take(self, one: _Running, logits: NDArray[np.float32]) -> None:
+        check_logits(logits)
         allowed = logits if one.constraint is None else one.constraint.mask(logits)
         text = one.answer.take(allowed)
         token = one.answer.tokens[-1]
@@ -291,7 +296,13 @@ class Worker:
             one.job.emit(Piece(text, info))
 
     def _decode(self, engine: Engine, group: list[_Running]) -> None:
-        """One pass of everybody; where a read fails, each alone, so that only the hit one fails."""
+        """One pass of all; each alone where a row would see the others, and where a read fails, so
+        that only the hit one fails.
+        """
+        if len(group) > 1 and not engine.batches:
+            for one in group:
+                self._decode(engine, [one])
+            return
         start = time.perf_counter()
         steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
         try:

@@ -14,6 +14,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.live import Registry
 from tests.cli.conftest import COMMAND, Command, command_in, environment
+from tests.runtime.test_finite import demo, one
 
 
 @pytest.fixture
@@ -119,6 +120,20 @@ def test_pull_a_local_folder(own: Command, tmp_path: Path) -> None:
     unnamed = own("pull", str(folder))
     assert unnamed.code == 2
     assert "is not a model name" in unnamed.err
+
+
+def test_pull_and_run_of_a_model_with_nan(own: Command, tmp_path: Path) -> None:
+    name = demo(tmp_path / "spoilt", one("model.norm.weight", float("nan"), 5))
+    pull = ("pull", str(tmp_path / "spoilt"), "--name", "x:q8")
+    refused = own(*pull)
+    assert refused.code == 1
+    assert name in refused.err
+    assert "`moeinf pull --allow-nan` goes on" in refused.err
+    assert own(*pull, "--allow-nan").code == 0
+    for temperature in ("0", "1"):
+        result = own("run", "x:q8", "17+25=", "--temperature", temperature)
+        assert (result.code, result.out) == (1, "")
+        assert "the model computed NaN or infinity" in result.err
 
 
 def test_pull_says_when_bits_are_lost(own: Command, tmp_path: Path) -> None:

@@ -16,7 +16,13 @@ from tests.tiny import TINY, tiny_config
 
 CONFIGS: dict[str, dict[str, Any]] = {name: tiny_config(name).to_dict() for name in TINY}
 
-_LONG = {"rope_type": "longrope", "short_factor": [1.0]}
+_LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0],
+    "original_max_position_embeddings": 64,
+    "short_mscale": 1.0,
+    "long_mscale": 1.0,
+}
 _SIZES = {
     "mixtral": ["num_key_value_heads", "intermediate_size", "num_local_experts"],
     "olmoe": ["num_key_value_heads", "intermediate_size", "num_experts"],
@@ -148,7 +154,12 @@ def test_absurd_rope(values: dict[str, Any]) -> None:
         (
             "phimoe-longrope",
             {
-                "rope_parameters": {**_LONG, "long_factor": [1], "factor": 2.0},
+                "rope_parameters": {
+                    **_LONG,
+                    "long_factor": [1],
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 1,
+                },
                 "original_max_position_embeddings": 1,
             },
             "original_max_position_embeddings 1 is no text",

@@ -23,7 +23,8 @@ def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
         if key in rope:
             old[key] = rope.pop(key)
     kind = rope.pop("rope_type", "default")
-    old["rope_scaling"] = None if kind == "default" else {**rope, "type": kind}
+    plain = kind == "default" and values["model_type"] != "gpt_oss"  # whose default is another
+    old["rope_scaling"] = None if plain else {**rope, "type": kind}
     return {**old, "torch_dtype": "float32"}
 
 

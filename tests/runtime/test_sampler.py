@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import GenerationConfig
 
 from moeinf.runtime.sampler import Random, Sampler, SamplingOptions, model_defaults
 
@@ -117,8 +118,15 @@ def test_the_seed_is_told_when_none_was_given() -> None:
     assert first.options.seed != second.options.seed
 
 
+def written(folder: Path, said: object) -> SamplingOptions:
+    """What a model with this generation_config samples with, where nothing is asked for."""
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    return Sampler(SamplingOptions(), model_defaults(folder)).options
+
+
 def test_model_defaults_and_their_place(tmp_path: Path) -> None:
     said = {
+        "do_sample": True,
         "temperature": 0.6,
         "top_k": 20,
         "top_p": "high",
@@ -127,13 +135,48 @@ def test_model_defaults_and_their_place(tmp_path: Path) -> None:
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     model = model_defaults(tmp_path)
-    assert model == SamplingOptions(temperature=0.6, top_k=20, repeat_penalty=1.2)
+    assert model == SamplingOptions(
+        temperature=0.6, top_k=20, top_p=1, min_p=0, repeat_penalty=1.2, repeat_last_n=-1
+    )
     chosen = Sampler(SamplingOptions(top_k=3), model).options
-    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.6, 3, 0.9)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.6, 3, 1)
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     assert model_defaults(tmp_path).temperature == 0
     (tmp_path / "generation_config.json").write_text("[1]")
     assert model_defaults(tmp_path) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"do_sample": True},
+        {"do_sample": None, "temperature": 0.7},
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.95},
+        {"do_sample": True, "top_k": None, "repetition_penalty": 1.05},
+        {"do_sample": True, "top_k": 20, "min_p": 0.1},
+        {"eos_token_id": 2, "pad_token_id": 0},
+    ],
+)
+def test_what_a_generation_config_leaves_out_is_as_in_transformers(
+    said: dict[str, object], tmp_path: Path
+) -> None:
+    found = written(tmp_path, said)
+    theirs = GenerationConfig.from_pretrained(tmp_path).to_dict()
+    filled = {
+        key: default if theirs.get(key) is None else theirs[key]
+        for key, default in GenerationConfig._get_default_generation_params().items()
+    }
+    assert found.temperature == (filled["temperature"] if filled["do_sample"] else 0)
+    assert (found.top_k, found.top_p) == (filled["top_k"], filled["top_p"])
+    assert found.min_p == (theirs.get("min_p") or 0)
+    assert found.repeat_penalty == filled["repetition_penalty"]
+
+
+def test_without_a_generation_config_the_defaults_are_ollamas(tmp_path: Path) -> None:
+    found = Sampler(SamplingOptions(), model_defaults(tmp_path)).options
+    assert (found.temperature, found.top_k, found.top_p) == (0.8, 40, 0.9)
+    assert (found.repeat_penalty, found.repeat_last_n) == (1.1, 64)
 
 
 @pytest.mark.parametrize(

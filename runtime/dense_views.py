@@ -1,0 +1,107 @@
+"""The dense tensors of a pulled model as views of one buffer: by loading, or dry, without bytes.
+
+Does not know how the buffer is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moeinf.models import family_of
+from moeinf.models.base import Embedding, Linear, ModelDataError, Piece
+from moeinf.offload.layout import stored_bytes
+from moeinf.runtime.checkpoint import CONFIG, TORCH_DTYPE, SourceTensor, read_header, read_json
+from moeinf.runtime.linears import DenseMath, Rows
+from moeinf.runtime.manifest import DENSE, Manifest
+
+
+class DenseViews:
+    """The `Parts` of a pulled model: views of one buffer that holds the data of dense.safetensors.
+
+    tensors      what its header says
+    data_offset  where in the file the buffer begins
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, SourceTensor], buffer: Tensor, data_offset: int, math: DenseMath
+    ) -> None:
+        self._tensors, self._buffer = tensors, buffer
+        self._data_offset, self._math = data_offset, math
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        found = self._tensors.get(name)
+        if found is None or found.shape != shape or found.dtype not in TORCH_DTYPE:
+            raise ModelDataError(f"{DENSE} lacks {name} of shape {list(shape)}")
+        dtype, data = TORCH_DTYPE[found.dtype], self._bytes_of(found)
+        if data.storage_offset() % dtype.itemsize:  # as version 0.1 placed some vectors
+            data = data.clone()
+        return data.view(dtype).view(shape)
+
+    def linear(
+        self, prefix: str, out_features: int, in_features: int, bias: bool = False
+    ) -> Linear:
+        offset = self.tensor(f"{prefix}.bias", out_features) if bias else None
+        tiles = self._tiles(f"{prefix}.weight", out_features, in_features)
+        if tiles is not None:
+            return self._math.tiled_linear(*tiles, out_features, in_features, offset)
+        weight = self.tensor(f"{prefix}.weight", out_features, in_features)
+        return self._math.plain_linear(weight, offset)
+
+    def embedding(self, prefix: str, count: int, width: int) -> Embedding:
+        tiles = self._tiles(f"{prefix}.weight", count, width)
+        if tiles is not None:
+            rows = self._math.tiled_embedding(*tiles, count, width)
+            return Embedding(rows, torch.bfloat16, self._math.place)
+        return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
+
+    def tuned(self, piece: Piece) -> Piece:
+        return self._math.tuned(piece)
+
+    def _tiles(self, name: str, rows: int, columns: int) -> tuple[Tensor, str] | None:
+        """The tiles of a matrix and their format; None when it is not stored so."""
+        found = self._tensors.get(name)
+        if found is None or found.dtype != "U8":
+            return None
+        forms = (f for f in ("Q4", "Q8") if found.size_bytes == stored_bytes(f, (rows, columns)))
+        form = next(forms, None)
+        return None if form is None else (self._bytes_of(found), form)
+
+    def _bytes_of(self, found: SourceTensor) -> Tensor:
+        start = found.offset - self._data_offset
+        return self._buffer[start : start + found.size_bytes]
+
+
+def check_opens(folder: Path, manifest: Manifest) -> None:
+    """Builds the model of a folder as the loader does, on views that have no memory.
+
+    So a file that no engine could open is found where it was made. Raises BadCheckpoint,
+    ModelDataError, or whatever a view raises.
+    """
+    record, values = manifest.file(DENSE), read_json(folder / CONFIG)
+    family, tensors = family_of(values), read_header(folder / DENSE)
+    buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=_DryMath.place)
+    family.build(family.parse(values), DenseViews(tensors, buffer, record.data_offset, _DryMath()))
+
+
+class _DryMath:
+    """A `linears.DenseMath` that computes nothing."""
+
+    place = torch.device("meta")
+
+    def tiled_linear(
+        self, tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
+    ) -> Linear:
+        return lambda x: x.new_empty(*x.shape[:-1], out_features)
+
+    def plain_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return lambda x: x.new_empty(*x.shape[:-1], len(weight))
+
+    def tiled_embedding(self, tiles: Tensor, form: str, count: int, width: int) -> Rows:
+        return lambda ids: torch.empty(len(ids), width, device=self.place)
+
+    def tuned(self, piece: Piece) -> Piece:
+        return piece

@@ -1,0 +1,73 @@
+"""NaN and infinities: found in weights before they are stored, and in logits before a choice.
+
+Does not know formats of files. One pass over the values, of which only the least and the largest
+are kept: a NaN makes both NaN.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
+
+_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
+# The largest magnitude that a format holds: q8 and q4 have float16 scales of 127 and of 8 steps.
+_MOST = {
+    "F32": float(torch.finfo(torch.float32).max),
+    "BF16": _BFLOAT16,
+    "MXFP4": float(torch.finfo(torch.float32).max),
+    "Q8": 65504.0 * 127,
+    "Q4": 65504.0 * 8,
+}
+
+
+class NotFiniteWeights(BadCheckpoint):
+    """A weight is NaN or infinite, or would be in the format it is stored in."""
+
+
+class NotFiniteLogits(RuntimeError):
+    """The model computed NaN or infinity instead of logits: no token can be chosen."""
+
+
+class WeightCheck:
+    """Looks at weights on their way into a model. Used by several threads."""
+
+    def __init__(self, allow: bool = False) -> None:
+        """allow: note the names of tensors instead of raising."""
+        self._allow = allow
+        self._lock = threading.Lock()
+        self.found: list[str] = []  # names of tensors, in the order in which they came
+
+    def again(self, broken: Sequence[str]) -> None:
+        """Take in what an earlier attempt has found and written. Raises NotFiniteWeights."""
+        if broken and not self._allow:
+            raise NotFiniteWeights(f"{broken[0]!r} has NaN or infinity, and is written already")
+
+    def look(self, tensor: SourceTensor, values: Tensor, form: str) -> None:
+        """Check some values of a tensor that will be stored as `form`. Raises NotFiniteWeights."""
+        if not values.numel():
+            return
+        least, largest = (float(x) for x in values.aminmax())
+        if -_MOST[form] <= least and largest <= _MOST[form]:  # false for NaN
+            return
+        if not self._allow:
+            finite = np.isfinite(least) and np.isfinite(largest)
+            what = f"values beyond what {form} can hold" if finite else "NaN or infinity"
+            raise NotFiniteWeights(f"{tensor.path.name}: {tensor.name!r} has {what}")
+        with self._lock:
+            if tensor.name not in self.found:
+                self.found.append(tensor.name)
+
+
+def check_logits(logits: NDArray[np.float32]) -> None:
+    """Raise NotFiniteLogits unless every number is finite, [vocab] or [rows, vocab]."""
+    if not np.isfinite(logits).all():
+        raise NotFiniteLogits(
+            "the model computed NaN or infinity: its weights are broken, or its numbers overflow"
+        )
