@@ -117,11 +117,13 @@ def _tokenizer(vocabulary: Vocabulary, about: Mapping[str, Any]) -> Tokenizer:
     if vocabulary.character_map:
         steps.append(normalizers.Precompiled(vocabulary.character_map))
     if vocabulary.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        steps.append(normalizers.Replace(Regex(r"\A "), ""))
     if vocabulary.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE))
     steps.append(normalizers.Replace(" ", _SPACE))
+    if vocabulary.remove_extra_whitespaces:  # at the end, its own way to write a space counts, too
+        steps.append(normalizers.Replace(Regex(f"(?<!{_SPACE}){_SPACE}+\\z"), ""))
     tokenizer.normalizer = normalizers.Sequence(steps)
     # What looks like a control or byte piece in a text is none: it is cut after its first letter.
     hidden = [p.text for p in pieces if p.kind in (_CONTROL, _UNKNOWN, _UNUSED, _BYTE)]

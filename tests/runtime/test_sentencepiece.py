@@ -38,6 +38,7 @@ KINDS = {
     },
     "bpe-without-bytes": {"model_type": "bpe"},
     "t5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+    "lines": {"model_type": "unigram", "normalization_rule_name": "identity"},
     "unigram-bytes": {"model_type": "unigram", "byte_fallback": True, "add_dummy_prefix": False},
 }  # fmt: skip
 
@@ -70,6 +71,24 @@ def test_texts_are_cut_as_the_reference_cuts_them(model: bytes) -> None:
         if "<" in text:  # cut there, so that unknown characters are not joined across it
             ids = [i for n, i in enumerate(ids) if i != unknown or ids[n - 1 : n] != [unknown]]
         assert ids == expected, text
+
+
+SPACES = ["the", "fox", " ", "  ", "\n", "\r\n", "\t", "▁", "\u00a0", "\u3000", " \n", "\n "]
+
+
+def test_spaces_at_the_ends_of_lines(model: bytes) -> None:
+    """Texts of words and every kind of space: the end of a line is not the end of the text."""
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ours = Library.from_str(tokenizer_json(model, {}).decode())
+    ours.encode_special_tokens = True
+    draw = random.Random(6)
+    texts = ["".join(draw.choices(SPACES, k=draw.randint(1, 9))) for _ in range(2073)]
+    wrong = [
+        text
+        for text in texts
+        if ours.encode(text, add_special_tokens=False).ids != reference.encode(text)
+    ]
+    assert wrong == []
 
 
 def test_decoding(model: bytes) -> None:
