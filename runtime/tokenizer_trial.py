@@ -16,13 +16,14 @@ from moeinf.runtime.checkpoint import BadCheckpoint
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
 from moeinf.runtime.sentencepiece import MAX_BYTES, NAMES
 
-TRIAL_SECONDS = 60.0
+TRIAL_SECONDS = 60.0  # of wall time; a vocabulary of 250,000 takes some 3 s
 
 
 class Trial:
     """A process for trials: one after the other. Use as a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = TRIAL_SECONDS) -> None:
+        self._seconds = seconds
         self._process = LimitedProcess("moeinf.runtime.tokenizer_worker")
 
     def __enter__(self) -> Trial:
@@ -54,7 +55,7 @@ class Trial:
 
     def _ask(self, request: dict[str, Any], failed: str) -> None:
         try:
-            self._process.ask(request, TRIAL_SECONDS)
+            self._process.ask(request, self._seconds)
         except (Refused, LimitExceeded) as error:
             raise BadCheckpoint(f"{failed}: {error}") from None
 

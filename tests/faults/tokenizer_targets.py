@@ -12,18 +12,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from moeinf.runtime import tokenizer_trial
 from moeinf.runtime.tokenizer import Tokenizer, TokenizerFailed
 from moeinf.runtime.tokenizer_trial import Trial
 from tests.tokenizer_files import LETTERS, good, hostile
 
-tokenizer_trial.TRIAL_SECONDS = 8.0
 _TEXTS = ("17+25= hi", "a" * 100 + "!", " \n" * 100 + "x", "<s> é日\U0001f642\x00")
 
 
 @cache
 def _trial() -> Trial:
-    trial = Trial()
+    trial = Trial(seconds=8)
     atexit.register(trial.close)
     return trial
 
