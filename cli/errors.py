@@ -154,6 +154,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     ),
     "BadFormat": _plain("bad_format", "--format takes json, or a JSON schema.", exit_code=2),
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
+    "TokenizerFailed": _plain("bad_tokenizer", "Shorten the text, or pull another model."),
     "MemoryError": lambda error: Described(
         "out_of_memory", f"not enough memory: {error}", "Give less --memory or a smaller --ctx."
     ),

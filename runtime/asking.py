@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 Form = str | dict[str, Any] | None  # of an answer: "json", or a JSON schema
+# The regexes of tokenizers give up after 10,000,000 steps, of which each character of a run takes
+# one: Qwen2's, Llama-3's and DeepSeek-V3's panic at that many spaces.
+MAX_TEXT_BYTES = 8 << 20
 
 
 class PromptTooLong(ValueError):

@@ -34,6 +34,7 @@ from moeinf.runtime.names import ModelName
 from moeinf.runtime.picked import MXFP4
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
+from moeinf.runtime.tokenizer_trial import convert, try_tokenizer
 from moeinf.runtime.workplace import Workplace, discard, taken_bytes, workplace
 
 DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
@@ -145,6 +146,8 @@ def repack(
         try:
             check_space(work, inventory, dtype, source)
             _keep_small_files(source.small_files(), work)
+            if TOKENIZER in work.files:
+                try_tokenizer(work.folder / TOKENIZER)
             Tokenizer(work.folder)  # raises now rather than at the first run
             check = WeightCheck(allow_nan)
             check.again(work.broken)
@@ -272,7 +275,7 @@ def _convert_tokenizer(folder: Path, work: Workplace) -> None:
             return None
         return path.read_bytes()
 
-    data = sentencepiece.convert(read)
+    data = convert(read)
     if data is not None:
         work.add_file(write_file(work.folder, TOKENIZER, b"", [memoryview(data)]))
 

@@ -7,16 +7,13 @@ other field is looked at. Field numbers are those of sentencepiece_model.proto.
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-
-from moeinf.runtime.checkpoint import BadCheckpoint
 
 NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MAX_BYTES = 64 << 20
@@ -53,33 +50,20 @@ class Vocabulary:
     remove_extra_whitespaces: bool
 
 
-def tokenizer_json(data: bytes, about: Mapping[str, Any], name: str) -> bytes:
+class BadVocabulary(ValueError):
+    """A file is damaged, or is no SentencePiece model that we read."""
+
+
+def tokenizer_json(data: bytes, about: Mapping[str, Any]) -> bytes:
     """The tokenizer.json of a SentencePiece file; about is its tokenizer_config.json, or empty.
 
-    Raises BadCheckpoint, which names the file, for what is damaged or cannot be said that way.
+    Raises BadVocabulary, or what the library raises (it panics, too): call it where that is kept.
     """
-    if len(data) > MAX_BYTES:
-        raise BadCheckpoint(f"{name} is too large ({len(data)} bytes)")
     try:
-        vocabulary = _read(data)
-        tokenizer = _tokenizer(vocabulary, about)
-        tokenizer.encode("a b")  # a character map that is damaged fails here
+        tokenizer = _tokenizer(_read(data), about)
     except (ValueError, IndexError, struct.error) as error:
-        raise BadCheckpoint(f"{name} is not a SentencePiece model we read: {error}") from error
-    except Exception as error:  # the library raises bare Exception for what it cannot build
-        raise BadCheckpoint(f"{name} cannot be converted: {error}") from error
+        raise BadVocabulary(f"not a SentencePiece model we read: {error}") from error
     return tokenizer.to_str().encode()
-
-
-def convert(read: Callable[[str], bytes | None]) -> bytes | None:
-    """The same from whichever of NAMES a repository has; None when it has none of them."""
-    for name in NAMES:
-        data = read(name)
-        if data is not None:
-            config = read("tokenizer_config.json")
-            about = json.loads(config) if config is not None else {}
-            return tokenizer_json(data, about if isinstance(about, dict) else {}, name)
-    return None
 
 
 def _read(data: bytes) -> Vocabulary:
@@ -133,11 +117,13 @@ def _tokenizer(vocabulary: Vocabulary, about: Mapping[str, Any]) -> Tokenizer:
     if vocabulary.character_map:
         steps.append(normalizers.Precompiled(vocabulary.character_map))
     if vocabulary.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        steps.append(normalizers.Replace(Regex(r"\A "), ""))
     if vocabulary.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE))
     steps.append(normalizers.Replace(" ", _SPACE))
+    if vocabulary.remove_extra_whitespaces:  # at the end, its own way to write a space counts, too
+        steps.append(normalizers.Replace(Regex(f"(?<!{_SPACE}){_SPACE}+\\z"), ""))
     tokenizer.normalizer = normalizers.Sequence(steps)
     # What looks like a control or byte piece in a text is none: it is cut after its first letter.
     hidden = [p.text for p in pieces if p.kind in (_CONTROL, _UNKNOWN, _UNUSED, _BYTE)]

@@ -6,10 +6,12 @@ Does not know tokens, models or APIs. Text comes in pieces that may be cut anywh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Literal
 
 from moeinf.runtime.thinking import HarmonyParser, overlap, parser_for
-from moeinf.runtime.tools import Call, Format, Tool, Unfinished, call_of, format_of
+from moeinf.runtime.tool_values import Unfinished
+from moeinf.runtime.tools import Call, Format, Tool, call_of, format_of
 
 Said = tuple[Literal["thinking", "answer"], str] | Call
 
@@ -59,7 +61,9 @@ class _Calls:
     def __init__(self, form: Format, tools: Sequence[Tool]) -> None:
         self._form, self._tools = form, tools
         self._held = ""  # what may be the beginning of a mark; inside of a call: its body so far
-        self._inside = False
+        self._inside: Format | None = None  # of the call whose body this is
+        self._forms = (form,) if form.bare is None else (form, form.bare)
+        self._stray = False  # a call without its first mark has ended, its last one may still come
         self._looked = 0  # how far into a body there is no mark of its end
         self._space = ""  # after what has been said: part of the answer once more is said
         self._called = False  # just now: what follows begins without space
@@ -67,48 +71,67 @@ class _Calls:
     def add(self, text: str) -> Iterator[Said]:
         self._held += text
         while True:
-            if not self._inside:
-                place = self._held.find(self._form.open)
-                if place < 0:
-                    keep = overlap(self._held, self._form.open)
+            if self._inside is None:
+                if self._stray and not self._skip_stray():
+                    return
+                found = [(p, f) for f in self._forms if (p := self._held.find(f.open)) >= 0]
+                if not found:
+                    keep = max(overlap(self._held, form.open) for form in self._forms)
                     said, self._held = _cut(self._held, len(self._held) - keep)
                     yield from self._say(said)
                     return
+                place, self._inside = min(found, key=itemgetter(0))
                 yield from self._say(self._held[:place])
-                self._held = self._held[place + len(self._form.open) :]
-                self._inside, self._looked = True, 0
-            end = self._held.find(self._form.close, self._looked) if self._form.close else -1
+                self._held = self._held[place + len(self._inside.open) :]
+                self._looked = 0
+            form = self._inside
+            end = self._held.find(form.close, self._looked) if form.close else -1
             if end < 0:
-                self._looked = max(self._looked, len(self._held) - len(self._form.close) + 1)
+                self._looked = max(self._looked, len(self._held) - len(form.close) + 1)
                 return
             try:
-                calls = self._form.read(self._held[:end], self._tools)
+                calls = form.read(self._held[:end], self._tools)
             except Unfinished:
-                self._looked = end + len(self._form.close)
+                self._looked = end + len(form.close)
                 continue
-            body, self._held = _cut(self._held, end + len(self._form.close))
-            yield from self._ended(body, calls)
+            yield from self._ended(form, end + len(form.close), calls)
 
     def rest(self) -> Iterator[Said]:
-        held, self._held = self._held, ""
-        if not self._inside:
-            yield from self._say(held)
-            if self._space and not self._called:
-                yield "answer", self._space
-            return
-        try:
-            calls = self._form.read(held, self._tools)
-        except Unfinished:
-            calls = []
-        yield from self._ended(held, calls)
+        while (form := self._inside) is not None:
+            try:
+                calls = form.read(self._held, self._tools)
+            except Unfinished:
+                calls = []
+            yield from self._ended(form, len(self._held), calls)
+            yield from self.add("")
+        yield from self._say(self._held)
+        self._held = ""
+        if self._space and not self._called:
+            yield "answer", self._space
 
-    def _ended(self, body: str, calls: list[Call]) -> Iterator[Said]:
-        self._inside = False
+    def _skip_stray(self) -> bool:
+        """Drops the last mark of a call that had no first one; False while it may still come."""
+        held, close = self._held.lstrip(), self._form.close
+        if close.startswith(held) and held != close:
+            return False
+        self._stray = False
+        if held.startswith(close):
+            self._held = held[len(close) :]
+        return True
+
+    def _ended(self, form: Format, size: int, calls: list[Call]) -> Iterator[Said]:
+        """A call, or text: all of it, or the mark alone if it may be a word before a real call."""
+        self._inside = None
         if calls:
+            self._held = self._held[size:]
             self._space, self._called = "", True
+            self._stray = form is not self._form
             yield from calls
+        elif form is self._form:
+            body, self._held = _cut(self._held, size)
+            yield from self._say(form.open + body)
         else:
-            yield from self._say(self._form.open + body)
+            yield from self._say(form.open)
 
     def _say(self, text: str) -> Iterator[Said]:
         text = (self._space + text).lstrip() if self._called else self._space + text

@@ -21,6 +21,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _START = "<|start|>"
+_RECIPIENT = re.compile(r"\bto=")
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
@@ -104,11 +105,15 @@ class _Marked(ABC):
 
 
 class ThinkParser(_Marked):
-    """`<think>…</think>`, once, before the answer. inside: the prompt has opened it already."""
+    """`<think>…</think>`, once, before the answer. inside: the prompt has opened it already.
 
-    def __init__(self, inside: bool = False) -> None:
+    Line ends at the beginning belong neither to thinking nor to the answer, where a model may think
+    (`trims`): GLM-4.5 writes one before `<think>`, and one after a `</think>` of its prompt.
+    """
+
+    def __init__(self, inside: bool = False, trims: bool = False) -> None:
         super().__init__("thinking" if inside else "answer")
-        self._fresh = inside
+        self._fresh = inside or trims
         self._done = False
 
     def _marks(self) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ class ThinkParser(_Marked):
 
 
 class HarmonyParser(_Marked):
-    """gpt-oss: what is in the channel `final` is the answer, all else is thinking.
+    """gpt-oss: the channel `final` is the answer, and `commentary` that is not for a tool.
 
     A prompt ends with `<|start|>assistant`, so that the first thing to come is a header. Where
     calls are heard, a message to a function is one ("call", "NAME ARGUMENTS"), when it is whole.
@@ -169,8 +174,8 @@ class HarmonyParser(_Marked):
             self._become("call")
             return
         _, _, channel = before.rpartition(_CHANNEL)
-        words = channel.split()
-        self._become("answer" if words[:1] == ["final"] else "thinking")
+        said = channel.split()[:1] == ["commentary"] and _RECIPIENT.search(before) is None
+        self._become("answer" if said or channel.split()[:1] == ["final"] else "thinking")
 
     def _called(self) -> Iterator[tuple[Kind, str]]:
         """The end of a message: if it was a call, that is whole now."""
@@ -209,7 +214,7 @@ def parser_for(template: str | None, prompt: str) -> Parser:
     if is_harmony(template):
         return HarmonyParser()
     opened = prompt.rstrip().endswith(OPEN)
-    return ThinkParser(inside=opened)
+    return ThinkParser(inside=opened, trims=thinks(template))
 
 
 def overlap(text: str, mark: str) -> int:

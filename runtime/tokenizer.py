@@ -2,28 +2,38 @@
 
 Does not know chat templates or sampling. What a user typed can never become a special token: its
 special-looking parts are encoded as ordinary text.
+
+The library's panics are BaseExceptions: each call into it that a text decides goes through
+`_border`, and becomes a value or TokenizerFailed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
+from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.thinking import is_harmony
 from moeinf.runtime.tools import format_of
 
 TOKENIZER = "tokenizer.json"
+_UNKNOWN = "\U0010fffd"  # private use: no vocabulary has it
+_CUTS = 8  # times that a text is cut where its pieces are special tokens
 _CONTEXT_TOKENS = 8
 _LONGEST_CHARACTER = 8  # tokens: a character of four bytes, and to spare
 _SPACE = "\u2581"  # how SentencePiece writes one
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # and for a byte that has no character of its own
-_GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text
+_GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text, in hex
+_FENCED = re.compile(f"{_GUARD}((?:[0-9a-f]{{2}})+){_GUARD}")
 
 
 def _characters_of_bytes() -> dict[str, int]:
@@ -38,6 +48,23 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTES = _characters_of_bytes()
 
 
+class TokenizerFailed(ValueError):
+    """The tokenizer of a model cannot take a text."""
+
+
+@contextmanager
+def _border(what: str) -> Iterator[None]:
+    """Calls into the library: whatever it raises is TokenizerFailed, a panic too."""
+    try:
+        yield
+    except Exception as error:
+        raise TokenizerFailed(f"the model's tokenizer cannot {what}: {error}"[:500]) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerFailed(f"the model's tokenizer cannot {what}: {error}"[:500]) from None
+
+
 class Tokenizer:
     """Reads tokenizer.json and tokenizer_config.json of a model folder. Raises BadCheckpoint."""
 
@@ -45,26 +72,46 @@ class Tokenizer:
         path = folder / TOKENIZER
         if not path.is_file():
             raise BadCheckpoint(f"{path} is missing, and so is a SentencePiece model to make it of")
-        try:
-            self._tokenizer = _Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for a bad file
-            raise BadCheckpoint(f"{path} cannot be read: {error}") from error
         about = _about(folder)
         self.chat_template = chat_template(folder, about)
         self.bos = _content(about.get("bos_token"))
         self.eos = _content(about.get("eos_token"))
         self._legacy = about.get("legacy_behaviour") is True
         self._adds_bos = about.get("add_bos_token")
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = sorted(
-            (t.content for t in added.values() if t.special), key=len, reverse=True
-        )
-        self._added = {t.content: t.special for t in added.values()}  # whether it is special
-        decoder = self._tokenizer.decoder
-        self._decoder: bytes = b"" if decoder is None else decoder.__getstate__()  # its JSON
+        try:
+            self._load(path)
+        except TokenizerFailed as error:
+            raise BadCheckpoint(f"{path} cannot be read: {error}") from None
         form = format_of(self.chat_template)
         marks_calls = form is not None and form.open in self._special
         self._shows_special = is_harmony(self.chat_template) or marks_calls
+
+    def _load(self, path: Path) -> None:
+        """Raises TokenizerFailed."""
+        with _border("be read"):
+            self._tokenizer = _Tokenizer.from_file(str(path))
+            self._tokenizer.no_truncation()  # what a file has saved of either would cut texts short
+            self._tokenizer.no_padding()
+            added = self._tokenizer.get_added_tokens_decoder()
+            decoder = self._tokenizer.decoder
+            self._decoder: bytes = b"" if decoder is None else decoder.__getstate__()  # its JSON
+        self._added = {t.content: t.special for t in added.values()}  # whether it is special
+        special = {number: t for number, t in added.items() if t.special and t.content}
+        self._special = sorted((t.content for t in special.values()), key=len, reverse=True)
+        self._exact = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+        # The unknown token comes of unknown characters: it is no special one to take care of.
+        self._reserved = frozenset(special) - self._made(_UNKNOWN)
+        normalized = any(token.normalized for token in special.values())
+        # Whether a normalizer, or the vocabulary itself, makes special tokens of other texts.
+        self._disguises = (normalized and self._tokenizer.normalizer is not None) or any(
+            self._made(text) & self._reserved for text in self._special
+        )
+
+    def _made(self, text: str) -> set[int]:
+        """The ids of a plain text; none where the tokenizer has no way to say it."""
+        with suppress(TokenizerFailed):
+            return set(self._encoding(text, plain=True).ids)
+        return set()
 
     @property
     def vocab_size(self) -> int:
@@ -77,12 +124,14 @@ class Tokenizer:
         """A prompt without a template; one BOS if the model wants it.
 
         Special tokens in it count, unless it is `plain`: what a user typed into a conversation.
+        Raises PromptTooLong, TokenizerFailed.
         """
-        self._tokenizer.encode_special_tokens = plain
-        try:
-            ids: list[int] = self._tokenizer.encode(_whole(text), add_special_tokens=True).ids
-        finally:
-            self._tokenizer.encode_special_tokens = False
+        text = _whole(text)
+        found = self._encoding(text, plain=plain, around=True)
+        ids: list[int] = found.ids
+        said = [number for number, added in enumerate(found.special_tokens_mask) if not added]
+        if plain and any(ids[number] in self._reserved for number in said):
+            ids = [*ids[: said[0]], *self._plain(text), *ids[said[-1] + 1 :]]
         bos = self.token_id(self.bos) if self.bos else None
         if bos is not None:
             if self._adds_bos and ids[:1] != [bos]:
@@ -100,40 +149,80 @@ class Tokenizer:
         """A text to translate, as it was trained: language, text, end; or with legacy_behaviour
         in tokenizer_config.json text, end, language. What looks special in it is ordinary text."""
         end = self.token_id(self.eos) if self.eos else None
-        ids, ends = self._plain(text), [] if end is None else [end]
+        ids, ends = self._plain(_whole(text)), [] if end is None else [end]
         return [*ids, *ends, language] if self._legacy else [language, *ids, *ends]
 
     def guard(self, text: str) -> str:
-        """User text with its special-looking pieces fenced, to be put into a template."""
-        text = text.replace(_GUARD, "\ufffd")
-        for number, token in enumerate(self._special):
-            text = text.replace(token, f"{_GUARD}{number}{_GUARD}")
-        return text
+        """User text with its special-looking pieces fenced, to be put into a template.
+
+        Raises PromptTooLong, TokenizerFailed.
+        """
+        text = _whole(text).replace(_GUARD, "\ufffd")
+        spans = [found.span() for found in self._exact.finditer(text)]
+        return self._fenced(text, spans, _CUTS if self._disguises else 0)
+
+    def _fenced(self, text: str, spans: list[tuple[int, int]], cuts: int) -> str:
+        """Text with fences around `spans`, and around what a normalizer makes a special token of.
+
+        What is left between fences is looked at again: it begins at another place, which counts.
+        """
+        made, at = [], 0
+        for start, end in [*spans, (len(text), len(text))]:
+            piece, at = text[at:start], end
+            if piece and cuts:
+                more = self._spans(self._encoding(piece))
+                piece = self._fenced(piece, more, cuts - 1) if more else piece
+            made += [piece, _fence(text[start:end])]
+        return "".join(made)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """A rendered template: its own special tokens count, fenced pieces are ordinary text."""
+        """A rendered template: its own special tokens count, fenced pieces are ordinary text.
+
+        Raises PromptTooLong, TokenizerFailed.
+        """
         ids: list[int] = []
-        for place, piece in enumerate(_whole(text).split(_GUARD)):
-            if place % 2 == 0:
-                if piece:
-                    ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-                continue
-            with suppress(ValueError, IndexError):
-                ids += self._plain(self._special[int(piece)])
+        for place, piece in enumerate(_FENCED.split(_whole(text))):
+            if place % 2:
+                ids += self._plain(bytes.fromhex(piece).decode("utf-8", "replace"))
+            elif piece:
+                ids += self._encoding(piece).ids
         return ids
 
-    def _plain(self, text: str) -> list[int]:
-        self._tokenizer.encode_special_tokens = True
+    def _plain(self, text: str, cuts: int = _CUTS) -> list[int]:
+        """Ids of a text in which nothing is special: cut where the vocabulary has such a piece."""
+        found = self._encoding(text, plain=True)
+        spans = self._spans(found)
+        if not spans:
+            return list(found.ids)
+        if not cuts:
+            return [token for token in found.ids if token not in self._reserved]
+        ends = [0, *(start + 1 for start, _ in spans), len(text)]
+        pieces = (text[start:end] for start, end in pairwise(ends))
+        return [token for piece in pieces if piece for token in self._plain(piece, cuts - 1)]
+
+    def _spans(self, found: Encoding) -> list[tuple[int, int]]:
+        """Where in a text special tokens are, in order; without overlap."""
+        spans: list[tuple[int, int]] = []
+        for token, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if token in self._reserved:
+                start = max(start, spans[-1][1] if spans else 0)
+                spans += [(start, end)] if start < end else []
+        return spans
+
+    def _encoding(self, text: str, *, plain: bool = False, around: bool = False) -> Encoding:
+        """The one place where text goes into the library. around: with BOS and the like."""
+        if 4 * len(text) > MAX_TEXT_BYTES and len(text.encode()) > MAX_TEXT_BYTES:
+            raise PromptTooLong(f"the text has {len(text)} characters: too many for a tokenizer")
+        self._tokenizer.encode_special_tokens = plain
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
+            with _border("encode this text"):
+                return self._tokenizer.encode(text, add_special_tokens=around)
         finally:
             self._tokenizer.encode_special_tokens = False
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return _decoded(self._tokenizer, ids, special=False)
 
     def piece(self, token: int) -> bytes:
         """What one token adds to a text, be it a part of a character; special ones add nothing."""
@@ -149,8 +238,7 @@ class Tokenizer:
 
     def tail(self, ids: list[int]) -> str:
         """The text of the last few of `ids`, special tokens and all."""
-        text: str = self._tokenizer.decode(ids[-_CONTEXT_TOKENS:], skip_special_tokens=False)
-        return text
+        return _decoded(self._tokenizer, ids[-_CONTEXT_TOKENS:], special=True)
 
     def stream(self, prompt: list[int]) -> TextStream:
         """Decodes what follows `prompt`, token by token."""
@@ -200,8 +288,18 @@ class TextStream:
         self._known = len(self._ids)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._special)
-        return text
+        return _decoded(self._tokenizer, ids, self._special)
+
+
+def _decoded(tokenizer: _Tokenizer, ids: list[int], special: bool) -> str:
+    with _border("decode an answer"):
+        text: str = tokenizer.decode(ids, skip_special_tokens=not special)
+    return text
+
+
+def _fence(text: str) -> str:
+    """A piece that templates leave alone, whatever they look for in a text."""
+    return f"{_GUARD}{text.encode().hex()}{_GUARD}" if text else ""
 
 
 def _whole(text: str) -> str:

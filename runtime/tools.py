@@ -16,15 +16,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from moeinf.runtime.thinking import is_harmony
+from moeinf.runtime.tool_values import Unfinished, load_json, load_value
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
-
-
-class Unfinished(ValueError):
-    """More of a call has to come: its end was met inside of a string of it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Format:
     read: Callable[[str, Sequence[Tool]], list[Call]]
     write: Callable[[str], tuple[str, str]] | None = None
     unless: tuple[str, ...] = ()
+    bare: Format | None = None  # how a call begins whose `open` was left out; `close` may follow
     id_length: int = 0  # of the ids that the template insists on; 0: any
 
 
@@ -66,7 +64,14 @@ def format_of(template: str | None) -> Format | None:
     """The format of calls in answers' text; None for none, and for harmony, which has a channel."""
     if template is None or is_harmony(template):
         return None
-    return next((form for form in FORMATS if form.open in template), None)
+    return next(
+        (
+            form
+            for form in FORMATS
+            if form.open in template and (form.bare is None or form.bare.open in template)
+        ),
+        None,
+    )
 
 
 def names_of(tools: Sequence[Tool]) -> list[str]:
@@ -77,27 +82,6 @@ def names_of(tools: Sequence[Tool]) -> list[str]:
 def call_of(name: str, arguments: str, tools: Sequence[Tool]) -> Call | None:
     """A call whose arguments are JSON; None when that is none, or the tool was not offered."""
     return _checked({"name": name, "arguments": arguments}, tools)
-
-
-def load_json(text: str) -> Any:
-    """JSON that can be written again: no NaN, no lone surrogate, not too deep. Raises ValueError.
-
-    Unfinished, when it ends inside of a string.
-    """
-    try:
-        value = json.loads(text, parse_constant=_no_number)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string"):
-            raise Unfinished(error.msg) from error
-        raise
-    except RecursionError as error:
-        raise ValueError("too deep") from error
-    return value
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
@@ -136,6 +120,14 @@ def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
     return _typed(found[1], found[2], _PARAMETER, tools)
 
 
+def _bare(body: str, tools: Sequence[Tool]) -> list[Call]:
+    """What stands between <function= and </function>, which a value may contain, too."""
+    if body.count("<parameter=") > body.count("</parameter>"):
+        raise Unfinished("</parameter> is missing")
+    name, _, rest = body.partition(">")
+    return _typed(name, rest, _PARAMETER, tools)
+
+
 def _keys(body: str, tools: Sequence[Tool]) -> list[Call]:
     if body.count("<arg_value>") > body.count("</arg_value>"):
         raise Unfinished("</arg_value> is missing")
@@ -153,27 +145,8 @@ def _typed(name: str, text: str, pair: re.Pattern[str], tools: Sequence[Tool]) -
     arguments = {}
     for key, value in pair.findall(text):
         schema = schemas.get(key.strip()) if isinstance(schemas, Mapping) else None
-        arguments[key.strip()] = _value(value, _types(schema))
+        arguments[key.strip()] = load_value(value, schema, parameters)
     return [Call(name.strip(), arguments)]
-
-
-def _value(text: str, types: set[str]) -> Any:
-    if "string" in types:
-        return text
-    try:
-        return load_json(text)
-    except ValueError:
-        return text
-
-
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    found = schema.get("type")
-    types = {found} if isinstance(found, str) else set(found or ())
-    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        types |= _types(choice)
-    return types
 
 
 _SEP, _CALL_BEGIN, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -233,12 +206,13 @@ def _between(open: str, close: str) -> Callable[[str], tuple[str, str]]:
 
 
 FORMATS = (
+    Format("<tool_call>", "</tool_call>", _tagged, bare=Format("<function=", "</function>", _bare)),
     Format(
         "<tool_call>",
         "</tool_call>",
         _tagged,
         _between("<tool_call>\n", "\n</tool_call>"),
-        unless=("<function=", "<arg_key>"),
+        unless=("<arg_key>",),
     ),
     Format("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek),
     Format("<|tool_call|>", "", _json, _between("<|tool_call|>[", "]")),

@@ -20,9 +20,9 @@ from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.fp8 import sources
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.sentencepiece import convert
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
+from moeinf.runtime.tokenizer_trial import convert
 
 _WORKERS = 2
 

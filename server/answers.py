@@ -23,6 +23,7 @@ _STATUS = {
     "PromptTooLong": 400,
     "ContextFull": 400,
     "TemplateError": 400,
+    "TokenizerFailed": 400,
     "BadRequest": 400,
     "UnknownSource": 404,
     "DownloadFailed": 503,

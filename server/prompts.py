@@ -6,16 +6,17 @@ Does not know endpoints. Runs on the engine's thread. Never takes a template fro
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moeinf.runtime.asking import PromptTooLong
+from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.thinking import thinking_variables
-from moeinf.runtime.tools import load_json
+from moeinf.runtime.tool_values import load_json
 from moeinf.server.answers import BadRequest
 from moeinf.server.nulls import Said
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.tokenizer import Tokenizer
 
-_MOST_CHARACTERS = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
+_TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
+_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, so many of each more token
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # as templates and clients call them
+_ASKS_FOR_NULL = re.compile(r"\bis\s+(?:not\s+)?none\b", re.IGNORECASE)
 Message = Mapping[str, Any]  # role, content, and what else the template may look at
 
 
@@ -47,6 +51,7 @@ class MessageExtras(Said):
     model_config = ConfigDict(extra="allow")
     thinking: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[CallSaid] | None = None
     tool_call_id: str | None = None
     tool_name: str | None = None
@@ -67,7 +72,7 @@ def chat_prompt(
 
     Raises TemplateError, BadRequest, PromptTooLong.
     """
-    _check(engine, sum(len(str(message.get("content") or "")) for message in messages))
+    _check(engine, *(str(message.get("content") or "") for message in messages))
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -76,22 +81,48 @@ def chat_prompt(
     if tools:
         extra["tools"] = _guarded(list(tools), tokenizer)
     extra |= {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}
-    guarded = _guarded(_complete(messages), tokenizer)
-    try:
-        rendered = engine.template.render(guarded, add_generation_prompt=True, **extra)
-    except TemplateError:
-        if not any(message.get("tool_calls") for message in guarded):
-            raise
-        # DeepSeek's templates join arguments as text, where all others write values as JSON.
-        text = _guarded(_complete(messages, arguments_as_text=True), tokenizer)
-        rendered = engine.template.render(text, add_generation_prompt=True, **extra)
-    _check(engine, len(rendered))  # tools, calls and thoughts are long, too
+    rendered = _rendered(engine, messages, extra)
+    _check(engine, rendered)  # tools, calls and thoughts are long, too
     return tokenizer.encode_rendered(rendered)
+
+
+def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:
+    """The text of a template. Raises TemplateError.
+
+    No content is "", as most templates would write "None" for null. Those of DeepSeek-V2.5 and V3
+    look for calls only where content is null: it is null if more of the calls are seen then.
+    """
+    calling = [m["tool_calls"] for m in messages if m.get("tool_calls") and not m.get("content")]
+    rendered = _with_calls(engine, messages, extra, null=False)
+    if not calling or not _ASKS_FOR_NULL.search(engine.tokenizer.chat_template or ""):
+        return rendered
+    try:
+        other = _with_calls(engine, messages, extra, null=True)
+    except TemplateError:
+        return rendered
+    names = {str(call.get("function", {}).get("name", "")) for calls in calling for call in calls}
+    shown = [sum(text.count(name) for name in names if name) for text in (rendered, other)]
+    return other if shown[1] > shown[0] else rendered
+
+
+def _with_calls(
+    engine: Engine, messages: Sequence[Message], extra: dict[str, Any], null: bool
+) -> str:
+    """DeepSeek's templates join arguments as text, where all others write values as JSON."""
+    assert engine.template is not None
+    values = _guarded(_complete(messages, null), engine.tokenizer)
+    try:
+        return engine.template.render(values, add_generation_prompt=True, **extra)
+    except TemplateError:
+        if not any(message.get("tool_calls") for message in values):
+            raise
+    text = _guarded(_complete(messages, null, arguments_as_text=True), engine.tokenizer)
+    return engine.template.render(text, add_generation_prompt=True, **extra)
 
 
 def text_prompt(engine: Engine, text: str) -> list[int]:
     """A prompt without a template; special tokens in it count. Raises BadRequest, PromptTooLong."""
-    _check(engine, len(text))
+    _check(engine, text)
     return engine.tokenizer.encode_text(text)
 
 
@@ -106,19 +137,23 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
     return value
 
 
-def _complete(messages: Sequence[Message], arguments_as_text: bool = False) -> list[dict[str, Any]]:
+def _complete(
+    messages: Sequence[Message], null: bool, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
     """Messages with all that templates look for, whichever API they were written for.
 
     Calls without an id get one, and so do, in the same order, results that do not say whose they
-    are. Thoughts are there under both names that templates have for them.
+    are. Thoughts are there under all names that templates have for them. null: whether the content
+    of a call that has none is null, and not "".
     """
     found, open_ids, number = [], deque[str](), 0
     for message in messages:
         about = {**message, "content": str(message.get("content") or "")}
-        thinking = about.pop("thinking", None) or about.get("reasoning_content")
+        thinking = next((said for key in _THOUGHTS if (said := about.get(key))), None)
         if thinking:
-            about |= {"thinking": thinking, "reasoning_content": thinking}
+            about |= dict.fromkeys(_THOUGHTS, thinking)
         if calls := about.get("tool_calls"):
+            about["content"] = about["content"] or (None if null else "")
             open_ids.clear()
             about["tool_calls"] = []
             for call in calls:
@@ -150,16 +185,22 @@ def _arguments(said: Any, as_text: bool) -> Any:
     return said or {}
 
 
-def _check(engine: Engine, characters: int) -> None:
+def _check(engine: Engine, *texts: str) -> None:
     """An encoder-decoder has a source, which neither API has a field for.
 
     What is surely too long is not even cut into tokens: one takes some 150 bytes to be made.
     """
     if engine.reads_sources:
         raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
-    context = engine.placement.context
-    if characters > _MOST_CHARACTERS * context:
+    if sum(len(text.encode("utf-8", "replace")) for text in texts) > _most_bytes(engine):
+        characters, context = sum(map(len, texts)), engine.placement.context
         raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")
+
+
+def _most_bytes(engine: Engine) -> int:
+    context = engine.placement.context
+    long = _LONG_TEXT_BYTES + _LONG_TOKEN_BYTES * context
+    return min(_TOKEN_BYTES * context, long, MAX_TEXT_BYTES)
 
 
 def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
@@ -169,8 +210,9 @@ def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool)
     model has not, BadRequest, PromptTooLong.
     """
     if isinstance(given, str) and truncate:
-        given = given[: _MOST_CHARACTERS * engine.placement.context]
-    _check(engine, len(given))
+        most = _most_bytes(engine)
+        given = given[:most].encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
+    _check(engine, *([given] if isinstance(given, str) else []))
     if isinstance(given, str):
         ids = engine.tokenizer.encode_text(given, plain=True)
     else:

@@ -42,10 +42,10 @@ from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, read_manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sampler import model_defaults
-from moeinf.runtime.sentencepiece import tokenizer_json
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.torch_file import read_torch_file
 from moeinf.runtime.workplace import JOURNAL, Workplace
+from tests.faults import tokenizer_targets as files
 
 Seeds = Callable[[], list[bytes]]
 _SHAPE = (2, 3)  # layers and experts of the EAMC that is read
@@ -163,16 +163,6 @@ def _torch_pickle(data: bytes, folder: Path) -> None:
         archive.writestr("x/data/0", bytes(64))
         archive.writestr("x/version", b"3\n")
     _torch_file(out.getvalue(), folder)
-
-
-def _sentencepiece(data: bytes, folder: Path) -> None:
-    tokenizer_json(data, {}, "tokenizer.model")
-
-
-def _tokenizer(data: bytes, folder: Path) -> None:
-    (folder / "tokenizer.json").write_bytes(data)
-    found = Tokenizer(folder)
-    found.decode(found.encode_text("17+25= hi")[:50])
 
 
 def _tokenizer_config(data: bytes, folder: Path) -> None:
@@ -294,19 +284,6 @@ def _pickles() -> list[bytes]:
     return found
 
 
-def _sentencepieces() -> list[bytes]:
-    def field(number: int, body: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(body)]) + body
-
-    def piece(text: bytes, kind: int) -> bytes:
-        return field(1, field(1, text) + b"\x15" + struct.pack("<f", -1.0) + bytes([0x18, kind]))
-
-    pieces = piece(b"<unk>", 2) + piece(b"<s>", 3) + piece(b"</s>", 3) + piece(b"a", 1)
-    pieces += piece("\u2581".encode(), 1) + piece(b"b", 1) + piece(b"<0x41>", 6)
-    trainer = field(2, bytes([3 << 3, 2]))
-    return [pieces, pieces + trainer, pieces + trainer + field(3, bytes([3 << 3, 1]))]
-
-
 def _parquets() -> list[bytes]:
     import pyarrow
     import pyarrow.parquet
@@ -373,8 +350,8 @@ TARGETS: dict[str, Target] = {
     "route": Target(_route, (BadRouteTrace,), _of(_ROUTE)),
     "torch-file": Target(_torch_file, (BadCheckpoint,), _torch_files),
     "torch-pickle": Target(_torch_pickle, (BadCheckpoint,), _pickles),
-    "sentencepiece": Target(_sentencepiece, (BadCheckpoint,), _sentencepieces),
-    "tokenizer": Target(_tokenizer, (BadCheckpoint,), _demo("tokenizer.json")),
+    "sentencepiece": Target(files.sentencepiece, (BadCheckpoint,), files.sentencepieces),
+    "tokenizers": Target(files.tokenizer, (BadCheckpoint,), files.tokenizers),
     "tokenizer-config": Target(
         _tokenizer_config,
         (BadCheckpoint,),

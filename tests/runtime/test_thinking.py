@@ -36,6 +36,13 @@ CASES = [
     (HarmonyParser, HARMONY, ["Let me see: a<b{}", "It is <4."]),
     (HarmonyParser, "<|channel|>final<|message|>Hi", [None, "Hi"]),
     (HarmonyParser, "<|channel|>ana", [None, None]),
+    (
+        HarmonyParser,
+        "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|>",
+        ["x", "I look."],
+    ),
+    (HarmonyParser, " to=python<|channel|>commentary<|message|>x", ["x", None]),
 ]
 
 
@@ -52,6 +59,33 @@ def test_nothing_is_held_back_longer_than_it_must() -> None:
     assert list(parser.add("<think>a <")) == [("thinking", "a ")]
     assert list(parser.add("b")) == [("thinking", "<b")]
     assert list(parser.add("</think>x<")) == [("answer", "x<")]
+
+
+GLM = "{% if enable_thinking %}<think></think>{% endif %}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        (
+            "<|assistant|>",
+            "\n<think>hm</think>\nYes.\n",
+            [("thinking", "hm"), ("answer", "Yes.\n")],
+        ),
+        ("<|assistant|>\n<think></think>", "\nYes.", [("answer", "Yes.")]),
+        ("<|assistant|>", "\n\nYes.", [("answer", "Yes.")]),
+        ("<|assistant|>", "\n", []),
+    ],
+)
+def test_line_ends_before_thinking_and_answer_are_neither(
+    prompt: str, text: str, expected: list[tuple[str, str]], size: int
+) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert parse(parser_for(GLM, prompt), pieces) == expected
+    assert parse(parser_for("a model that does not think", prompt), ["\nYes"]) == [
+        ("answer", "\nYes")
+    ]
 
 
 def test_which_parser() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeinf.runtime.speech import Speech
-from moeinf.runtime.tools import Call, knows_tools, load_json
+from moeinf.runtime.tool_values import load_json
+from moeinf.runtime.tools import Call, knows_tools
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -32,6 +33,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "now"}},
 ]
 TAGS = "{% if tools %}<tool_call>{% endif %}"
+CODER = "{% if tools %}<tool_call><function=NAME>{% endif %}"
 MISTRAL = "{% if tools %}[TOOL_CALLS]{% endif %}"
 GRANITE = "{%- if tools %}<|tool_call|>{% endif %}"
 DEEPSEEK = "{% for tool in tools %}<｜tool▁calls▁begin｜>{% endfor %}"
@@ -107,6 +109,36 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (TAGS, "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
     (TAGS, "<tool_call><function=rm></function></tool_call>", None),
     (TAGS, "<tool_call><function=add>", [answer("<tool_call><function=add>")]),
+    # Qwen3-Coder without its first mark, and with
+    (
+        CODER,
+        "I add.\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n",
+        [answer("I add."), ADD],
+    ),
+    (CODER, "<function=add><parameter=a>1</parameter></function>", [ADD]),
+    (CODER, "<function=now></function> </tool_call> x", [Call("now", {}), answer("x")]),
+    (CODER, "<function=now></function> </tool", [Call("now", {}), answer("</tool")]),
+    (
+        CODER,
+        "<function=now></function></tool_call><tool_call><function=now></function></tool_call>"
+        "<function=now></function>\n<function=now></function>",
+        [Call("now", {})] * 4,
+    ),
+    (
+        CODER,
+        "<function=add><parameter=note>a</function></tool_call></parameter></function>",
+        [Call("add", {"note": "a</function></tool_call>"})],
+    ),
+    (
+        CODER,
+        "A <function=NAME> is said:\n<tool_call><function=now></function></tool_call>",
+        [answer("A <function=NAME> is said:"), Call("now", {})],
+    ),
+    (CODER, "<function=rm></function>", None),
+    (CODER, "<function=add><parameter=a>1</function> x", None),
+    (CODER, "<function=", None),
+    (CODER, hermes("add", a=1), [ADD]),
+    (TAGS, "<function=now></function>", None),  # the template does not teach it
     # GLM
     (
         TAGS,
@@ -186,11 +218,12 @@ def test_without_tools_marks_are_text() -> None:
             ["<tool_call>", "</tool_call>", '{"name": "add", ', '"arguments": {}}', "<think>", "\n",
              "</think>", "<function=add>", "</function>", "<arg_key>", "</arg_value>", "x", '"',
              "<arg_value>", "add", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|call|>", " to=",
-             "functions.add", "commentary", "final"]
+             "<function=now>", "<parameter=a>", "</parameter>", "functions.add", "commentary",
+             "final"]
         ),
         max_size=30,
     ),
-    st.sampled_from([TAGS, MISTRAL, HARMONY]),
+    st.sampled_from([TAGS, CODER, MISTRAL, HARMONY]),
     st.integers(1, 9),
 )  # fmt: skip
 def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, size: int) -> None:
@@ -198,7 +231,7 @@ def test_any_text_is_heard_the_same_in_pieces(words: list[str], template: str, s
     assert hear(template, text, size) == hear(template, text)
 
 
-@pytest.mark.parametrize("template", [TAGS, MISTRAL, GRANITE, DEEPSEEK, HARMONY])
+@pytest.mark.parametrize("template", [TAGS, CODER, MISTRAL, GRANITE, DEEPSEEK, HARMONY])
 def test_templates_that_know_tools(template: str) -> None:
     assert knows_tools(template)
 

@@ -1,0 +1,85 @@
+"""Try a downloaded tokenizer in a limited process, before the library reads it in this one.
+
+Does not know what is tried. The library panics, aborts, or computes without end for some files:
+one that does so on a test text never becomes part of a model.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moeinf.runtime.checkpoint import BadCheckpoint
+from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
+from moeinf.runtime.sentencepiece import MAX_BYTES, NAMES
+
+TRIAL_SECONDS = 60.0  # of wall time; a vocabulary of 250,000 takes some 3 s
+
+
+class Trial:
+    """A process for trials: one after the other. Use as a context manager."""
+
+    def __init__(self, seconds: float = TRIAL_SECONDS) -> None:
+        self._seconds = seconds
+        self._process = LimitedProcess("moeinf.runtime.tokenizer_worker")
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.close()
+
+    def of_file(self, path: Path) -> None:
+        """Raises BadCheckpoint unless a tokenizer.json loads, encodes and decodes in time."""
+        self._ask({"path": str(path.absolute())}, f"{path.name} is refused")
+
+    def of_sentencepiece(self, data: bytes, about: Mapping[str, Any], name: str) -> bytes:
+        """The tokenizer.json of a SentencePiece file; about is its tokenizer_config.json, or empty.
+
+        Raises BadCheckpoint, which names the file, for what is damaged or cannot be said that way.
+        """
+        if len(data) > MAX_BYTES:
+            raise BadCheckpoint(f"{name} is too large ({len(data)} bytes)")
+        with tempfile.TemporaryDirectory(prefix="moeinf-tokenizer-") as folder:
+            model, made = Path(folder) / "model", Path(folder) / "tokenizer.json"
+            model.write_bytes(data)
+            request = {"model": str(model), "about": about, "path": str(made)}
+            self._ask(request, f"{name} cannot be converted")
+            return made.read_bytes()
+
+    def _ask(self, request: dict[str, Any], failed: str) -> None:
+        try:
+            self._process.ask(request, self._seconds)
+        except (Refused, LimitExceeded) as error:
+            raise BadCheckpoint(f"{failed}: {error}") from None
+
+
+def try_tokenizer(path: Path) -> None:
+    """Raises BadCheckpoint unless tokenizer.json at `path` loads, encodes and decodes in time."""
+    with Trial() as trial:
+        trial.of_file(path)
+
+
+def convert(read: Callable[[str], bytes | None]) -> bytes | None:
+    """The tokenizer.json of whichever of NAMES a repository has; None when it has none of them.
+
+    Raises BadCheckpoint.
+    """
+    for name in NAMES:
+        data = read(name)
+        if data is None:
+            continue
+        config = read("tokenizer_config.json")
+        try:
+            about = json.loads(config) if config is not None else {}
+        except (ValueError, RecursionError) as error:
+            raise BadCheckpoint(f"tokenizer_config.json is not JSON: {error}") from error
+        with Trial() as trial:
+            return trial.of_sentencepiece(data, about if isinstance(about, dict) else {}, name)
+    return None

@@ -1,0 +1,128 @@
+"""Arguments of a call that were written without types, read as the tool's schema wants them.
+
+Does not know formats. Chat templates of some families write each value of an earlier call with
+Python's `str`, and their models learn that spelling: True, None, ['a'] beside true, null, ["a"].
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+_MOST_NODES = 64  # of a parameter's schema; what lies beyond says no type
+_NULLS = ("null", "None")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPE = re.compile(
+    r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010[0-9a-f]{4}))"
+)
+_PYTHON = re.compile(
+    r"(?P<space>\s+)|(?P<mark>[\[\]{},:])|(?P<word>True|False|None)\b"
+    r"|(?P<number>-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?![\w.])"
+    r"|(?P<text>'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\")"
+)
+
+
+class Unfinished(ValueError):
+    """More of a call has to come: its end was met inside of a string of it."""
+
+
+def load_json(text: str) -> Any:
+    """JSON that can be written again: no NaN, no lone surrogate, not too deep. Raises ValueError.
+
+    Unfinished, when it ends inside of a string.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            raise Unfinished(error.msg) from error
+        raise
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    return value
+
+
+def load_value(text: str, schema: Any, parameters: Any) -> Any:
+    """Return the value of a text: a string where the schema allows one, else JSON, else Python's
+    spelling, else the text. Null wins over a string where the schema allows both.
+
+    parameters: the whole schema of the tool, to which `$ref` in `schema` refers.
+    """
+    types = _types(schema, parameters)
+    if "null" in types and text.strip() in _NULLS:
+        return None
+    if "string" in types:
+        return text
+    with suppress(ValueError):
+        return load_json(text)
+    with suppress(ValueError):
+        return load_json(_json_of_python(text))
+    return text
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _types(schema: Any, parameters: Any) -> set[str]:
+    """Return the names of the types that a schema allows; empty where it does not say."""
+    found: set[str] = set()
+    nodes, seen = [schema], 0
+    while nodes and seen < _MOST_NODES:
+        node, seen = nodes.pop(), seen + 1
+        if not isinstance(node, Mapping):
+            continue
+        said = node.get("type")
+        found |= {t for t in (said if isinstance(said, list) else [said]) if isinstance(t, str)}
+        if node.get("nullable") is True:
+            found.add("null")
+        values = node["enum"] if isinstance(node.get("enum"), list) else []
+        values = [*values[:_MOST_NODES], *([node["const"]] if "const" in node else [])]
+        if "type" not in node:
+            found |= {"string" for value in values if isinstance(value, str)}
+            found |= {"null" for value in values if value is None}
+        for key in ("anyOf", "oneOf", "allOf"):
+            nodes += node[key][:_MOST_NODES] if isinstance(node.get(key), list) else []
+        nodes += _referred(node.get("$ref"), parameters)
+    return found
+
+
+def _referred(reference: Any, parameters: Any) -> Iterator[Any]:
+    """Give the definition that a reference within `parameters` names, if there is one."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return
+    node = parameters
+    for key in reference[2:].split("/")[:8]:
+        name = key.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, Mapping) else None
+    yield node
+
+
+def _json_of_python(text: str) -> str:
+    """Return the JSON of a literal as Python writes it. Raises ValueError for all else, and for a
+    string alone, which no template puts in quotes."""
+    if text.lstrip()[:1] in ("'", '"'):
+        raise ValueError("a string")
+    found, at = [], 0
+    while at < len(text):
+        token = _PYTHON.match(text, at)
+        if token is None:
+            raise ValueError("not a literal")
+        at = token.end()
+        kind, word = token.lastgroup, token[0]
+        if kind == "word":
+            word = _WORDS[word]
+        elif kind == "text":
+            word = json.dumps(_ESCAPE.sub(_character, word[1:-1]))
+        found.append(word)
+    return "".join(found)
+
+
+def _character(escape: re.Match[str]) -> str:
+    if escape[1]:
+        return {"n": "\n", "r": "\r", "t": "\t"}.get(escape[1], escape[1])
+    return chr(int(escape[2] or escape[3] or escape[4], 16))

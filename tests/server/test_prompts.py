@@ -1,0 +1,83 @@
+"""What templates are given: null where they ask for it, thoughts under every name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.template import TemplateWorker
+from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.server.prompts import MessageExtras, chat_prompt
+
+# How DeepSeek-V2.5, V3 and R1 tell calls from answers.
+DEEPSEEK = """{%- for message in messages %}
+{%- if message['role'] == 'user' %}{{ 'User: ' + message['content'] }}{% endif %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+{%- for tool in message['tool_calls'] %}
+{{- '[call ' + tool['type'] + ' ' + tool['function']['name'] + ' ' }}
+{{- tool['function']['arguments'] + ']' }}
+{%- endfor %}
+{%- endif %}
+{%- if message['role'] == 'assistant' and message['content'] is not none %}
+{{- 'Assistant: ' + message['content'] }}
+{%- endif %}
+{%- if message['role'] == 'tool' %}{{ 'Tool: ' + message['content'] }}{% endif %}
+{%- endfor %}"""
+# All others; this one speaks of none, too.
+OTHER = """{%- for message in messages %}
+{{- message.role + ':' + message.content|string }}
+{%- for call in message.tool_calls or [] %}
+{{- '[call ' + call.function.name + ' ' + call.function.arguments|tojson + ']' }}
+{%- endfor %}
+{%- if message.name is not none %}{% endif %}
+{%- endfor %}"""
+THOUGHTS = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }}"
+CALL = {"function": {"name": "add", "arguments": {"a": None}}}
+
+
+def prompt(template: str, messages: list[dict[str, Any]]) -> str:
+    tokenizer = Tokenizer(DEMO_CHECKPOINT)
+    tokenizer.chat_template = template
+    worker = TemplateWorker(template)
+    engine: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        template=worker,
+        reads_sources=False,
+        placement=SimpleNamespace(context=1000),
+    )
+    try:
+        return tokenizer.decode(chat_prompt(engine, messages))
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_calls_without_content_are_not_lost(content: dict[str, Any]) -> None:
+    messages = [
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "tool_calls": [CALL], **content},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": content.get("content")},
+    ]
+    expected = 'User: 1+2[call function add {"a": null}]Tool: 3Assistant: '
+    assert prompt(DEEPSEEK, messages) == expected
+    expected = 'user:1+2assistant:[call add {"a": null}]tool:3assistant:'
+    assert prompt(OTHER, messages) == expected
+
+
+def test_content_beside_calls_stays() -> None:
+    messages = [{"role": "assistant", "content": "Yes", "tool_calls": [CALL]}]
+    assert prompt(DEEPSEEK, messages) == "Assistant: Yes"
+    assert prompt(OTHER, messages) == 'assistant:Yes[call add {"a": null}]'
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content", "reasoning"])
+def test_thoughts_have_three_names(name: str) -> None:
+    said = MessageExtras.model_validate({"content": "x", name: "hm"}).dump()
+    found = prompt(THOUGHTS + "{% endfor %}", [{"role": "assistant", **said}])
+    assert found == "hm|hm|hm"
+    with pytest.raises(ValueError, match=name):
+        MessageExtras.model_validate({name: {"a": 1}})
