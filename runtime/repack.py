@@ -23,7 +23,13 @@ from moeinf.offload.layout import LAYOUT_VERSIONS
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime import sentencepiece
 from moeinf.runtime.assemble import Assembler, all_targets
-from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
+from moeinf.runtime.checkpoint import (
+    CONFIG,
+    BadCheckpoint,
+    Checkpoint,
+    parse_object,
+    read_small,
+)
 from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, write_manifest
@@ -231,13 +237,12 @@ def _assemble(
 def _keep_small_files(folder: Path, work: Workplace) -> None:
     for name in KEPT_FILES:
         path = folder / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
-        if path.stat().st_size > MAX_KEPT_BYTES:
-            raise BadCheckpoint(f"{path} is too large ({path.stat().st_size} bytes)")
+        data = read_small(path, MAX_KEPT_BYTES)
         if name.endswith(".json"):
-            read_json(path)
-        work.add_file(write_file(work.folder, name, b"", [memoryview(path.read_bytes())]))
+            parse_object(data, path)
+        work.add_file(write_file(work.folder, name, b"", [memoryview(data)]))
     if TOKENIZER not in work.files:
         _convert_tokenizer(folder, work)
 
@@ -245,9 +250,7 @@ def _keep_small_files(folder: Path, work: Workplace) -> None:
 def _convert_tokenizer(folder: Path, work: Workplace) -> None:
     def read(name: str) -> bytes | None:
         path = folder / name
-        if not path.is_file() or path.stat().st_size > MAX_KEPT_BYTES:
-            return None
-        return path.read_bytes()
+        return read_small(path, MAX_KEPT_BYTES) if os.path.lexists(path) else None
 
     data = sentencepiece.convert(read)
     if data is not None:
