@@ -67,6 +67,10 @@ class Source(Protocol):
         """What must be the same for an unfinished model to be continued."""
         ...
 
+    def download_bytes(self) -> int:
+        """Bytes of weights that a pull would fetch."""
+        ...
+
     def space_bytes(self) -> int:
         """Disk space that the source itself needs in the workplace, at most."""
         ...
@@ -103,6 +107,9 @@ class LocalSource:
             about = path.stat()
             files[path.name] = [about.st_size, about.st_mtime_ns]
         return {"folder": str(self.checkpoint.folder), "files": files}
+
+    def download_bytes(self) -> int:
+        return 0
 
     def space_bytes(self) -> int:
         return 0
@@ -174,7 +181,7 @@ def measure_source(source: Source) -> SourceSizes:
     sizes: dict[str, int] = {}
     for tensor in source.checkpoint.tensors.values():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
-    fetched = sum(sizes.values()) if source.space_bytes() else 0
+    fetched = source.download_bytes()
     disk = {
         tag: inventory.disk_bytes(dtype)
         for tag, dtype in DTYPE_OF_TAG.items()
