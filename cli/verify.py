@@ -64,7 +64,8 @@ def verify(
 def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:
     """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
     from moeinf.runtime.cached import cached_checkpoint, lacking
-    from moeinf.runtime.hub import HubSource, is_offline, look_up
+    from moeinf.runtime.hub import HubSource
+    from moeinf.runtime.repository import is_offline, look_up
     from moeinf.runtime.torch_file import open_folder
     from moeinf.runtime.verify import LocalRepair
 

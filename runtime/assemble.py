@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,11 +124,25 @@ class Assembler:
         for target in targets:
             for path in {path for part in target.parts for path in files_of(part)}:
                 self._touched[path].append(target)
+            self._recheck(target)
             if target.name in work.files:
                 self.bytes += target.offset(len(target.parts)) - len(target.header)
             for number in range(len(target.parts)):
                 if target.name not in work.files and (target.name, number) in work.parts:
                     self.bytes += target.size(number)
+
+    def _recheck(self, target: Target) -> None:
+        """Forget parts of an earlier attempt whose bytes have changed; their sources come again."""
+        work = self._work
+        aside = [n for n in range(len(target.parts)) if (target.name, n) in work.parts]
+        if not aside or target.name in work.files:
+            return
+        with unfinished_path(work.folder, target.name).open("rb", buffering=0) as file:
+            for number in aside:
+                file.seek(target.offset(number))
+                if _crc_of(file, target.size(number)) != work.parts[target.name, number]:
+                    del work.parts[target.name, number]
+                    work.done -= {source.name for source in files_of(target.parts[number])}
 
     def feed(
         self, path: Path, available: Callable[[Path], bool], progress: Callable[[], None]
@@ -141,22 +156,22 @@ class Assembler:
         work = self._work
         open_targets = [t for t in self._touched[path] if t.name not in work.files]
         with ThreadPoolExecutor(_WORKERS) as pool:
-            jobs: dict[Future[FileRecord | None], tuple[Target, list[int]]] = {}
+            jobs: dict[Future[FileRecord | dict[int, int]], Target] = {}
             for target in open_targets:
                 here = [n for n in range(len(target.parts)) if self._readable(target, n, available)]
                 aside = [n for n in range(len(target.parts)) if (target.name, n) in work.parts]
                 if len({*here, *aside}) == len(target.parts):
-                    job: Future[FileRecord | None] = pool.submit(self._finish, target)
-                    jobs[job] = target, []
+                    jobs[pool.submit(self._finish, target)] = target
                     continue
                 here = [n for n in here if n not in aside and path in files_of(target.parts[n])]
-                jobs[pool.submit(self._copy_aside, target, here)] = target, here
+                if here:
+                    jobs[pool.submit(self._write_parts, target, here)] = target
             waiting = set(jobs)
             try:
                 while waiting:
                     ended, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
                     for job in ended:
-                        self._note(*jobs[job], job.result())
+                        self._note(jobs[job], job.result())
                     progress()
             except BaseException:
                 for job in jobs:
@@ -180,11 +195,12 @@ class Assembler:
     def _readable(target: Target, number: int, available: Callable[[Path], bool]) -> bool:
         return all(available(path) for path in files_of(target.parts[number]))
 
-    def _note(self, target: Target, parts: list[int], record: FileRecord | None) -> None:
-        if record is not None:
-            self._work.add_file(record)
-        for number in parts:
-            self._work.add_part(target.name, number)
+    def _note(self, target: Target, made: FileRecord | dict[int, int]) -> None:
+        if isinstance(made, FileRecord):
+            self._work.add_file(made)
+            return
+        for number, crc in made.items():
+            self._work.add_part(target.name, number, crc)
 
     def _finish(self, target: Target) -> FileRecord:
         aside = [n for n in range(len(target.parts)) if (target.name, n) in self._work.parts]
@@ -192,29 +208,30 @@ class Assembler:
             data = self._metered(target, range(len(target.parts)))
             return write_file(self._work.folder, target.name, target.header, data)
         rest = [n for n in range(len(target.parts)) if n not in aside]
-        unfinished = self._write_parts(target, rest)
+        self._write_parts(target, rest)
+        unfinished = unfinished_path(self._work.folder, target.name)
         record = hash_file(unfinished, target.name, len(target.header))
         unfinished.rename(self._work.folder / target.name)
         return record
 
-    def _copy_aside(self, target: Target, parts: list[int]) -> None:
-        if parts:
-            self._write_parts(target, parts)
-
-    def _write_parts(self, target: Target, numbers: list[int]) -> Path:
-        """Writes parts at their final offsets into the unfinished file; returns its path."""
+    def _write_parts(self, target: Target, numbers: list[int]) -> dict[int, int]:
+        """Write parts at their final offsets into the unfinished file; return their CRC-32C."""
+        crcs: dict[int, int] = {}
         path = unfinished_path(self._work.folder, target.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _write_at(descriptor, memoryview(target.header), 0)
+            os.ftruncate(descriptor, target.offset(len(target.parts)))
             for number in numbers:
-                at = target.offset(number)
+                at, crc = target.offset(number), 0
                 for block in self._metered(target, [number]):
+                    crc = crc32c(block, crc)
                     at += _write_at(descriptor, block, at)
+                crcs[number] = crc
         finally:
             os.close(descriptor)
-        return path
+        return crcs
 
     def _metered(self, target: Target, numbers: Iterable[int]) -> Iterator[memoryview]:
         for number in numbers:
@@ -229,6 +246,15 @@ def _write_at(descriptor: int, block: memoryview, offset: int) -> int:
     while done < block.nbytes:
         done += os.pwrite(descriptor, block[done:], offset + done)
     return done
+
+
+def _crc_of(file: FileIO, size_bytes: int) -> int:
+    """Return the CRC-32C of the next bytes of a file, or of what there is of them."""
+    crc = 0
+    while size_bytes > 0 and (block := file.read(min(size_bytes, BLOCK_BYTES))):
+        crc = crc32c(block, crc)
+        size_bytes -= len(block)
+    return crc
 
 
 def hash_file(path: Path, name: str, data_offset: int) -> FileRecord:

@@ -1,4 +1,4 @@
-"""Repositories whose weights the Hugging Face cache holds: nothing large is fetched for them.
+"""Repositories that the Hugging Face cache holds: nothing large is fetched for them.
 
 Does not know what becomes of them. Other programs keep in the cache what they needed, often the
 weights alone: what is absent there is not absent from the repository.
@@ -11,44 +11,27 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint
-from moeinf.runtime.download import Fetcher
-from moeinf.runtime.hub import Repository, bring_small, small_files_of
-from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, LocalSource
+from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES
 from moeinf.runtime.tokenizer import TOKENIZER
 from moeinf.runtime.torch_file import open_folder
+
+
+def cached_snapshot(name: str, revision: str | None) -> Path | None:
+    """The folder in the Hugging Face cache with files of a repository at one revision."""
+    found = try_to_load_from_cache(name, CONFIG, revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
     """A repository of which the Hugging Face cache holds config and weights, to be used in place.
 
-    Other small files may be missing from its folder.
+    Other small files may be missing from its folder. Nothing tells whether its files are whole.
     """
-    found = try_to_load_from_cache(name, CONFIG, revision=revision)
-    if not isinstance(found, str):
-        return None
+    folder = cached_snapshot(name, revision)
     try:
-        return open_folder(Path(found).parent)
+        return None if folder is None else open_folder(folder)
     except BadCheckpoint:
         return None
-
-
-class CachedSource(LocalSource):
-    """Weights in the Hugging Face cache; small files, too, unless it lacks some of them."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, repository: Repository, folder: Path, fetcher: Fetcher
-    ) -> None:
-        """folder: where small files go, a part of a workplace."""
-        super().__init__(checkpoint, f"hub:{repository.name}", repository.commit)
-        self._small = small_files_of(repository)
-        self._folder, self._fetcher = folder, fetcher
-
-    def small_files(self) -> Path:
-        """Raises DownloadFailed."""
-        here = self.checkpoint.folder
-        if all((here / file.name).is_file() for file in self._small):
-            return here
-        return bring_small(self._fetcher, self._small, self._folder)
 
 
 def lacking(folder: Path) -> list[str]:

@@ -6,11 +6,11 @@ are checked against the file's real size before anything is allocated.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,19 @@ from typing import Any
 import torch
 
 from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader
+from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
+from moeinf.runtime.regular_files import NotPlain, check_regular, read_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BIN_INDEX = "pytorch_model.bin.index.json"
 BIN_SINGLE = "pytorch_model.bin"
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library limits it
-_MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 256 << 20, BIN_INDEX: 256 << 20}
+_MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 64 << 20, BIN_INDEX: 64 << 20}
+# A header has 1 KiB and 32 JSON values for each tensor that it describes, and room for metadata.
+MAX_HEADER_BYTES = 64 << 20
+_TENSOR_BYTES, _TENSOR_NODES, _SPARE_TENSORS = 1 << 10, 32, 1 << 10
+_MAX_FILES = 10_000
 _DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
     "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -138,58 +143,66 @@ def indexed_files(folder: Path, weight_map: object, packaging: Packaging) -> lis
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{path} has no weight_map")
     files = sorted({str(file) for file in weight_map.values()})
+    if len(files) > _MAX_FILES:
+        raise BadCheckpoint(f"{path} names {len(files)} files, at most {_MAX_FILES}")
     for file in files:
         if not _FILE_NAME.fullmatch(file) or not file.endswith(packaging.suffix):
             raise BadCheckpoint(f"{path} names a file that cannot be: {file!r}")
     return files
 
 
+def max_json_bytes(name: str) -> int:
+    """Return how large a JSON file of this name may be."""
+    return _MAX_JSON_BYTES.get(name, 64 << 20)
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of bounded size, without duplicate keys. Raises BadCheckpoint."""
+    """Return a JSON object of bounded size, without duplicate keys. Raises BadCheckpoint."""
+    return parse_object(read_small(path, max_json_bytes(path.name)), path)
+
+
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """Return the bytes of a regular file in a checkpoint's folder. Raises BadCheckpoint."""
+    with _explained(path):
+        return read_regular(path, most_bytes)
+
+
+def parse_object(text: bytes, path: Path, most_nodes: int = MOST_NODES) -> dict[str, Any]:
+    """Return text as a JSON object without duplicate keys. Raises BadCheckpoint."""
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES.get(path.name, 64 << 20):
-            raise BadCheckpoint(f"{path} is too large ({size} bytes)")
-        return parse_object(path.read_bytes(), path)
-    except FileNotFoundError as error:
-        raise BadCheckpoint(f"{path} is missing") from error
-    except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-
-
-def parse_object(text: bytes, path: Path) -> dict[str, Any]:
-    """Text as a JSON object without duplicate keys. Raises BadCheckpoint."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise BadCheckpoint(f"{path}: the key {twice!r} stands twice")
-        return found
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except BadCheckpoint:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{path} is not JSON: {error}") from error
+        value = parse_json(text, most_nodes)
+    except BadJson as error:
+        raise BadCheckpoint(f"{path} {error}") from error
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{path} does not hold a JSON object")
     return value
 
 
-def read_header(path: Path) -> dict[str, SourceTensor]:
-    """The tensors of one safetensors file. Raises BadCheckpoint unless they tile the file."""
+def check_weights(path: Path) -> None:
+    """Raises BadCheckpoint unless a file of weights is a regular file, or a link to one."""
+    with _explained(path):
+        check_regular(path)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = header_length(path, size, file.read(8))
-            return parse_header(path, size, file.read(length))
+        yield
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
+    except NotPlain as error:
+        raise BadCheckpoint(f"{path} is refused: {error.strerror}") from error
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_header(path: Path) -> dict[str, SourceTensor]:
+    """The tensors of one safetensors file. Raises BadCheckpoint unless they tile the file."""
+    check_weights(path)
+    with _explained(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = header_length(path, size, file.read(8))
+        return parse_header(path, size, file.read(length))
 
 
 def header_length(path: Path, size: int, start: bytes) -> int:
@@ -197,7 +210,7 @@ def header_length(path: Path, size: int, start: bytes) -> int:
     if len(start) < 8:
         raise BadCheckpoint(f"{path} is truncated: {size} bytes")
     length: int = struct.unpack("<Q", start)[0]
-    if length > min(size - 8, _MAX_HEADER_BYTES):
+    if length > min(size - 8, MAX_HEADER_BYTES):
         raise BadCheckpoint(f"{path} is truncated or damaged: its header of {length} bytes")
     return length
 
@@ -205,7 +218,10 @@ def header_length(path: Path, size: int, start: bytes) -> int:
 def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
     """The tensors that the JSON header `text` describes in a file of `size` bytes."""
     length = len(text)
-    header = parse_object(text, path)
+    tensors_at_most = text.count(b'"data_offsets"') + _SPARE_TENSORS
+    if length > tensors_at_most * _TENSOR_BYTES:
+        raise BadCheckpoint(f"{path} has a header of {length} bytes for too few tensors")
+    header = parse_object(text, path, min(MOST_NODES, tensors_at_most * _TENSOR_NODES))
     header.pop("__metadata__", None)
     tensors = [_source_tensor(path, 8 + length, name, about) for name, about in header.items()]
     end = 8 + length

@@ -26,16 +26,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import get_session
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
 from moeinf.native import crc32c
+from moeinf.runtime.hub_requests import BadAnswer, get
 
 PIECE_BYTES = 1 << 20  # what a kill can cost
 RANGE_BYTES = 32 << 20  # what one request asks for
-_MAX_HOPS = 5
 _MAX_WAIT_SECONDS = 60.0
 _REFUSED = {401, 403, 404, 410, 416, 451}
 
@@ -81,38 +79,31 @@ class Fetcher:
     It is for one pull: a fetch that fails stops all others.
     """
 
-    def __init__(self, endpoint: str, token: str | None, patience: Patience) -> None:
-        self._home = _origin(endpoint)
+    def __init__(
+        self,
+        endpoint: str,
+        token: str | None,
+        patience: Patience,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._endpoint = endpoint
         self._token = token
         self.patience = patience
-        self.stop = threading.Event()  # set: every fetch ends soon, with DownloadFailed
+        self.stop = stop or threading.Event()  # set: every fetch ends soon, with DownloadFailed
 
     @contextmanager
     def range(self, file: RemoteFile, start: int, stop: int) -> Iterator[Iterator[bytes]]:
         """The bytes start … stop-1, in blocks. Raises DownloadFailed for what cannot get better,
         HTTPError or RetryLater for what may.
         """
-        url = file.url
-        for _ in range(_MAX_HOPS):
-            headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-            if self._token is not None and _origin(url) == self._home:
-                headers["Authorization"] = f"Bearer {self._token}"
-            with get_session().stream(
-                "GET",
-                url,
-                headers=headers,
-                follow_redirects=False,
-                timeout=self.patience.stall_seconds,
-            ) as response:
-                if response.is_redirect:
-                    url = urljoin(url, response.headers["location"])
-                    if urlsplit(url).scheme not in ("http", "https"):
-                        raise DownloadFailed(f"{file.name}: redirected to {url.split(':')[0]}:")
-                    continue
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        seconds = self.patience.stall_seconds
+        try:
+            with get(file.url, headers, self._endpoint, self._token, seconds) as response:
                 _check_answer(file, response, start, stop)
                 yield response.iter_raw()  # unbuffered: a broken connection loses nothing
-                return
-        raise DownloadFailed(f"{file.name}: more than {_MAX_HOPS} redirects")
+        except BadAnswer as error:
+            raise DownloadFailed(f"{file.name}: {error}") from error
 
 
 class RetryLater(Exception):
@@ -121,12 +112,6 @@ class RetryLater(Exception):
     def __init__(self, status: int, seconds: float | None) -> None:
         super().__init__(f"the server answers {status}")
         self.seconds = seconds
-
-
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urlsplit(url)
-    default = {"http": 80, "https": 443}.get(parts.scheme)
-    return parts.scheme, parts.hostname, parts.port or default
 
 
 def _check_answer(file: RemoteFile, response: Any, start: int, stop: int) -> None:
@@ -148,7 +133,7 @@ def _retry_after(value: str | None) -> float | None:
         return None
     with suppress(ValueError):
         return min(max(0.0, float(value)), _MAX_WAIT_SECONDS)
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError):
         moment = email.utils.parsedate_to_datetime(value)
         return min(max(0.0, moment.timestamp() - time.time()), _MAX_WAIT_SECONDS)
     return None
@@ -161,19 +146,27 @@ def fetch(
     workers: int,
     progress: Callable[[int], None],
 ) -> Path:
-    """Brings `file` into `folder`; returns its path. `progress` hears of bytes as they arrive.
+    """Bring `file` into `folder`; return its path. `progress` gets numbers of bytes.
 
     Raises DownloadFailed, or OSError (a full disk). What has arrived stays for the next attempt.
     """
+
+    def goes_on(_: int) -> None:
+        _check_goes_on(fetcher, file)
+
     path = folder / file.name
-    if path.exists() and path.stat().st_size == file.size_bytes:
-        progress(file.size_bytes)
-        return path
+    if path.is_file():
+        if has_promised_hash(
+            path, file, goes_on
+        ):  # an earlier attempt's: its bytes may have changed
+            progress(file.size_bytes)
+            return path
+        path.unlink()
     for attempt in (1, 2):
         partial = _Partial(folder, file, progress)
         try:
             partial.fill(fetcher, workers)
-            if _hash_matches(partial.path, file):
+            if has_promised_hash(partial.path, file, goes_on):
                 partial.finish(path)
                 return path
         finally:
@@ -181,7 +174,7 @@ def fetch(
         partial.discard()  # every byte arrived as it was sent, so what was sent is wrong
         if attempt == 1:
             progress(-file.size_bytes)
-    raise DownloadFailed(f"{file.name}: what the server sends has another hash than it promises")
+    raise _wrong_hash(file)
 
 
 def fetch_bytes(fetcher: Fetcher, file: RemoteFile, start: int, stop: int) -> bytes:
@@ -189,6 +182,19 @@ def fetch_bytes(fetcher: Fetcher, file: RemoteFile, start: int, stop: int) -> by
     data = bytearray()
     _receive(fetcher, file, start, stop, lambda _, piece: data.extend(piece))
     return bytes(data)
+
+
+def fetch_small(fetcher: Fetcher, file: RemoteFile) -> bytes:
+    """Return a whole file that has the hash that the hub promised. Raises DownloadFailed."""
+    for _ in (1, 2):
+        data = fetch_bytes(fetcher, file, 0, file.size_bytes)
+        if is_promised(data, file):
+            return data
+    raise _wrong_hash(file)
+
+
+def _wrong_hash(file: RemoteFile) -> DownloadFailed:
+    return DownloadFailed(f"{file.name}: what the server sends has another hash than it promises")
 
 
 def _receive(
@@ -200,7 +206,7 @@ def _receive(
 ) -> None:
     """Fetches one range and gives each piece to `keep`, with its offset in the file.
 
-    Patience begins anew with every piece that arrives. Raises DownloadFailed.
+    Every piece that arrives renews the patience. Raises DownloadFailed.
     """
     fruitless = 0
     while start < stop:
@@ -208,8 +214,8 @@ def _receive(
         try:
             _check_goes_on(fetcher, file)
             with fetcher.range(file, start, stop) as blocks:
-                for piece in _pieces(blocks, stop - start):
-                    _check_goes_on(fetcher, file)
+                watched = _watched(blocks, fetcher, file)
+                for piece in _pieces(watched, stop - start):
                     keep(start, piece)
                     start += len(piece)
             reason = "the connection ended early"
@@ -223,6 +229,13 @@ def _receive(
         if fruitless >= fetcher.patience.attempts:
             raise DownloadFailed(f"{file.name}: {reason}, {fruitless} times in a row")
         fetcher.patience.pause(fetcher.stop, fruitless, wait)
+
+
+def _watched(blocks: Iterator[bytes], fetcher: Fetcher, file: RemoteFile) -> Iterator[bytes]:
+    """The same blocks, until the pull is stopped: a piece can take minutes."""
+    for block in blocks:
+        _check_goes_on(fetcher, file)
+        yield block
 
 
 def _check_goes_on(fetcher: Fetcher, file: RemoteFile) -> None:
@@ -324,6 +337,8 @@ def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
                 yield bytes(held[:PIECE_BYTES])
                 wanted -= PIECE_BYTES
                 del held[:PIECE_BYTES]
+            if len(held) == wanted:  # a body may go on without end
+                break
     except HTTPError:
         if held:
             yield bytes(held)
@@ -332,14 +347,41 @@ def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
         yield bytes(held)
 
 
-def _hash_matches(path: Path, file: RemoteFile) -> bool:
-    """Whether the whole file has the hash that the hub promised (large storage's, or git's)."""
+def has_promised_hash(path: Path, file: RemoteFile, progress: Callable[[int], None]) -> bool:
+    """Whether a whole file has the size and the hash that the hub promised, if it promised one.
+
+    `progress` gets the number of bytes of each block that is read.
+    """
     with path.open("rb") as data:
+        if os.fstat(data.fileno()).st_size != file.size_bytes:
+            return False
+        checked = _Promise(file)
+        while block := data.read(PIECE_BYTES):
+            checked.update(block)
+            progress(len(block))
+    return checked.kept()
+
+
+def is_promised(data: bytes, file: RemoteFile) -> bool:
+    """Whether these bytes have the hash that the hub promised for `file`, if it promised one."""
+    promise = _Promise(file)
+    promise.update(data)
+    return promise.kept()
+
+
+class _Promise:
+    """The hash of what has arrived of a file, in the kind that the hub promised."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._promised = file.sha256 or file.git_sha1
         if file.sha256 is not None:
-            return hashlib.file_digest(data, "sha256").hexdigest() == file.sha256.lower()
-        if file.git_sha1 is not None:
-            blob = hashlib.sha1(f"blob {file.size_bytes}\0".encode(), usedforsecurity=False)
-            while block := data.read(PIECE_BYTES):
-                blob.update(block)
-            return blob.hexdigest() == file.git_sha1.lower()
-    return True
+            self._hash = hashlib.sha256()
+        else:
+            start = f"blob {file.size_bytes}\0".encode()
+            self._hash = hashlib.sha1(start, usedforsecurity=False)
+
+    def update(self, block: bytes) -> None:
+        self._hash.update(block)
+
+    def kept(self) -> bool:
+        return self._promised is None or self._hash.hexdigest() == self._promised.lower()

@@ -1,31 +1,23 @@
-"""Repositories on the hub: what they hold, and their files as a source for repacking.
+"""The files of a repository on the hub as a source for repacking.
 
-Does not know how files travel (download.py) or what becomes of them (repack.py). Metadata,
-credentials are huggingface_hub's; nothing in a repository is ever executed.
+Does not know how files travel (download.py), how the hub is asked (repository.py), nor what becomes
+of the files (repack.py). Config, index and other small files are whole and have their hashes before
+they are read. Headers of weights are read ahead, by ranges that nothing vouches for: a file is used
+only when it has its hash and its header is the one that was read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_url
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError of its client
-    GatedRepoError,
-    HfHubHTTPError,
-    HTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub import constants, get_token
 
 from moeinf.runtime.checkpoint import (
     BIN,
@@ -38,99 +30,33 @@ from moeinf.runtime.checkpoint import (
     header_length,
     indexed_files,
     make_checkpoint,
+    max_json_bytes,
     parse_header,
     parse_object,
+    read_json,
 )
-from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
+from moeinf.runtime.download import (
+    RANGE_BYTES,
+    DownloadFailed,
+    Fetcher,
+    Patience,
+    RemoteFile,
+    fetch,
+    fetch_bytes,
+    fetch_small,
+    has_promised_hash,
+    is_promised,
+)
 from moeinf.runtime.fp8 import files_of, join_scales
 from moeinf.runtime.picked import join_blocks
 from moeinf.runtime.remote_torch_file import check_table, read_remote_table
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
+from moeinf.runtime.repository import Repository
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
 from moeinf.runtime.workplace import Workplace
 
-constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
 WORKERS = 8  # ranges in flight
-_MAX_JSON_BYTES = 256 << 20
-_COMMIT = re.compile(r"[0-9A-Za-z]{40}")
-
-
-def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids asking the hub."""
-    return bool(constants.is_offline_mode())
-
-
-class RepositoryError(ConnectionError):
-    """The hub does not give what was asked for. The message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A model repository at one commit: its files by name."""
-
-    name: str  # org/name
-    commit: str
-    files: Mapping[str, RemoteFile]
-
-
-def look_up(name: str, revision: str | None, token: str | None) -> Repository:
-    """Asks the hub for a repository's commit and files. Raises RepositoryError."""
-    token = token or get_token()
-    at = f"{name} at revision {revision}" if revision else name
-    try:
-        with explained(name, revision, token):
-            info = HfApi(endpoint=constants.ENDPOINT, token=token or False).model_info(
-                name, revision=revision, files_metadata=True, timeout=30
-            )
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise RepositoryError(f"the hub describes {at} in no way we know: {error}") from error
-    commit = info.sha
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise RepositoryError(f"the hub names no commit for {at}")
-    files = {}
-    for entry in info.siblings or []:
-        path = PurePosixPath(str(entry.rfilename))
-        if type(entry.size) is not int or not 0 <= entry.size < 1 << 48:
-            continue
-        if len(path.parts) != 1 or path.name in ("", "..") or str(path) != entry.rfilename:
-            continue  # folders hold other formats: original/, metal/, …
-        url = hf_hub_url(name, entry.rfilename, revision=commit, endpoint=constants.ENDPOINT)
-        files[path.name] = remote_file(entry, entry.size, url)
-    return Repository(name, commit, files)
-
-
-def remote_file(entry: RepoSibling, size_bytes: int, url: str) -> RemoteFile:
-    """A file as the hub lists it, under its last name, with the hash that it promises."""
-    name = PurePosixPath(entry.rfilename).name
-    if entry.lfs is not None:
-        return RemoteFile(name, size_bytes, url, entry.lfs.sha256, None)
-    return RemoteFile(name, size_bytes, url, None, entry.blob_id)
-
-
-@contextmanager
-def explained(name: str, revision: str | None, token: str | None) -> Iterator[None]:
-    """Turns what goes wrong while the hub is asked about `name` into a RepositoryError."""
-    at = f"{name} at revision {revision}" if revision else name
-    try:
-        yield
-    except GatedRepoError as error:
-        raise RepositoryError(
-            f"{name} is gated: accept its terms on the hub and set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise RepositoryError(f"{name} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        hint = "" if token else "; if it is private, set HF_TOKEN"
-        raise RepositoryError(f"the hub has no repository {name}{hint}") from error
-    except OfflineModeIsEnabled as error:
-        raise RepositoryError(
-            f"HF_HUB_OFFLINE is set and {at} is not in the Hugging Face cache"
-        ) from error
-    except HfHubHTTPError as error:
-        raise RepositoryError(f"the hub refuses {at}: {error}") from error
-    except (HTTPError, OSError) as error:
-        raise RepositoryError(f"the hub cannot be reached for {at}: {error}") from error
 
 
 def small_files_of(repository: Repository) -> list[RemoteFile]:
@@ -144,24 +70,19 @@ def small_files_of(repository: Repository) -> list[RemoteFile]:
     ]
 
 
-def bring_small(fetcher: Fetcher, files: Iterable[RemoteFile], folder: Path) -> Path:
-    """Brings small files into `folder`, which it returns. Raises DownloadFailed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        fetch(fetcher, file, folder, 1, lambda _: None)
-    return folder
-
-
-def fetcher_of(token: str | None, patience: Patience | None = None) -> Fetcher:
+def fetcher_of(
+    token: str | None, patience: Patience | None = None, stop: threading.Event | None = None
+) -> Fetcher:
     """From the hub, with the token that huggingface_hub knows unless another is given."""
-    return Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience())
+    return Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience(), stop)
 
 
 class HubSource:
     """A repository's checkpoint, brought file by file into `folder`, a part of a workplace.
 
     Construction fetches config, index and headers, so that everything can be checked before the
-    first weight is. Raises BadCheckpoint, DownloadFailed.
+    first weight is. A file that `snapshot` has, a folder in the Hugging Face cache, is used from
+    there if it has its hash: `folder` then gets a link to it. Raises BadCheckpoint, DownloadFailed.
     """
 
     keeps_progress = True
@@ -173,11 +94,15 @@ class HubSource:
         token: str | None,
         workers: int = WORKERS,
         patience: Patience | None = None,
+        stop: threading.Event | None = None,
+        snapshot: Path | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._repository = repository
-        self._folder = folder
+        self._folder, self._snapshot = folder, snapshot
         self._workers = workers
-        self._fetcher = fetcher_of(token, patience)
+        self._note = note
+        self._fetcher = fetcher_of(token, patience, stop)
         self.origin = f"hub:{repository.name}"
         self.revision: str | None = repository.commit
         packaging = SAFETENSORS if SAFETENSORS.given(self._has) else BIN
@@ -185,6 +110,7 @@ class HubSource:
             raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")
         index = self._json(packaging.index) if self._has(packaging.index) else None
         self._tables: dict[str, dict[str, SourceTensor]] = {}  # of `.bin` files
+        self._headers: dict[str, bytes] = {}  # SHA-256 of headers, with their lengths
         headers = self._header if packaging is SAFETENSORS else self._table
         config = self._json(CONFIG)
         self.checkpoint = make_checkpoint(self._folder, config, index, headers, packaging)
@@ -193,9 +119,34 @@ class HubSource:
             named = indexed_files(self._folder, index["weight_map"], packaging)
         self.files = [repository.files[file] for file in named]
         self.small = small_files_of(repository)
+        self._identified = {file.name: file for file in (*self.files, *self.small)}
+        if index is not None:
+            self._identified[packaging.index] = self._file(packaging.index)
+
+    @property
+    def unpromised(self) -> list[str]:
+        """The files for which the hub promises no hash, so that nothing can check them."""
+        found = self._identified.values()
+        return [file.name for file in found if not (file.sha256 or file.git_sha1)]
+
+    @property
+    def cached(self) -> list[str]:
+        """The files of weights that the Hugging Face cache has; they are not checked yet."""
+        return [file.name for file in self.files if self._in_cache(file) is not None]
 
     def identity(self) -> Mapping[str, object]:
-        return {"repository": self._repository.name, "commit": self._repository.commit}
+        """The hashes of all files that are used: a commit that changes others is the same model."""
+        commit = self._repository.commit  # stands for what is not promised
+        promises = {
+            file.name: [file.size_bytes, file.sha256 or file.git_sha1 or commit]
+            for file in self._identified.values()
+        }
+        text = json.dumps(promises, sort_keys=True).encode()
+        return {"repository": self._repository.name, "files": hashlib.sha256(text).hexdigest()}
+
+    def download_bytes(self) -> int:
+        """What a pull would fetch of the weights."""
+        return sum(file.size_bytes for file in self.files if self._in_cache(file) is None)
 
     def space_bytes(self) -> int:
         """At the worst moment: files being repacked or waiting for others, and the next one."""
@@ -205,26 +156,35 @@ class HubSource:
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:
                 last[number] = max(last[number], *places)
-        sizes = [file.size_bytes for file in self.files]
-        held = (
-            sum(sizes[n] for n in range(now + 1) if last[n] >= now) + sum(sizes[now + 1 : now + 2])
-            for now in range(len(sizes))
-        )
-        return max(held, default=0) + sum(file.size_bytes for file in self.small)
+        sizes = [file.size_bytes if self._in_cache(file) is None else 0 for file in self.files]
+        ends = [0] * len(sizes)  # bytes that go with each file
+        for number, size in zip(last, sizes, strict=True):
+            ends[number] += size
+        most = held = 0
+        for now, size in enumerate(sizes):
+            held += size
+            most = max(most, held + sum(sizes[now + 1 : now + 2]))
+            held -= ends[now]
+        return most + sum(file.size_bytes for file in self.small if self._in_cache(file) is None)
 
     def small_files(self) -> Path:
-        return bring_small(self._fetcher, self.small, self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self.small:
+            self._obtain(file, 1, lambda _: None)
+        if read_json(self._folder / CONFIG) != self.checkpoint.config:  # where no hash is promised
+            raise DownloadFailed(f"{CONFIG}: it is not the one that the hub sent before")
+        return self._folder
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         """Each file as it is whole and has its hash; the next one is fetched meanwhile."""
-        meter = _Meter(progress, sum(file.size_bytes for file in self.files))
+        phase = "downloading" if self.download_bytes() else "checking"
+        meter = _Meter(progress, phase, sum(file.size_bytes for file in self.files))
         meter.add(sum(file.size_bytes for file in self.files if file.name in work.done))
         todo = [file for file in self.files if file.name not in work.done]
         with ThreadPoolExecutor(1) as ahead:
 
             def start(file: RemoteFile) -> Callable[[], Path]:
-                count = meter.of(file)
-                job = ahead.submit(fetch, self._fetcher, file, self._folder, self._workers, count)
+                job = ahead.submit(self._obtain, file, self._workers, meter.of(file))
                 return job.result
 
             try:
@@ -233,11 +193,10 @@ class HubSource:
                     assert following is not None
                     path = following()
                     following = start(todo[number + 1]) if number + 1 < len(todo) else None
-                    if path.name in self._tables:
-                        check_table(path, self._tables[path.name])
+                    self._check_table(path)
                     yield path
             finally:
-                self._fetcher.stop.set()  # whoever leaves early does not wait for gigabytes
+                self._fetcher.stop.set()  # an early end does not wait for gigabytes
 
     def is_here(self, path: Path) -> bool:
         return path.is_file()
@@ -262,21 +221,26 @@ class HubSource:
 
     def small_file(self, name: str) -> bytes:
         file = self._file(name)
-        return fetch_bytes(self._fetcher, file, 0, file.size_bytes)
+        if file.size_bytes > max_json_bytes(name):
+            raise BadCheckpoint(f"{self._repository.name}: {name} is too large")
+        cached = self._in_cache(file)
+        if cached is not None:
+            data = cached.read_bytes()
+            if is_promised(data, file):
+                return data
+        return fetch_small(self._fetcher, file)
 
     def _json(self, name: str) -> dict[str, object]:
-        file = self._file(name)
-        if file.size_bytes > _MAX_JSON_BYTES:
-            raise BadCheckpoint(f"{self._repository.name}: {name} is too large")
-        data = fetch_bytes(self._fetcher, file, 0, file.size_bytes)
-        return parse_object(data, Path(self._repository.name) / name)
+        return parse_object(self.small_file(name), Path(self._repository.name) / name)
 
     def _header(self, name: str) -> dict[str, SourceTensor]:
         """The tensors of a remote file, from its first bytes."""
         file, path = self._file(name), self._folder / name
         start = fetch_bytes(self._fetcher, file, 0, min(8, file.size_bytes))
         length = header_length(path, file.size_bytes, start)
-        return parse_header(path, file.size_bytes, fetch_bytes(self._fetcher, file, 8, 8 + length))
+        text = fetch_bytes(self._fetcher, file, 8, 8 + length)
+        self._headers[name] = hashlib.sha256(start + text).digest()
+        return parse_header(path, file.size_bytes, text)
 
     def _table(self, name: str) -> dict[str, SourceTensor]:
         """The tensors of a remote `.bin` file."""
@@ -284,6 +248,51 @@ class HubSource:
         read = partial(fetch_bytes, self._fetcher, file)
         self._tables[name] = read_remote_table(file.size_bytes, read, self._folder / name)
         return self._tables[name]
+
+    def _check_table(self, path: Path) -> None:
+        """Compare where a whole file says its tensors lie with what was read ahead of it."""
+        if path.name in self._tables:
+            check_table(path, self._tables[path.name])
+            return
+        with path.open("rb") as file:
+            start = file.read(8)
+            text = file.read(header_length(path, os.fstat(file.fileno()).st_size, start))
+        if hashlib.sha256(start + text).digest() != self._headers[path.name]:
+            raise DownloadFailed(
+                f"{path.name}: its header is not the one that the hub sent before. "
+                f"Try: moeinf pull {self._repository.name}"
+            )
+
+    def _obtain(self, file: RemoteFile, workers: int, count: Callable[[int], None]) -> Path:
+        """Bring a file that has its hash: from the cache, or else from the hub."""
+        path, cached = self._folder / file.name, self._in_cache(file)
+        if cached is None or path.exists():
+            return fetch(self._fetcher, file, self._folder, workers, count)
+        done = 0
+
+        def checked(more: int) -> None:
+            nonlocal done
+            if self._fetcher.stop.is_set():
+                raise DownloadFailed(f"{file.name}: stopped")
+            done += more
+            count(more)
+
+        if has_promised_hash(cached, file, checked):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # a link to what has gone
+            path.symlink_to(cached)
+            return path
+        self._note(f"{file.name} in the Hugging Face cache is damaged and comes from the hub")
+        count(-done)
+        return fetch(self._fetcher, file, self._folder, workers, count)
+
+    def _in_cache(self, file: RemoteFile) -> Path | None:
+        """The file in the Hugging Face cache, if that has one of the right size."""
+        if self._snapshot is None:
+            return None
+        path = (self._snapshot / file.name).resolve()
+        fits = path.is_file() and path.stat().st_size == file.size_bytes
+        return path if fits else None
 
     def _has(self, name: str) -> bool:
         return name in self._repository.files
@@ -298,8 +307,8 @@ class HubSource:
 class _Meter:
     """Adds up what arrives on several threads and tells the progress bar."""
 
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total = progress, total
+    def __init__(self, progress: Progress, phase: str, total: int) -> None:
+        self._progress, self._phase, self._total = progress, phase, total
         self._done = 0
         self._lock = threading.Lock()
 
@@ -307,7 +316,7 @@ class _Meter:
         """Bytes of whatever file."""
         with self._lock:
             self._done += count
-            self._progress("downloading", self._done, self._total)
+            self._progress(self._phase, self._done, self._total)
 
     def of(self, file: RemoteFile) -> Callable[[int], None]:
         """Counts the bytes of one file, which has a bar of its own."""

@@ -5,6 +5,7 @@ Does not know commands, nor what is done with a source.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,11 @@ def find_source(
     revision: str | None = None,
     token: str | None = None,
     workers: int = 8,
+    stop: threading.Event | None = None,
 ) -> tuple[ModelName, Source]:
     """Where MODEL comes from and what it will be called.
+
+    `stop` ends what is being fetched, now and later, with RepositoryError or DownloadFailed.
 
     Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
@@ -52,8 +56,9 @@ def find_source(
     if asked.name == DEMO:
         return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
 
-    from moeinf.runtime.cached import CachedSource, cached_checkpoint, lacking
-    from moeinf.runtime.hub import HubSource, fetcher_of, is_offline, look_up
+    from moeinf.runtime.cached import cached_snapshot
+    from moeinf.runtime.hub import HubSource
+    from moeinf.runtime.repository import is_offline, look_up
 
     repository = model.partition(":")[0]
     entry = entry_of(model)
@@ -65,20 +70,35 @@ def find_source(
         raise UnknownSource(
             f"{model!r} is not a short name ({names}), nor ORG/NAME, nor a path (./…)"
         )
-    found = None if is_offline() else look_up(repository, revision, token)
-    commit = found.commit if found is not None else revision
-    cached = cached_checkpoint(repository, commit)
+    if is_offline():
+        return wanted, _offline(repository, revision, note)
+    found = look_up(repository, revision, token, stop)
     aside = downloads_of(Library(settings).folder(wanted))
-    if cached is not None:
-        note(f"{repository} is in the Hugging Face cache and is used from there")
-        if found is not None:
-            return wanted, CachedSource(cached, found, aside, fetcher_of(token))
-        if missing := lacking(cached.folder):
-            note(
-                f"the cache has no {', '.join(missing)}; whether the repository has cannot be "
-                "known offline"
-            )
-        return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)
-    if found is None:
-        found = look_up(repository, revision, token)  # says that we are offline
-    return wanted, HubSource(found, aside, token, workers)
+    snapshot = cached_snapshot(repository, found.commit)
+    source = HubSource(found, aside, token, workers, stop=stop, snapshot=snapshot, note=note)
+    if source.cached:
+        part = "" if source.download_bytes() == 0 else f"{len(source.cached)} files of "
+        note(f"{part}{repository} is in the Hugging Face cache and is used from there")
+    if source.unpromised:
+        names = ", ".join(source.unpromised[:3]) + (", …" if source.unpromised[3:] else "")
+        note(f"the hub promises no hash of {names}: what arrives cannot be checked")
+    return wanted, source
+
+
+def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:
+    """A repository in the Hugging Face cache. Raises RepositoryError when it is not there."""
+    from moeinf.runtime.cached import cached_checkpoint, lacking  # these import torch
+    from moeinf.runtime.repack import LocalSource
+    from moeinf.runtime.repository import RepositoryError
+
+    cached = cached_checkpoint(repository, revision)
+    if cached is None:
+        at = f"{repository} at revision {revision}" if revision else repository
+        raise RepositoryError(f"HF_HUB_OFFLINE is set and {at} is not in the Hugging Face cache")
+    note(f"{repository} is in the Hugging Face cache and is used from there")
+    if missing := lacking(cached.folder):
+        note(
+            f"the cache has no {', '.join(missing)}; whether the repository has cannot be known "
+            "offline"
+        )
+    return LocalSource(cached, f"hub:{repository}", cached.folder.name)

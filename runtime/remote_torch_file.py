@@ -57,14 +57,23 @@ def _fill(ranges: _Ranges, stub: io.FileIO, path: Path) -> None:
     try:
         with zipfile.ZipFile(cast(IO[bytes], ranges)) as archive:
             entries, end = sorted(archive.infolist(), key=_place), archive.start_dir
-    except zipfile.BadZipFile as error:
-        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {error}") from error
+        _fill_from(entries, end, ranges, stub, path)
+    except BadCheckpoint:
+        raise
+    except _NO_ZIP as e:
+        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {e}") from e
+
+
+def _fill_from(
+    entries: list[zipfile.ZipInfo], end: int, ranges: _Ranges, stub: io.FileIO, path: Path
+) -> None:
     compared = False
     for entry, following in zip(entries, [*map(_place, entries[1:]), end], strict=True):
         if not _STORAGE.fullmatch(entry.filename):
             ranges.copy(entry.header_offset, following)
             continue
         header = _header(entry)
+        ranges.check(entry.header_offset, len(header))
         stub.seek(entry.header_offset)
         stub.write(header)
         if not compared:
@@ -94,6 +103,13 @@ def _elsewhere(path: Path) -> BadCheckpoint:
     )
 
 
+class _Before(OSError):
+    """A place before the beginning of a file; zipfile expects an OSError."""
+
+
+_NO_ZIP = (_Before, zipfile.BadZipFile, RuntimeError, ValueError, LookupError, struct.error)
+
+
 class _Ranges(io.RawIOBase):
     """What zipfile reads a directory from. Notes in the stub all that has been fetched."""
 
@@ -114,7 +130,7 @@ class _Ranges(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence] + offset
         if at < 0:
-            raise OSError("before the beginning")
+            raise _Before("an offset lies before the beginning")
         self._at = at
         return at
 
@@ -131,11 +147,15 @@ class _Ranges(io.RawIOBase):
     def get(self, start: int, count: int) -> bytes:
         """Raises BadCheckpoint when that is more than any table needs."""
         self._left -= count
-        if count < 0 or start + count > self._size or self._left < 0:
-            raise BadCheckpoint(f"{self._path}: its table lies beyond the file, or is too large")
+        self.check(start, count)
         if not count:
             return b""
         data = self._fetch(start, start + count)
         self._stub.seek(start)
         self._stub.write(data)
         return data
+
+    def check(self, start: int, count: int) -> None:
+        """Raises BadCheckpoint for a range that is not in the file, or when all are too large."""
+        if count < 0 or start + count > self._size or self._left < 0:
+            raise BadCheckpoint(f"{self._path}: its table lies beyond the file, or is too large")

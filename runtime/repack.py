@@ -23,7 +23,13 @@ from moeinf.offload.layout import LAYOUT_VERSIONS
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime import sentencepiece
 from moeinf.runtime.assemble import Assembler, all_targets
-from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint, read_json
+from moeinf.runtime.checkpoint import (
+    CONFIG,
+    BadCheckpoint,
+    Checkpoint,
+    parse_object,
+    read_small,
+)
 from moeinf.runtime.dense_views import check_opens
 from moeinf.runtime.finite import WeightCheck
 from moeinf.runtime.inventory import Inventory, take_inventory
@@ -64,6 +70,10 @@ class Source(Protocol):
         """What must be the same for an unfinished model to be continued."""
         ...
 
+    def download_bytes(self) -> int:
+        """Bytes of weights that a pull would fetch."""
+        ...
+
     def space_bytes(self) -> int:
         """Disk space that the source itself needs in the workplace, at most."""
         ...
@@ -100,6 +110,9 @@ class LocalSource:
             about = path.stat()
             files[path.name] = [about.st_size, about.st_mtime_ns]
         return {"folder": str(self.checkpoint.folder), "files": files}
+
+    def download_bytes(self) -> int:
+        return 0
 
     def space_bytes(self) -> int:
         return 0
@@ -186,7 +199,7 @@ def measure_source(source: Source) -> SourceSizes:
     sizes: dict[str, int] = {}
     for tensor in source.checkpoint.tensors.values():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
-    fetched = sum(sizes.values()) if source.space_bytes() else 0
+    fetched = source.download_bytes()
     disk = {
         tag: inventory.disk_bytes(dtype)
         for tag, dtype in DTYPE_OF_TAG.items()
@@ -257,13 +270,12 @@ def _assemble(
 def _keep_small_files(folder: Path, work: Workplace) -> None:
     for name in KEPT_FILES:
         path = folder / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
-        if path.stat().st_size > MAX_KEPT_BYTES:
-            raise BadCheckpoint(f"{path} is too large ({path.stat().st_size} bytes)")
+        data = read_small(path, MAX_KEPT_BYTES)
         if name.endswith(".json"):
-            read_json(path)
-        work.add_file(write_file(work.folder, name, b"", [memoryview(path.read_bytes())]))
+            parse_object(data, path)
+        work.add_file(write_file(work.folder, name, b"", [memoryview(data)]))
     if TOKENIZER not in work.files:
         _convert_tokenizer(folder, work)
 
@@ -271,9 +283,7 @@ def _keep_small_files(folder: Path, work: Workplace) -> None:
 def _convert_tokenizer(folder: Path, work: Workplace) -> None:
     def read(name: str) -> bytes | None:
         path = folder / name
-        if not path.is_file() or path.stat().st_size > MAX_KEPT_BYTES:
-            return None
-        return path.read_bytes()
+        return read_small(path, MAX_KEPT_BYTES) if os.path.lexists(path) else None
 
     data = convert(read)
     if data is not None:

@@ -23,6 +23,7 @@ from moeinf.runtime.checkpoint import (
     BadCheckpoint,
     Checkpoint,
     SourceTensor,
+    check_weights,
     make_checkpoint,
     open_checkpoint,
     read_json,
@@ -63,6 +64,7 @@ def open_folder(folder: Path) -> Checkpoint:
 
 def _check_zip(path: Path) -> None:
     """Refuses what torch would unpack, decompress or read as an old, unbounded pickle."""
+    check_weights(path)
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():

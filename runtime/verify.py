@@ -15,7 +15,13 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
-from moeinf.runtime.checkpoint import BadCheckpoint, Checkpoint, SourceTensor
+from moeinf.runtime.checkpoint import (
+    BadCheckpoint,
+    Checkpoint,
+    SourceTensor,
+    max_json_bytes,
+    read_small,
+)
 from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.fp8 import sources
 from moeinf.runtime.inventory import take_inventory
@@ -66,7 +72,7 @@ class LocalRepair:
         """They are here."""
 
     def small_file(self, name: str) -> bytes:
-        return (self.checkpoint.folder / name).read_bytes()
+        return read_small(self.checkpoint.folder / name, max_json_bytes(name))
 
 
 def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]:

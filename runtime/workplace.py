@@ -4,11 +4,13 @@ Does not know what is being made. The folder `.<tag>.partial` holds finished fil
 its way, and a journal whose lines are appended only after what they say is durable, so that a rerun
 can go on from them:
 
-    {"making": {...}}     first line: what of, as what; another making starts anew
+    {"making": {...}}     first line: what of, as what; another making starts from nothing
     {"file": {...}}       a finished file, as the manifest will record it
-    {"part": [file, n]}   the n-th source tensor has been written into the unfinished `file`
+    {"part": [file, n, crc]}  the n-th source tensor is in the unfinished `file`, with this CRC-32C
     {"done": name}        a source file is no longer needed
     {"broken": name}      a source tensor that has been written, with NaN or infinity in it
+
+The bytes of a part may change before the rerun: assemble.py compares them with the CRC-32C.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ class Workplace:
     def __init__(self, folder: Path, making: Mapping[str, object]) -> None:
         self.folder = folder
         self.files: dict[str, FileRecord] = {}
-        self.parts: set[tuple[str, int]] = set()
+        self.parts: dict[tuple[str, int], int] = {}  # with their CRC-32C
         self.done: set[str] = set()
         self.broken: list[str] = []
         self._pending: list[dict[str, object]] = []
         if not self._resume(making):
             shutil.rmtree(folder, ignore_errors=True)
-            self.files, self.parts, self.done, self.broken = {}, set(), set(), []
+            self.files, self.parts, self.done, self.broken = {}, {}, set(), []
             folder.mkdir(parents=True)
             self._pending.append({"making": dict(making)})
             self.commit()
@@ -58,10 +60,10 @@ class Workplace:
         self.files[record.path] = record
         self._pending.append({"file": asdict(record)})
 
-    def add_part(self, file: str, number: int) -> None:
+    def add_part(self, file: str, number: int, crc: int) -> None:
         """Notes a part of an unfinished file; counts from the next commit on."""
-        self.parts.add((file, number))
-        self._pending.append({"part": [file, number]})
+        self.parts[file, number] = crc
+        self._pending.append({"part": [file, number, crc]})
 
     def add_done(self, source: str) -> None:
         """Notes that a source file may go; counts from the next commit on."""
@@ -111,7 +113,8 @@ class Workplace:
             if path.is_file() and path.stat().st_size == record.size_bytes:
                 self.files[record.path] = record
         elif "part" in line:
-            self.parts.add((str(line["part"][0]), int(line["part"][1])))
+            file, number, crc = line["part"]
+            self.parts[str(file), int(number)] = int(crc)
         elif "done" in line:
             self.done.add(str(line["done"]))
         elif "broken" in line:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -24,10 +25,24 @@ from moeinf.server.nulls import Said
 
 
 class ClientGone(Exception):
-    """Nobody waits for this pull any more."""
+    """The client of this pull has left."""
+
+
+class _Client:
+    """Whether the client of a pull is still there. Leaving also ends what is being fetched."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.stop = threading.Event()  # the pull sets it, too, when it has all it wants
+
+    def leave(self) -> None:
+        self.gone.set()
+        self.stop.set()
 
 
 router = APIRouter()
+_SUCCESS = {"status": "success"}
+_CLIENT_GONE = 499  # as nginx logs it
 _STEPS = 100  # of a phase: progress is told once in each
 
 Line = dict[str, Any]
@@ -44,6 +59,10 @@ class PullRequest(Said):
     password: str | None = None
 
 
+class PullBroke(RuntimeError):
+    """A pull has ended in a way that Python does not count as an error, such as a Rust panic."""
+
+
 @router.post("/api/pull")
 async def pull(asked: PullRequest, request: Request) -> Response:
     """A line per phase and per hundredth of it; the last one says success, or what went wrong."""
@@ -53,17 +72,30 @@ async def pull(asked: PullRequest, request: Request) -> Response:
     if is_path(wanted):
         raise BadRequest("a folder of this machine is pulled with `moeinf pull`, not over HTTP")
     settings = request.app.state.settings
-    lines = _lines(wanted, settings)
-    first = await anext(lines)
-    if isinstance(first, Exception):
-        raise first
+    client = _Client()
+    lines = _lines(wanted, settings, client)
+    watch = asyncio.create_task(_leave_when_gone(request, client))
+    try:
+        last = await anext(lines)
+        while not asked.stream and not isinstance(last, Exception) and last != _SUCCESS:
+            last = await anext(lines)
+    finally:
+        watch.cancel()
+    if isinstance(last, ClientGone):
+        return Response(status_code=_CLIENT_GONE)  # only a log shows it
+    if isinstance(last, Exception):
+        raise last
     if asked.stream:
-        return StreamingResponse(_worded(first, lines, settings), media_type="application/x-ndjson")
-    async for line in lines:
-        if isinstance(line, Exception):
-            raise line
-        first = line
-    return JSONResponse(first)
+        worded = _worded(last, lines, settings)
+        return StreamingResponse(worded, media_type="application/x-ndjson")
+    return JSONResponse(last)
+
+
+async def _leave_when_gone(request: Request, client: _Client) -> None:
+    """Until something is sent, nothing else notices that a client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    client.leave()
 
 
 async def _worded(
@@ -76,24 +108,30 @@ async def _worded(
         yield json.dumps(line) + "\n"
 
 
-async def _lines(wanted: str, settings: Settings) -> AsyncIterator[Line | Exception]:
-    """What a pull on a thread of its own says, to the end: success, or an exception."""
+async def _lines(
+    wanted: str, settings: Settings, client: _Client
+) -> AsyncIterator[Line | Exception]:
+    """What a pull on a thread of its own says. The last is success or an exception, always.
+
+    The pull ends soon after the client leaves, or after the end of this generator.
+    """
     loop = asyncio.get_running_loop()
     said: asyncio.Queue[Line | Exception | None] = asyncio.Queue()
-    gone = threading.Event()
 
     def say(line: Line | Exception | None) -> None:
-        if gone.is_set() and isinstance(line, dict):
-            raise ClientGone
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(said.put_nowait, line)
 
     def run() -> None:
         try:
-            _pull(wanted, settings, say)
-            say({"status": "success"})
+            _pull(wanted, settings, say, client)
+            say(_SUCCESS)
         except Exception as error:
             say(error)
+        except BaseException as error:
+            broke = PullBroke(f"{type(error).__name__}: {error}")
+            broke.__cause__ = error
+            say(broke)
         finally:
             say(None)
 
@@ -103,10 +141,10 @@ async def _lines(wanted: str, settings: Settings) -> AsyncIterator[Line | Except
         while (line := await said.get()) is not None:
             yield line
     finally:
-        gone.set()
+        client.leave()
 
 
-def _pull(wanted: str, settings: Settings, say: Callable[[Line], None]) -> None:
+def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: _Client) -> None:
     from moeinf.runtime.origins import find_source
     from moeinf.runtime.repack import repack  # these import torch
     from moeinf.runtime.retile import retile
@@ -114,10 +152,10 @@ def _pull(wanted: str, settings: Settings, say: Callable[[Line], None]) -> None:
     def note(text: str) -> None:
         say({"status": text})
 
-    name, source = find_source(wanted, None, settings, note)
+    name, source = find_source(wanted, None, settings, note, stop=client.stop)
     note("pulling manifest")
     library = Library(settings)
-    progress = _Progress(say, source.revision or str(name))
+    progress = _Progress(say, client.gone, source.revision or str(name))
     manifest = library.made_of(name, source.origin, source.revision)
     if manifest is None:
         repack(source, library, name, progress, note)
@@ -128,11 +166,13 @@ def _pull(wanted: str, settings: Settings, say: Callable[[Line], None]) -> None:
 class _Progress:
     """Progress as Ollama words it: what is fetched has a digest, a total, and what is completed."""
 
-    def __init__(self, say: Callable[[Line], None], digest: str) -> None:
-        self._say, self._digest = say, digest
+    def __init__(self, say: Callable[[Line], None], gone: threading.Event, digest: str) -> None:
+        self._say, self._gone, self._digest = say, gone, digest
         self._told: dict[str, int] = {}  # in hundredths, by phase
 
     def __call__(self, phase: str, done: int, total: int) -> None:
+        if self._gone.is_set():
+            raise ClientGone
         hundredths = done * _STEPS // max(total, 1)
         if self._told.get(phase) == hundredths:
             return

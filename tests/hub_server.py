@@ -33,17 +33,23 @@ class Request:
 
 @dataclass
 class Answer:
-    """How to answer it: a status instead of bytes, or bytes that are cut, corrupt or late."""
+    """How to answer it: a status instead of bytes, or bytes that are cut, changed or late."""
 
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     cut_after: int | None = None
     flip_at: int | None = None
+    change: Callable[[bytes], bytes] | None = None
     stall: threading.Event | None = None
     ignore_range: bool = False
 
 
 Fault = Callable[[Request], Answer | None]
+Says = tuple[int, dict[str, str], bytes]  # status, headers and body of the answer to "which files"
+
+
+def dumped(document: object) -> bytes:
+    return json.dumps(document).encode()
 
 
 class Hub:
@@ -58,6 +64,8 @@ class Hub:
         self.folder = folder
         self.fault: Fault = lambda _: None
         self.gate: int | None = None  # the status of every metadata request, instead of an answer
+        self.says: Callable[[dict[str, object]], Says] = lambda info: (200, {}, dumped(info))
+        self.commit = COMMIT
         self.requests: list[Request] = []
         self.sent: list[tuple[str, int, int]] = []  # file, start, bytes really sent
         self.tokens: dict[str, set[str | None]] = {"hub": set(), "files": set()}
@@ -81,7 +89,7 @@ class Hub:
                 sha = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"size": len(data), "sha256": sha, "pointerSize": 1}
             siblings.append(entry)
-        return {"id": self.repo, "modelId": self.repo, "sha": COMMIT, "siblings": siblings}
+        return {"id": self.repo, "modelId": self.repo, "sha": self.commit, "siblings": siblings}
 
     def bytes_sent(self, file: str) -> int:
         return sum(count for name, _, count in self.sent if name == file)
@@ -111,13 +119,14 @@ class _Handler(BaseHTTPRequestHandler):
                 codes = {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}
                 code = codes.get(self.hub.gate, "")
                 self._send(self.hub.gate, b"{}", {"X-Error-Code": code})
-            elif path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-                self._send(200, json.dumps(self.hub.info()).encode())
+            elif path in (api, f"{api}/revision/main", f"{api}/revision/{self.hub.commit}"):
+                status, headers, body = self.hub.says(self.hub.info())
+                self._send(status, body, headers)
             else:
                 code = "RevisionNotFound" if path.startswith(f"{api}/revision/") else "RepoNotFound"
                 self._send(404, b"{}", {"X-Error-Code": code})
             return
-        prefix = f"{self.hub.home}/resolve/{COMMIT}/"
+        prefix = f"{self.hub.home}/resolve/{self.hub.commit}/"
         if not path.startswith(prefix):
             self._send(404, b"")
         elif self.hub.redirect and not self.serves_files:
@@ -144,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = bytearray(data[start:stop])
         if answer.flip_at is not None:
             body[answer.flip_at] ^= 1
+        if answer.change is not None:
+            body = bytearray(answer.change(bytes(body)))
         self.send_response(206 if asked is not None and not answer.ignore_range else 200)
         self.send_header("Content-Length", str(len(body)))
         if asked is not None and not answer.ignore_range:

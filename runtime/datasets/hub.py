@@ -11,19 +11,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_token,
-    hf_hub_url,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from moeinf.runtime.datasets.items import BadDataset
-from moeinf.runtime.download import RemoteFile, fetch
-from moeinf.runtime.hub import RepositoryError, explained, fetcher_of, remote_file
+from moeinf.runtime.download import RemoteFile, fetch, has_promised_hash
+from moeinf.runtime.hub import fetcher_of
+from moeinf.runtime.repository import RepositoryError, look_up_all
 from moeinf.runtime.sizes import Progress
 
 _MAX_FILE_BYTES = 256 << 20
@@ -66,7 +60,7 @@ class DatasetFiles:
         cached = try_to_load_from_cache(
             self._repository, name, repo_type="dataset", revision=self._commit
         )
-        if isinstance(cached, str):
+        if isinstance(cached, str) and has_promised_hash(Path(cached), file, lambda _: None):
             return Path(cached)
         if file.size_bytes > _MAX_FILE_BYTES:
             raise BadDataset(f"{self._repository}: {name} has {file.size_bytes >> 20} MiB")
@@ -82,24 +76,11 @@ class DatasetFiles:
         return fetch(fetcher_of(None), file, folder, 2, count)
 
     def _ask(self) -> None:
-        repository, token = self._repository, get_token()
-        with explained(f"the data set {repository}", None, token):
-            info = HfApi(endpoint=constants.ENDPOINT, token=token or False).dataset_info(
-                repository, files_metadata=True, timeout=30
-            )
-        self._commit = info.sha or ""
-        if len(self._commit) != 40 or not self._commit.isalnum():
-            raise RepositoryError(f"the hub names no commit for the data set {repository}")
-        for entry in info.siblings or []:
-            if entry.size is not None and entry.size >= 0 and _is_plain(entry.rfilename):
-                url = hf_hub_url(
-                    repository,
-                    entry.rfilename,
-                    repo_type="dataset",
-                    revision=self._commit,
-                    endpoint=constants.ENDPOINT,
-                )
-                self._remote[entry.rfilename] = remote_file(entry, entry.size, url)
+        found = look_up_all(self._repository, None, None, "dataset")
+        self._commit = found.commit
+        for path, file in found.files.items():
+            if len(PurePosixPath(path).parts) <= _MAX_PARTS:
+                self._remote[path] = file
 
     def _look_around(self) -> None:
         """Without the hub: files fetched before, and a snapshot in the Hugging Face cache."""
@@ -112,10 +93,3 @@ class DatasetFiles:
             for path in sorted(snapshot.rglob("*")):
                 if path.is_file() and path.suffix not in (".incomplete", ".pieces"):
                     self._here.setdefault(path.relative_to(snapshot).as_posix(), path)
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name can only be a file below its repository's folder."""
-    parts = PurePosixPath(name).parts
-    odd = any(part in ("", ".", "..") or "\0" in part or len(part) > 200 for part in parts)
-    return bool(parts) and len(parts) <= _MAX_PARTS and not name.startswith("/") and not odd

@@ -21,14 +21,14 @@ from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.transfer import ExpertReadError
-from moeinf.runtime.hub import RepositoryError
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
+from moeinf.runtime.repository import RepositoryError
 from moeinf.server.serve import CannotListen
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.
-OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater"}
+OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater", "BadAnswer", "BadJson"}
 
 
 def exceptions() -> dict[str, type[BaseException]]:

@@ -46,6 +46,7 @@ from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.torch_file import read_torch_file
 from moeinf.runtime.workplace import JOURNAL, Workplace
 from tests.faults import tokenizer_targets as files
+from tests.faults.hub_targets import HUB_TARGETS
 
 Seeds = Callable[[], list[bytes]]
 _SHAPE = (2, 3)  # layers and experts of the EAMC that is read
@@ -325,7 +326,7 @@ _JOURNAL = "\n".join(
     for line in (
         {"making": _MAKING},
         {"file": {"path": "a", "size_bytes": 0, "data_offset": 0, "crc32c": 0, "sha256": ""}},
-        {"part": ["b", 1]},
+        {"part": ["b", 1, 7]},
         {"done": "c"},
     )
 )  # fmt: skip
@@ -373,3 +374,4 @@ TARGETS: dict[str, Target] = {
     "prompts": Target(_prompts, (BadDataset,), _of('{"prompt": "a", "task": "b"}\n"c"\n')),
     "parquet": Target(_parquet, (BadDataset,), _parquets),
 }
+TARGETS |= {name: Target(*about) for name, about in HUB_TARGETS.items()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from moeinf.runtime.checkpoint import (
     blocks,
     open_checkpoint,
     read_header,
+    read_json,
 )
 
 
@@ -168,3 +171,43 @@ def test_a_file_cut_while_reading(tmp_path: Path) -> None:
         file.truncate(1000)
     with pytest.raises(BadCheckpoint, match=r"x\.safetensors is truncated"):
         list(blocks(found, "F32"))
+
+
+def test_a_duplicate_key_is_found_in_linear_time(tmp_path: Path) -> None:
+    """Before, each key was counted: half an hour for this file."""
+    keys = ",".join(f'"{number}":0' for number in range(200_000))
+    path = tmp_path / "config.json"
+    path.write_text("{" + keys + ',"199999":1}')
+    begin = time.monotonic()
+    with pytest.raises(BadCheckpoint, match="the duplicate key '199999'"):
+        read_json(path)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("piece", [b"[]", b"{}", b"1", b'{"":1}', b'"",""'])
+def test_json_is_refused_before_it_takes_memory(piece: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    count = 5 << 20
+    path.write_bytes(b'{"a":[' + (piece + b",") * count + b"1]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadCheckpoint, match=r"too many JSON values|too large"):
+            read_json(path)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_is_as_large_as_its_tensors_allow(tmp_path: Path) -> None:
+    many = {f"{n:0900d}": tensor([1], n, n + 1) for n in range(3000)}
+    path = write(tmp_path / "x.safetensors", many, bytes(3000))
+    assert len(read_header(path)) == 3000
+    for about in ({"__metadata__": {"a": "x" * (2 << 20)}}, {"a": [[]] * 40_000}):
+        with pytest.raises(BadCheckpoint, match=r"too few tensors|too many JSON values"):
+            read_header(write(path, about))
+
+
+def test_an_index_names_a_bounded_number_of_files(tmp_path: Path) -> None:
+    index = {str(n): f"{n}.safetensors" for n in range(10_001)}
+    with pytest.raises(BadCheckpoint, match="10001 files"):
+        open_checkpoint(checkpoint(tmp_path, index))

@@ -98,3 +98,17 @@ def test_no_table_makes_it_fetch_everything(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="too large"):
         remote.table(tmp_path / "away" / "x.bin")
     assert sum(stop - start for start, stop in remote.asked) < 1 << 20
+
+
+@pytest.mark.parametrize("field", [b"\xe8" * 4, b"\xff" * 4])
+def test_a_directory_with_odd_names_or_places(field: bytes, saved: Path, tmp_path: Path) -> None:
+    """A name that is no UTF-8, and a record that begins beyond the file: found by the fuzzer."""
+    data = bytearray(saved.read_bytes())
+    entry = data.rindex(b"PK\1\2")  # of the directory, the last
+    if field[0] == 0xE8:
+        data[entry + 46 : entry + 50] = field
+    else:
+        data[entry + 42 : entry + 46] = (0x7FFFFFFF).to_bytes(4, "little")
+    saved.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match=r"x\.bin"):
+        Remote(saved).table(tmp_path / "away" / "x.bin")

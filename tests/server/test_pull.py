@@ -94,6 +94,80 @@ def test_a_failure_ends_the_lines(empty: tuple[str, Library], hub: Hub) -> None:
     assert not library.has(parse_name("org/demo-moe:bf16"))
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, which no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("error", [Panic("at the disco"), SystemExit(3), KeyError("x")])
+def test_whatever_a_pull_raises_is_told(
+    error: BaseException, empty: tuple[str, Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, _ = empty
+
+    def raise_it(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("moeinf.runtime.repack.repack", raise_it)
+    body = {"model": "demo"}
+    whole = httpx.post(f"{address}/api/pull", json={**body, "stream": False}, timeout=60)
+    assert whole.status_code == 500
+    assert type(error).__name__ in whole.json()["error"]
+    lines = httpx.post(f"{address}/api/pull", json=body, timeout=60).text.splitlines()
+    assert json.loads(lines[0]) == {"status": "pulling manifest"}
+    assert list(json.loads(lines[-1])) == ["error"]
+    assert type(error).__name__ in json.loads(lines[-1])["error"]
+    assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_a_pull_that_fails_late_is_an_error_when_told_whole(
+    empty: tuple[str, Library], hub: Hub
+) -> None:
+    address, library = empty
+    body = {"model": "Org/Demo-MoE:bf16"}
+    hub.fault = lambda r: (
+        Answer(status=403) if r.file == "model.safetensors" and r.stop > 1 << 20 else None
+    )
+    whole = httpx.post(f"{address}/api/pull", json={**body, "stream": False}, timeout=60)
+    assert whole.status_code == 503
+    assert "model.safetensors" in whole.json()["error"]
+    lines = httpx.post(f"{address}/api/pull", json=body, timeout=60).text.splitlines()
+    assert json.loads(lines[0]) == {"status": "pulling manifest"}
+    assert list(json.loads(lines[-1])) == ["error"]
+    assert not library.has(parse_name("org/demo-moe:bf16"))
+
+
+def pulling() -> bool:
+    return any(thread.name.startswith("pull ") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_pull_that_waits_ends_with_its_client(
+    stream: bool, file: str, empty: tuple[str, Library], hub: Hub
+) -> None:
+    """The hub asks for a minute of patience, again and again."""
+    address, library = empty
+    asked = threading.Event()
+
+    def busy(request: Request) -> Answer | None:
+        if request.file != file or (file != "config.json" and request.stop < 1 << 20):
+            return None
+        asked.set()
+        return Answer(status=429, headers={"Retry-After": "60"})
+
+    hub.fault = busy
+    body = {"model": "Org/Demo-MoE:bf16", "stream": stream}
+    with httpx.Client(timeout=httpx.Timeout(30, read=3)) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(f"{address}/api/pull", json=body)
+        assert asked.is_set()
+    begin = time.monotonic()
+    while pulling() and time.monotonic() - begin < 15:
+        time.sleep(0.05)
+    assert not pulling()
+    assert not library.has(parse_name("org/demo-moe:bf16"))
+
+
 def test_a_pull_ends_with_its_client(empty: tuple[str, Library], hub: Hub) -> None:
     address, library = empty
     stall = threading.Event()
