@@ -55,20 +55,20 @@ def _damaged(error: Exception) -> Described:
 
 
 def _os_error(error: OSError) -> Described:
+    where = f" ({error.filename})" if error.filename else ""
+    happened = f"{error.strerror}{where}" if error.strerror else str(error)
     if error.errno == errno.ENOSPC:
-        where = f" ({error.filename})" if error.filename else ""
-        return Described(
-            "disk_full", f"{error.strerror}{where}", "Free some disk space and try again."
-        )
-    if isinstance(error, PermissionError):
-        return Described("io_error", str(error), "Look at who owns it, or set MOEINF_HOME.")
-    return Described("io_error", str(error), "MOEINF_DEBUG=1 shows where it happened.")
+        return Described("disk_full", happened, "Free some disk space and try again.")
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return Described("io_error", happened, "Look at who owns it, or set MOEINF_HOME.")
+    return Described("io_error", happened, "MOEINF_DEBUG=1 shows where it happened.")
 
 
 def _plain(code: str, hint: str = "", exit_code: int = 1) -> Callable[[Exception], Described]:
     return lambda error: Described(code, str(error), hint, exit_code)
 
 
+INTERNAL = "internal"  # the code of every bug of ours
 _HELP = "`moeinf COMMAND --help` shows what can be typed."
 
 _WORDS: dict[str, Callable[[Any], Described]] = {
@@ -155,18 +155,22 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "OtherShape": _plain("bad_trace", "`moeinf trace MODEL --out FILE.eam` records its own."),
     "BadRouteTrace": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes a recording."),
     "OSError": _os_error,
-    "ValueError": _plain("invalid", _HELP, exit_code=2),
+    "InvalidValue": _plain("invalid", _HELP, exit_code=2),
+    "UnknownChoice": _plain(
+        "invalid", "`moeinf simulate --help` shows what there is.", exit_code=2
+    ),
+    "ContextFull": _plain("bad_context", "Give a larger --ctx."),
 }
 
 
-def describe(error: Exception) -> Described:
-    """The words for any exception; what is nobody's fault but ours is called a bug."""
+def describe(error: BaseException) -> Described:
+    """The words for any exception; what no class of ours announces is called a bug."""
     for ancestor in type(error).__mro__:
         words = _WORDS.get(ancestor.__name__)
         if words is not None:
             return words(error)
     return Described(
-        "internal",
+        INTERNAL,
         f"this is a bug in moeinf: {type(error).__name__}: {error}",
         "MOEINF_DEBUG=1 shows where it happened.",
     )
