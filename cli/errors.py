@@ -154,6 +154,9 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadContainer": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes one."),
     "OtherShape": _plain("bad_trace", "`moeinf trace MODEL --out FILE.eam` records its own."),
     "BadRouteTrace": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes a recording."),
+    "OutputFailed": lambda error: Described(
+        "output_failed", error.strerror or str(error), "Free some space, or write elsewhere."
+    ),
     "OSError": _os_error,
     "InvalidValue": _plain("invalid", _HELP, exit_code=2),
     "UnknownChoice": _plain(

@@ -6,7 +6,7 @@ Does not know which command failed.
 from __future__ import annotations
 
 from moeinf.cli.errors import INTERNAL, describe
-from moeinf.cli.output import Output
+from moeinf.cli.output import Output, OutputFailed
 from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue
@@ -16,6 +16,8 @@ def tell(out: Output, error: BaseException) -> int:
     """Print what happened and what to type next, and return the exit code."""
     words = describe(error)
     hint = words.hint
+    if isinstance(error, OutputFailed):
+        out, hint = Output(), ""  # one line on stderr: nothing reaches stdout
     if words.code == INTERNAL and (path := _log(error)) is not None:
         hint = f"{hint[:-1]}, and so does {path}."
     out.error(words.code, words.message, hint)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from moeinf.cli.eamc import eamc
 from moeinf.cli.eval import evaluate_text
 from moeinf.cli.failure import tell
 from moeinf.cli.list_models import list_models
-from moeinf.cli.output import Output
+from moeinf.cli.output import Output, flush
 from moeinf.cli.plan import plan
 from moeinf.cli.prune import prune
 from moeinf.cli.ps import ps
@@ -97,6 +96,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
         code = typer.main.get_command(app)(
             args=list(arguments), prog_name="moeinf", standalone_mode=False
         )
+        flush()  # what fails now is told; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
         out.error("usage", error.format_message(), "`moeinf --help` shows what can be typed.")
@@ -110,7 +110,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         if _debugging():
-            traceback.print_exception(error)
+            out.trace(error)
         return _INTERRUPTED if interrupted() else tell(out, error)
 
 

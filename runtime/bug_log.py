@@ -12,13 +12,14 @@ from pathlib import Path
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.devices import now
+from moeinf.runtime.visible import visible
 
 _MOST_BYTES = 1 << 20
 
 
 def note_bug(settings: Settings, error: BaseException) -> Path | None:
     """Appends the traceback of `error`; the file, or None when it cannot be written."""
-    text = "".join(traceback.format_exception(error))
+    text = visible("".join(traceback.format_exception(error)))
     path = settings.logs / "moeinf.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

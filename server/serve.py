@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.server.app import create_app
+from moeinf.server.log_lines import log_config
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 HEADER_BYTES = 64 << 10
@@ -69,6 +70,7 @@ def make_server(
             http=Deadlines,
             ws="none",
             log_level="warning",
+            log_config=log_config(),
             access_log=False,
             h11_max_incomplete_event_size=HEADER_BYTES,
             limit_concurrency=MOST_CONNECTIONS,

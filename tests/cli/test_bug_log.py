@@ -69,6 +69,14 @@ def test_every_unexpected_exception_is_a_bug(
     assert type(error).__name__ in (tmp_path / "logs/moeinf.log").read_text()
 
 
+def test_no_control_characters_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "error", RuntimeError("a\x1b[2Jb\x9b\u202e"))
+    assert answer(["list"]) == 1
+    text = (tmp_path / "logs/moeinf.log").read_text()
+    assert "a\\x1b[2Jb\\x9b\\u202e" in text
+    assert "\x1b" not in text
+
+
 def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bug_log, "_MOST_BYTES", 100)
     for _ in range(3):
