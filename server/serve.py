@@ -97,6 +97,7 @@ def run_server(
         except OSError as error:
             where = _address(server.host, server.port)
             raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
+        sock.listen()  # what connects from now on waits, and is not refused
         listening(_address(*sock.getsockname()[:2]))
         make_server(settings, server, config, tell).run(sockets=[sock])
 
