@@ -43,11 +43,7 @@ def _does_not_fit(error: Any) -> Described:
 
 
 def _read_error(error: Any) -> Described:
-    return Described(
-        "unreadable_shard",
-        f"the expert shard {error.shard} cannot be read: {error.problem}",
-        _REPAIR,
-    )
+    return Described("unreadable_shard", str(error), _REPAIR)
 
 
 def _damaged(error: Exception) -> Described:
@@ -110,7 +106,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "`moeinf eval NAME:q4 --file TEXT --against NAME:bf16` compares two tags of a model.",
         exit_code=2,
     ),
-    "ModelInUse": _plain("model_in_use", "`moeinf stop MODEL` ends that process."),
+    "ModelInUse": _plain("model_in_use", "`moeinf stop MODEL` unloads it."),
     "ModelExists": _plain("model_exists", "Or copy to another name."),
     "NotRunning": _plain("not_running", "`moeinf ps` shows what runs."),
     "NotStopped": lambda error: Described(

@@ -5,6 +5,7 @@ Does not know how answers are made. Looks and behaves like Ollama's.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library
+from moeinf.runtime.regular import open_regular
 from moeinf.runtime.thinking import thinks
 
 _HELP = (
@@ -238,9 +240,13 @@ class Repl:
         if not keep:
             return InMemoryHistory()
         path = self._settings.history
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.chmod(0o600)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
+            path.chmod(0o600)
+        except OSError as error:
+            self._out.note(f"{path} cannot be used ({error.strerror}): what you type is not kept")
+            return InMemoryHistory()
         return FileHistory(str(path))
 
 

@@ -26,6 +26,7 @@ from moeinf.runtime.encode import encoded
 from moeinf.runtime.fp8 import files_of
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
+from moeinf.runtime.regular import check_regular
 from moeinf.runtime.workplace import Workplace, unfinished_path
 
 _DENSE_ALIGNMENT = 64  # bytes, so that every tensor of the one dense buffer is aligned
@@ -222,6 +223,7 @@ def _write_at(descriptor: int, block: memoryview, offset: int) -> int:
 def hash_file(path: Path, name: str, data_offset: int) -> FileRecord:
     """The record of a file that is whole: what `write_file` would have said of it."""
     sha, crc, size = hashlib.sha256(), 0, 0
+    check_regular(path)
     with path.open("rb", buffering=0) as file:
         header = file.read(data_offset)
         sha.update(header)

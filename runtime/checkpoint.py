@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader
+from moeinf.runtime.regular import check_regular, read_regular
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -150,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES.get(path.name, 64 << 20):
             raise BadCheckpoint(f"{path} is too large ({size} bytes)")
-        return parse_object(path.read_bytes(), path)
+        return parse_object(read_regular(path), path)
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
     except OSError as error:
@@ -182,6 +183,7 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, SourceTensor]:
     """The tensors of one safetensors file. Raises BadCheckpoint unless they tile the file."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = header_length(path, size, file.read(8))

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.runtime.asking import SamplingOptions as SamplingOptions
+from moeinf.runtime.regular import read_regular
 
 _MASK = (1 << 64) - 1
 _GROUP = 64  # logits that share a maximum
@@ -31,7 +32,7 @@ def model_defaults(folder: Path) -> SamplingOptions:
     """What a model's generation_config.json says; its unusable values count as unsaid."""
     said: dict[str, Any] = {}
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        config = json.loads((folder / "generation_config.json").read_bytes())
+        config = json.loads(read_regular(folder / "generation_config.json"))
         said = {name: config.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
         said["repeat_penalty"] = config.get("repetition_penalty")
         if config.get("do_sample") is False:
