@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ from rich.progress import (
 from rich.text import Text
 
 from moeinf.runtime.visible import json_visible, visible
+
+_NOTE_EVERY_S = 10.0
 
 
 class OutputFailed(OSError):
@@ -112,7 +115,10 @@ class Output:
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that goes one step per call, with the time that is left."""
+        """A bar that goes one step per call, with the time that is left.
+
+        Where there are no bars, a note every _NOTE_EVERY_S says both.
+        """
         bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -123,7 +129,19 @@ class Output:
         )
         with bar:
             task = bar.add_task(visible(what), total=total)
-            yield lambda: bar.advance(task)
+            done, begun = 0, time.monotonic()
+            noted = begun
+
+            def advance() -> None:
+                nonlocal done, noted
+                bar.advance(task)
+                done, now = done + 1, time.monotonic()
+                if not self._bars and now - noted >= _NOTE_EVERY_S:
+                    noted = now
+                    left = (now - begun) / done * max(0, total - done)
+                    self.note(f"{what}: {done} of {total}, about {left:.0f} s left")
+
+            yield advance
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:

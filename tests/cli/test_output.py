@@ -77,6 +77,17 @@ def test_bars_show_names_as_they_are(what: str) -> None:
     assert "\x07" not in stream.getvalue()
 
 
+def test_progress_is_noted_where_there_are_no_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 4.0, 12.0, 13.0])  # the begin, and after each step
+    monkeypatch.setattr("moeinf.cli.output.time.monotonic", lambda: next(clock))
+    with Output().counting("passes", 4) as step:
+        for _ in range(3):
+            step()
+    assert capsys.readouterr().err == "passes: 2 of 4, about 12 s left\n"
+
+
 def test_log_lines_of_the_server() -> None:
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "x", 1, HOSTILE, (), None)
     line = VisibleFormatter("%(message)s", use_colors=False).format(record)
