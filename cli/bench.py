@@ -45,12 +45,29 @@ def bench(
     ] = DEFAULT_POLICY,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded, in each round.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="TTFT is the median of all but one.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="TTFT is the median of all but one. Default: 3; 1 of a replay.",
+            show_default=False,
+        ),
+    ] = None,
     replay: Annotated[
         Path | None,
         typer.Option(
             metavar="TRACE",
             help="Force this recorded routing onto the model, instead of a text's.",
+            show_default=False,
+        ),
+    ] = None,
+    take: Annotated[
+        int | None,
+        typer.Option(
+            "--requests",
+            min=1,
+            metavar="N",
+            help="Replay the recording's first N requests.",
             show_default=False,
         ),
     ] = None,
@@ -68,20 +85,24 @@ def bench(
     recording = None if replay is None else read_trace(replay)
     if recording is None and hints != "none":
         raise Usage("--hints are those of a --replay; else the model's own gates are asked")
+    if recording is None and take is not None:
+        raise Usage("--requests are those of a --replay")
     manifest, folder = ensure(model, settings, out)
 
     from moeinf.runtime import bench as measuring  # imports torch
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.memory import forget_peak_rss
-    from moeinf.runtime.replay import fitted, requests
+    from moeinf.runtime.replay import first_requests, fitted, requests
 
     context, passes = prompt_tokens + new_tokens, []
     if recording is not None:
-        recording = fitted(recording, manifest)
+        recording = first_requests(fitted(recording, manifest), take)
         passes = requests(recording)
         context = max(request.tokens for request in passes)
         new_tokens = recording.decode_tokens
         prompt_tokens = recording.tokens - new_tokens
+    rounds = rounds or (3 if recording is None else 1)
+    steps = rounds * (sum(len(one.passes) for one in passes) or 1 + new_tokens)
     traced = recording is None  # forced routing is not the model's
     config = engine_config(
         settings, memory, context, names[0], threads, traced, device, device_memory, miss
@@ -90,11 +111,12 @@ def bench(
     for name in names:
         forget_peak_rss()
         with Engine(manifest, folder, replace(config, policy=name), settings) as engine:
-            if recording is None:
-                measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds)
-            else:
-                source = hint_source(hints, recording)
-                measured = measuring.bench_replay(engine, passes, source, rounds)
+            with out.counting(f"{name}: passes of {manifest.model}", steps) as advance:
+                if recording is None:
+                    measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds, advance)
+                else:
+                    source = hint_source(hints, recording)
+                    measured = measuring.bench_replay(engine, passes, source, rounds, advance)
             notes = engine.take_notes()
             runs.append(measuring.report(engine, settings, name, measured) | {"notes": notes})
     for note in dict.fromkeys(note for run in runs for note in run["notes"]):
@@ -105,6 +127,7 @@ def bench(
             "new_tokens": new_tokens,
             "rounds": rounds,
             "replay": None if recording is None else recording.name,
+            "requests": None if recording is None else len(passes),
             "hints": hints,
         }
         what = {"model": manifest.name, "tag": manifest.tag, "machine": measuring.machine()}

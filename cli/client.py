@@ -1,7 +1,12 @@
-"""Talks to a server of ours: whether there is one, and answers line by line.
+"""Talks to a server of ours: one document for another, and answers line by line.
 
 Does not know models or conversations. A waiting read could not notice Ctrl-C, so a thread of its
-own reads; leaving an answer closes its connection, and that is how a server hears that it may stop.
+own reads; leaving an answer closes its connection, and that is how a server learns that it may
+stop.
+
+MOEINF_API_KEY goes only to a listener that has proved itself, which is asked before each request:
+a live process has entered the address in $MOEINF_HOME/run, and still holds the lock of its entry.
+Or the user has said that the server is to be trusted.
 """
 
 from __future__ import annotations
@@ -15,65 +20,68 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from moeinf.runtime.config import ServerSettings
+from moeinf.runtime.live import Registry
 
-_HELLO = b"moeinf is running"
-_HELLO_SECONDS = 1.0
+_GOODBYE_SECONDS = 1.0
+_MOST_LINE_BYTES = 16 << 20
 _LOOK_EVERY_S = 0.05  # whether Ctrl-C has been pressed
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # a server's way to say: here
 
 
 class ServerError(RuntimeError):
-    """A server has refused, or its answer was cut off. code: the error's name there, if it said."""
+    """A server has refused, or its answer was cut off.
 
-    def __init__(self, message: str, code: str = "") -> None:
+    code: the error's name there, if it said; status: of HTTP, 0 without one.
+    """
+
+    def __init__(self, message: str, code: str = "", status: int = 0) -> None:
         super().__init__(message)
         self.code = code
+        self.status = status
 
 
 @dataclass(frozen=True)
 class Client:
-    """One server."""
+    """One server. address: where the entry that proves it says that it listens, HOST:PORT."""
 
     host: str
     port: int
     api_key: str | None = None
+    address: str | None = None
+    registry: Registry | None = None
+    trusted: bool = False  # the user has said that it gets the key
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> Client:
-        host = _ANYWHERE.get(settings.host, settings.host)
-        return cls(host, settings.port, settings.api_key)
+    def of(
+        cls, host: str, port: int, api_key: str | None, registry: Registry, trusted: bool = False
+    ) -> Client:
+        """The server at host and port; where an entry names it, connected in digits."""
+        host = _ANYWHERE.get(host, host)
+        for server in registry.servers():
+            named, _, number = server.address.rpartition(":")
+            named = named.strip("[]")
+            if number == str(port) and host in _names_of(named):
+                here = _ANYWHERE.get(named, named)
+                return cls(here, port, api_key, server.address, registry, trusted)
+        return cls(host, port, api_key, None, registry, trusted)
+
+    @property
+    def proved(self) -> bool:
+        """Whether a live process of this home listens there."""
+        if self.registry is None or self.address is None:
+            return False
+        return any(server.address == self.address for server in self.registry.servers())
 
     def __str__(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    def version(self) -> str | None:
-        """The version of the moeinf that listens there; None when none does."""
-        connection = self._connection(_HELLO_SECONDS)
+    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """Return one JSON document for another. Raises ServerError, OSError."""
+        connection = self.connection(timeout)
         try:
-            if self._ask(connection, "GET", "/") != _HELLO:
-                return None
-            said = json.loads(self._ask(connection, "GET", "/api/version"))
-            return str(said["version"])
-        except (
-            ServerError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            http.client.HTTPException,
-        ):
-            return None  # nobody, or somebody else
-        finally:
-            connection.close()
-
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One JSON document for another. Raises ServerError, OSError."""
-        connection = self._connection(None)
-        try:
-            found = json.loads(self._ask(connection, "POST", path, body))
-        except http.client.HTTPException as error:
-            raise ServerError(f"{self} does not answer in HTTP: {error!r}") from error
+            found = json.loads(self.sent(connection, "POST", path, body).read())
+        except (http.client.HTTPException, ValueError, RecursionError) as error:
+            raise ServerError(f"{self} does not answer in HTTP and JSON: {error!r}") from error
         finally:
             connection.close()
         return found if isinstance(found, dict) else {}
@@ -82,7 +90,7 @@ class Client:
         self, path: str, body: dict[str, Any], stopped: Callable[[], bool]
     ) -> Iterator[dict[str, Any]]:
         """The documents of a stream, until it ends or `stopped` says so. Raises ServerError."""
-        connection = self._connection(None)
+        connection = self.connection(None)
         arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         reader = threading.Thread(
             target=self._read, args=(connection, path, body, arrived), daemon=True
@@ -102,7 +110,7 @@ class Client:
         finally:
             with suppress(OSError, AttributeError):  # it may not be connected yet, or no more
                 connection.sock.shutdown(2)
-            reader.join(_HELLO_SECONDS)
+            reader.join(_GOODBYE_SECONDS)
             connection.close()
 
     def _read(
@@ -113,45 +121,46 @@ class Client:
         arrived: queue.Queue[dict[str, Any] | Exception | None],
     ) -> None:
         try:
-            response = self._sent(connection, "POST", path, body)
-            while line := response.readline():
+            response = self.sent(connection, "POST", path, body)
+            while line := response.readline(_MOST_LINE_BYTES):
                 found = json.loads(line)
+                if not isinstance(found, dict):
+                    raise ServerError(f"{self} answers with something else than documents")
                 if "error" in found:
                     raise _error(found)
                 arrived.put(found)
             arrived.put(None)
         except ServerError as error:
             arrived.put(error)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             arrived.put(ServerError(f"the connection to {self} was lost ({error!r})"))
 
-    def _connection(self, timeout: float | None) -> http.client.HTTPConnection:
+    def connection(self, timeout: float | None) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
-    def _ask(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-    ) -> bytes:
-        return self._sent(connection, method, path, body).read()
-
-    def _sent(
+    def sent(
         self,
         connection: http.client.HTTPConnection,
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
     ) -> http.client.HTTPResponse:
+        """Return the answer to a request. Raises ServerError, OSError, HTTPException."""
         headers = {"Content-Type": "application/json"}
-        if self.api_key:
+        if self.api_key and (self.trusted or self.proved):
             headers["Authorization"] = f"Bearer {self.api_key}"
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         if response.status >= 400:
-            raise _error(response.read(), response.status)
+            raise _error(response.read(_MOST_LINE_BYTES), response.status)
         return response
+
+
+def _names_of(host: str) -> tuple[str, ...]:
+    """What a client on this machine may call the host that a server listens at."""
+    if host in ("127.0.0.1", "::1"):
+        return (host, "localhost")
+    return (host, _ANYWHERE[host], "localhost") if host in _ANYWHERE else (host,)
 
 
 def _error(said: Any, status: int = 0) -> ServerError:
@@ -159,8 +168,8 @@ def _error(said: Any, status: int = 0) -> ServerError:
     if isinstance(said, bytes):
         try:
             said = json.loads(said)
-        except ValueError:
+        except (ValueError, RecursionError):
             said = {}
     about = said if isinstance(said, dict) else {}
     words = str(about.get("error") or f"the server answers with status {status}")
-    return ServerError(words, str(about.get("code") or ""))
+    return ServerError(words, str(about.get("code") or ""), status)

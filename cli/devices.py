@@ -15,6 +15,7 @@ from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.devices import Drive, Ram, drive_key, remember, remember_gpu
 from moeinf.runtime.drive import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sweep, written_files
 from moeinf.runtime.gpu import NoGpu, all_gpus, find_gpu, open_context
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.measure import measure_ram, thorough_drive
 from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.sizes import format_bytes, parse_memory
@@ -27,7 +28,7 @@ _WAYS = {"direct": "past the page cache (O_DIRECT)", "buffered": "through the pa
 def _expert_bytes(text: str) -> int:
     try:
         size = parse_memory(text).of(0)
-    except ValueError as error:
+    except InvalidValue as error:
         raise typer.BadParameter(str(error)) from error
     if not 4096 <= size <= _FILES_BYTES // max(IN_FLIGHT):
         raise typer.BadParameter(f"give 4KiB to {format_bytes(_FILES_BYTES // max(IN_FLIGHT))}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import InstalledModel, Json, Quiet, Usage
+from moeinf.cli.options import InstalledModel, Json, Quiet, Usage, picture_path
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
@@ -35,7 +35,9 @@ def show(
     model: InstalledModel,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw the heat map.", show_default=False),
+        typer.Option(
+            parser=picture_path, metavar="FILE.png", help="Draw the heat map.", show_default=False
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -43,11 +43,7 @@ def _does_not_fit(error: Any) -> Described:
 
 
 def _read_error(error: Any) -> Described:
-    return Described(
-        "unreadable_shard",
-        f"the expert shard {error.shard} cannot be read: {error.problem}",
-        _REPAIR,
-    )
+    return Described("unreadable_shard", str(error), _REPAIR)
 
 
 def _damaged(error: Exception) -> Described:
@@ -55,20 +51,20 @@ def _damaged(error: Exception) -> Described:
 
 
 def _os_error(error: OSError) -> Described:
+    where = f" ({error.filename})" if error.filename else ""
+    happened = f"{error.strerror}{where}" if error.strerror else str(error)
     if error.errno == errno.ENOSPC:
-        where = f" ({error.filename})" if error.filename else ""
-        return Described(
-            "disk_full", f"{error.strerror}{where}", "Free some disk space and try again."
-        )
-    if isinstance(error, PermissionError):
-        return Described("io_error", str(error), "Look at who owns it, or set MOEINF_HOME.")
-    return Described("io_error", str(error), "MOEINF_DEBUG=1 shows where it happened.")
+        return Described("disk_full", happened, "Free some disk space and try again.")
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return Described("io_error", happened, "Look at who owns it, or set MOEINF_HOME.")
+    return Described("io_error", happened, "MOEINF_DEBUG=1 shows where it happened.")
 
 
 def _plain(code: str, hint: str = "", exit_code: int = 1) -> Callable[[Exception], Described]:
     return lambda error: Described(code, str(error), hint, exit_code)
 
 
+INTERNAL = "internal"  # the code of every bug of ours
 _HELP = "`moeinf COMMAND --help` shows what can be typed."
 
 _WORDS: dict[str, Callable[[Any], Described]] = {
@@ -110,7 +106,7 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "`moeinf eval NAME:q4 --file TEXT --against NAME:bf16` compares two tags of a model.",
         exit_code=2,
     ),
-    "ModelInUse": _plain("model_in_use", "`moeinf stop MODEL` ends that process."),
+    "ModelInUse": _plain("model_in_use", "`moeinf stop MODEL` unloads it."),
     "ModelExists": _plain("model_exists", "Or copy to another name."),
     "NotRunning": _plain("not_running", "`moeinf ps` shows what runs."),
     "NotStopped": lambda error: Described(
@@ -161,19 +157,26 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "BadContainer": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes one."),
     "OtherShape": _plain("bad_trace", "`moeinf trace MODEL --out FILE.eam` records its own."),
     "BadRouteTrace": _plain("bad_trace", "`moeinf trace --out FILE.eam` writes a recording."),
+    "OutputFailed": lambda error: Described(
+        "output_failed", error.strerror or str(error), "Free some space, or write elsewhere."
+    ),
     "OSError": _os_error,
-    "ValueError": _plain("invalid", _HELP, exit_code=2),
+    "InvalidValue": _plain("invalid", _HELP, exit_code=2),
+    "UnknownChoice": _plain(
+        "invalid", "`moeinf simulate --help` shows what there is.", exit_code=2
+    ),
+    "ContextFull": _plain("bad_context", "Give a larger --ctx."),
 }
 
 
-def describe(error: Exception) -> Described:
-    """The words for any exception; what is nobody's fault but ours is called a bug."""
+def describe(error: BaseException) -> Described:
+    """The words for any exception; what no class of ours announces is called a bug."""
     for ancestor in type(error).__mro__:
         words = _WORDS.get(ancestor.__name__)
         if words is not None:
             return words(error)
     return Described(
-        "internal",
+        INTERNAL,
         f"this is a bug in moeinf: {type(error).__name__}: {error}",
         "MOEINF_DEBUG=1 shows where it happened.",
     )

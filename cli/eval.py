@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, engine_config
+from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, Usage, engine_config
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.offload.policy_names import DEFAULT_POLICY
@@ -41,7 +41,10 @@ def evaluate_text(
     from moeinf.runtime.evaluate import WINDOW, evaluate
 
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Usage(f"--file {file}: it is not UTF-8 text") from error
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
     with ExitStack() as opened:
         engines = [

@@ -43,7 +43,7 @@ def terminal_lines(heat: NDArray[np.float32], width: int) -> list[str]:
 def draw(summary: Summary, title: str, path: Path) -> None:
     """Writes a picture: experts by layer, and how alike the entries are, group by group.
 
-    Raises NoMatplotlib; ValueError for an ending that is no picture, OSError.
+    Raises NoMatplotlib, OSError.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -18,10 +17,10 @@ from moeinf.cli.bench import bench
 from moeinf.cli.cp import cp
 from moeinf.cli.devices import devices
 from moeinf.cli.eamc import eamc
-from moeinf.cli.errors import Described, describe
 from moeinf.cli.eval import evaluate_text
+from moeinf.cli.failure import tell
 from moeinf.cli.list_models import list_models
-from moeinf.cli.output import Output
+from moeinf.cli.output import Output, flush
 from moeinf.cli.plan import plan
 from moeinf.cli.prune import prune
 from moeinf.cli.ps import ps
@@ -34,8 +33,8 @@ from moeinf.cli.simulate import simulate
 from moeinf.cli.stop import stop
 from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
-from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.version import version as this_version
 
 _INTERRUPTED = 130
@@ -97,6 +96,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
         code = typer.main.get_command(app)(
             args=list(arguments), prog_name="moeinf", standalone_mode=False
         )
+        flush()  # what fails now is told; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
         out.error("usage", error.format_message(), "`moeinf --help` shows what can be typed.")
@@ -106,29 +106,16 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         sys.stderr.close()
         return 1
-    except Exception as error:
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
         if _debugging():
-            traceback.print_exc()
-        if interrupted():
-            return _INTERRUPTED
-        words = describe(error)
-        out.error(words.code, words.message, _where(words, error))
-        return words.exit_code
-
-
-def _where(words: Described, error: Exception) -> str:
-    """The hint; of a bug, the file that its traceback was written to."""
-    if words.code != "internal":
-        return words.hint
-    try:
-        path = note_bug(read_environment(), error)
-    except ValueError:  # an environment that cannot be read
-        path = None
-    return f"{words.hint[:-1]}, and so does {path}." if path is not None else words.hint
+            out.trace(error)
+        return _INTERRUPTED if interrupted() else tell(out, error)
 
 
 def _debugging() -> bool:
     try:
         return read_environment().debug
-    except ValueError:
+    except InvalidValue:
         return False

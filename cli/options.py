@@ -5,18 +5,23 @@ Does not know what any command does with them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.policy_names import POLICY_NAMES
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import DEMO, TAGS
 from moeinf.runtime.processor import WANTED, Wanted
 from moeinf.runtime.registry import registry
 from moeinf.runtime.sizes import MemorySize, parse_memory
+
+_PICTURES = (".png", ".jpg", ".pdf", ".svg")
 
 
 class Usage(ValueError):
@@ -26,7 +31,7 @@ class Usage(ValueError):
 def _memory(text: str) -> MemorySize:
     try:
         return parse_memory(text)
-    except ValueError as error:
+    except InvalidValue as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -51,6 +56,14 @@ def policy_name(text: str) -> str:
     return text
 
 
+def picture_path(text: str) -> Path:
+    """The path of a picture in a format that can be drawn. Raises BadParameter."""
+    path = Path(text)
+    if path.suffix.lower() not in _PICTURES:
+        raise typer.BadParameter(f"{text!r} does not end in {', '.join(_PICTURES)}")
+    return path
+
+
 def installed_models(incomplete: str) -> list[str]:
     """For shell completion: names on this machine; with their tags once a colon is typed.
 
@@ -58,7 +71,7 @@ def installed_models(incomplete: str) -> list[str]:
     """
     try:
         names = [entry.name for entry in Library(read_environment()).installed()]
-    except (OSError, ValueError):
+    except (OSError, InvalidValue):
         return []
     words = {str(name) if ":" in incomplete else name.name for name in names}
     return sorted(word for word in words if word.startswith(incomplete.lower()))
@@ -138,7 +151,8 @@ Target = Annotated[
     str | None, typer.Option("--tgt", help="Translate to, as fra_Latn.", show_default=False)
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Threads that compute.", show_default=False)
+    int | None,
+    typer.Option(min=1, max=MAX_COMPUTE_THREADS, help="Threads that compute.", show_default=False),
 ]
 NoTrace = Annotated[
     bool,

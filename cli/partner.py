@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from moeinf.runtime.asking import Form, Limits, Message, SamplingOptions
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]
@@ -78,14 +79,14 @@ class Partner(Protocol):
 
 
 def parse_form(text: str) -> Form:
-    """`json`, a JSON schema as it is, or a file with one. Raises ValueError or OSError."""
+    """`json`, a JSON schema as it is, or a file with one. Raises InvalidValue or OSError."""
     if text == "json":
         return "json"
-    said = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text("utf-8")
     try:
+        said = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text("utf-8")
         schema = json.loads(said)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"format: this is no JSON schema: {error}") from error
+        raise InvalidValue(f"format: this is no JSON schema: {error}") from error
     if not isinstance(schema, dict):
-        raise ValueError("format: a JSON schema is an object")
+        raise InvalidValue("format: a JSON schema is an object")
     return schema

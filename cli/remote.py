@@ -16,36 +16,12 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.version import version
 
 _NS = 1e9
 _OF_AN_ENGINE = (
     "hit_rate bytes_read_per_token stall_share peak_rss_bytes experts_resident device hits "
     "ahead_bytes prefetch_accuracy policy_us_per_token"
 ).split()
-
-
-def why_not(client: Client) -> str | None:
-    """Why a server cannot be used; None when it can."""
-    found = client.version()
-    if found is None:
-        return f"no server at {client}"
-    if found != version():
-        return f"the server at {client} is moeinf {found}, this is {version()}"
-    return None
-
-
-def remote_partner(client: Client, model: str, settings: Settings) -> RemotePartner | None:
-    """The server with a model; None when it cannot answer with it. Raises ServerError, OSError."""
-    try:
-        about = client.post("/api/show", {"model": model})
-    except ServerError as error:
-        if error.code in ("NoSuchModel", "BadName"):  # a path, say: it will be pulled from here
-            return None
-        raise
-    if "completion" not in (about.get("capabilities") or ()):  # an encoder-decoder
-        return None
-    return RemotePartner(client, about, settings)
 
 
 class RemotePartner:

@@ -5,6 +5,7 @@ Does not know how answers are made. Looks and behaves like Ollama's.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -14,14 +15,16 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from moeinf.cli.errors import describe
+from moeinf.cli.failure import tell
 from moeinf.cli.interrupt import Leave, interruptible
 from moeinf.cli.output import Output
 from moeinf.cli.partner import Partner, parse_form
 from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library
+from moeinf.runtime.regular_files import open_regular
 from moeinf.runtime.thinking import thinks
 
 _HELP = (
@@ -94,9 +97,10 @@ class Repl:
                 self._out.line("Use Ctrl + d or /bye to exit.")
             except EOFError:
                 return
-            except Exception as error:  # whatever happened, the conversation goes on
-                words = describe(error)
-                self._out.error(words.code, words.message, words.hint)
+            except (SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # whatever happened, the conversation goes on
+                tell(self._out, error)
 
     def _read(self) -> str:
         text = self._line(">>> ")
@@ -178,14 +182,17 @@ class Repl:
             )
 
     def _set_parameter(self, text: str) -> None:
-        words = shlex.split(text)
+        try:
+            words = shlex.split(text)
+        except ValueError as error:  # a quotation that is not closed
+            raise BadCommand(f"/set parameter {text}: {error}") from error
         if len(words) < 2:
             raise BadCommand("usage: /set parameter NAME VALUE")
         name, values = words[0], words[1:]
         if name == "stop":
             self._limits = replace(self._limits, stop=tuple(values))
         elif name == "num_predict":
-            count = int(values[0])
+            count = _whole(name, values[0])
             self._limits = replace(self._limits, max_tokens=None if count < 0 else count)
         elif name in {field.name for field in fields(SamplingOptions)}:
             self._options = self._options.having(name, values[0])
@@ -233,7 +240,18 @@ class Repl:
         if not keep:
             return InMemoryHistory()
         path = self._settings.history
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.chmod(0o600)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
+            path.chmod(0o600)
+        except OSError as error:
+            self._out.note(f"{path} cannot be used ({error.strerror}): what you type is not kept")
+            return InMemoryHistory()
         return FileHistory(str(path))
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidValue(f"{name} is {text}; it must be a whole number") from None

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.client import Client
+from moeinf.cli.client import Client, ServerError
 from moeinf.cli.interrupt import interruptible, stoppable
+from moeinf.cli.look import Found, look
 from moeinf.cli.options import (
     Context,
     Device,
@@ -33,10 +34,11 @@ from moeinf.cli.output import Output
 from moeinf.cli.partner import Partner, parse_form
 from moeinf.cli.plan import print_plan
 from moeinf.cli.pull import ensure
-from moeinf.cli.remote import remote_partner, why_not
+from moeinf.cli.remote import RemotePartner
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.asking import Form, Limits, SamplingOptions
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
+from moeinf.runtime.live import Registry
 from moeinf.runtime.speeds import remember_speed
 from moeinf.runtime.thinking import thinks
 
@@ -86,6 +88,10 @@ def run(
     now: Annotated[str | None, typer.Option(hidden=True, help="The date templates see.")] = None,
     threads: Threads = None,
     no_trace: NoTrace = False,
+    server: Annotated[
+        bool,
+        typer.Option("--server", help="Trust the server at MOEINF_HOST: it gets MOEINF_API_KEY."),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Timings, hit rate, bytes read.")
     ] = False,
@@ -132,20 +138,27 @@ def run(
         "--no-trace": no_trace or None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]
-    client = Client.of(read_server_environment())
-    refusal = f"{asked[0]} asks for an engine of its own" if asked else why_not(client)
-    remote = None if refusal else remote_partner(client, model, settings)
-    if remote is None:
+    if server and asked:
+        raise Usage(f"{asked[0]} asks for an engine of its own, --server for another's")
+    client = _client(settings, server)
+    if asked:
+        found = Found(reason=f"{asked[0]} asks for an engine of its own", silent=True)
+    else:
+        found = look(client, model)
+    if found.about is None:
+        if server and found.reason:
+            raise ServerError(found.reason)
         manifest, folder = ensure(model, settings, out)
-        if refusal is None:  # it may be the same machine's
-            remote = remote_partner(client, model, settings)
-            refusal = f"the server at {client} does not serve {model}"
-    if remote is not None:
+        if not found.reason:  # it may be the same machine's
+            found = look(client, model)
+    if found.about is not None:
         out.note(f"using the server at {client}")
         with stoppable():
+            remote = RemotePartner(client, found.about, settings)
             return _converse(remote, begun, None if interactive else text, ways, settings, out)
-    if interactive or verbose:
-        out.note(f"{refusal}: the model runs in this process")
+    if interactive or verbose or not found.silent:
+        reason = found.reason or f"the server at {client} does not serve {model}"
+        out.note(f"{reason}: the model runs in this process")
 
     from moeinf.cli.local import LocalPartner  # torch and the tokenizer come in only here
     from moeinf.runtime.engine import Engine
@@ -165,6 +178,13 @@ def run(
                 answer.decode_seconds,
             )
         return code
+
+
+def _client(settings: Settings, trusted: bool) -> Client:
+    """The server at MOEINF_HOST, whether there is one or not."""
+    server = read_server_environment()
+    registry = Registry(settings.run)
+    return Client.of(server.host, server.port, server.api_key, registry, trusted)
 
 
 @dataclass(frozen=True)

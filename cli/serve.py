@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -22,6 +22,7 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
+from moeinf.runtime.live import Registry
 from moeinf.runtime.processor import check_usable, choose_processor
 
 
@@ -67,7 +68,13 @@ def serve(
 
     from moeinf.server.serve import run_server  # FastAPI and uvicorn come in only here
 
+    opened = ExitStack()
+
     def listening(address: str) -> None:
+        try:  # so that `run` and `stop` know that this process listens there
+            opened.callback(Registry(settings.run).register_server(address).close)
+        except OSError as error:
+            out.note(f"{settings.run} cannot be written ({error.strerror}): `run` needs --server")
         out.note(f"listening on http://{address} (Ctrl-C ends it)")
         if server.api_key is None and server.host not in ("127.0.0.1", "::1", "localhost"):
             out.note("anybody who reaches this address may use it: MOEINF_API_KEY sets a key")
@@ -76,4 +83,5 @@ def serve(
         with suppress(SystemExit):  # rich's answer to a stderr that nobody reads any more
             out.note(line)
 
-    run_server(settings, server, replace(config, parallel=server.parallel), listening, tell)
+    with opened:
+        run_server(settings, server, replace(config, parallel=server.parallel), listening, tell)

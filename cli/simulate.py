@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage
+from moeinf.cli.options import Json, Quiet, Usage, picture_path
 from moeinf.cli.output import Output
 from moeinf.cli.simulate_device import (
     BusSpeed,
@@ -68,7 +68,8 @@ def simulate(
     ram_over_link: Annotated[float, typer.Option(min=0.01, help="RAM ÷ link bandwidth.")] = 8.0,
     seed: Annotated[int, typer.Option(help="Of modelled hints.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="A picture.", show_default=False)
+        Path | None,
+        typer.Option(parser=picture_path, metavar="OUT.png", help="A picture.", show_default=False),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -168,9 +169,13 @@ def _value(name: str, text: str) -> Any:
         if (name, text) == ("eamc_capacity", "auto"):
             return None
         if name in ("eamc_capacity", "matches"):
-            return int(text)
+            if (count := int(text)) < 1:
+                raise Usage(f"{name}={text}: it must be at least 1")
+            return count
         if name == "decays":
             return tuple(float(part) for part in text.split("/"))
         return float(text)
+    except Usage:
+        raise
     except ValueError as error:
         raise Usage(f"{name}={text} is not a number") from error

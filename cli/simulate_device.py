@@ -12,6 +12,7 @@ import typer
 
 from moeinf.cli.options import Usage
 from moeinf.offload.split import MISSES
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def _speed(text: str) -> int:
     try:
         speed = parse_size(text.removesuffix("/s"))
-    except ValueError as error:
+    except InvalidValue as error:
         raise typer.BadParameter(str(error)) from error
     if speed == 0:
         raise typer.BadParameter("nothing would ever arrive")

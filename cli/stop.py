@@ -1,29 +1,90 @@
-"""`moeinf stop`: ends the engines that run a model, in whatever process they are."""
+"""`moeinf stop`: unloads a model, wherever it runs; --all ends every engine and server."""
 
 from __future__ import annotations
 
-from moeinf.cli.options import InstalledModel, Json, Quiet
+import time
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.client import Client, ServerError
+from moeinf.cli.options import Json, Quiet, Usage, installed_models
 from moeinf.cli.output import Output
-from moeinf.runtime.config import read_environment
+from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library import Library
-from moeinf.runtime.live import Registry
+from moeinf.runtime.live import LiveServer, NotStopped, Registry
+
+_UNLOAD_S = 15.0
+_LOOK_EVERY_S = 0.1
 
 
 class NotRunning(LookupError):
     """No engine runs the model."""
 
 
-def stop(model: InstalledModel, json: Json = False, quiet: Quiet = False) -> None:
-    """Ends every process that runs MODEL, and waits until it has.
+def stop(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL[:TAG]", show_default=False, autocompletion=installed_models),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="End every engine and every server.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Unloads MODEL: a server goes on with its other models, a process of `moeinf run` ends.
 
     Example: moeinf stop demo
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    name, _ = Library(settings).find(model)
-    pids = Registry(settings.run).stop(str(name))
-    if not pids:
-        raise NotRunning(f"nothing runs {name}")
-    if json:
-        out.document({"model": str(name), "stopped": pids})
+    registry = Registry(settings.run)
+    if (model is None) != everything:
+        raise Usage("give a model, or --all")
+    if model is None:
+        name, unloaded, pids = None, [], registry.stop()
+        if not pids:
+            raise NotRunning("nothing runs")
     else:
-        out.done(f"stopped {name} (process {', '.join(map(str, pids))})")
+        name = str(Library(settings).find(model)[0])
+        key = read_server_environment().api_key
+        unloaded = _serving(registry, name)
+        for server in unloaded:
+            _unload(registry, server, name, key)
+        pids = registry.stop(name)
+        if not (pids or unloaded):
+            raise NotRunning(f"nothing runs {name}")
+    addresses = [server.address for server in unloaded]
+    if json:
+        out.document({"model": name, "stopped": pids, "unloaded": addresses})
+        return
+    words = [f"unloaded by the server at {address}" for address in addresses]
+    words += [f"process {', '.join(map(str, pids))}"] if pids else []
+    out.done(f"stopped {name or 'everything'} ({', '.join(words)})")
+
+
+def _serving(registry: Registry, model: str) -> list[LiveServer]:
+    """Return the servers that have an engine of the model."""
+    pids = {engine.pid for engine in registry.engines() if engine.model == model}
+    return [server for server in registry.servers() if server.pid in pids]
+
+
+def _unload(registry: Registry, server: LiveServer, model: str, api_key: str | None) -> None:
+    """Return when the server has unloaded the model. Raises ServerError, NotStopped.
+
+    It is asked again while its engine lives: one that is being loaded cannot be unloaded yet.
+    """
+    host, _, port = server.address.rpartition(":")
+    client = Client.of(host.strip("[]"), int(port), api_key, registry)
+    deadline = time.monotonic() + _UNLOAD_S
+    while server in _serving(registry, model):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise NotStopped(server.pid, _UNLOAD_S)
+        try:
+            client.post("/api/generate", {"model": model, "keep_alive": 0}, left)
+        except TimeoutError:
+            continue
+        except ServerError as error:
+            raise ServerError(f"the server at {server.address}: {error}", error.code) from error
+        time.sleep(_LOOK_EVERY_S)

@@ -26,6 +26,10 @@ from moeinf.offload.timing import DeviceSpeeds, TimeModel
 from moeinf.offload.trace import Pass, Recording, RoutingShape
 
 
+class UnknownChoice(ValueError):
+    """A study names a knob or a label that does not exist."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A policy by name, the share of all experts that fit, and knobs by name.
@@ -63,10 +67,10 @@ def run_case(
     device: OnDevice | None = None,
 ) -> Outcome:
     """Replays, with a device's tier above if one is given; a given EAMC of earlier requests is used
-    and grows. ValueError: no such knob."""
+    and grows. UnknownChoice: no such knob."""
     if unknown := set(case.knobs) - _KNOBS:
         known = ", ".join(sorted(_KNOBS))
-        raise ValueError(f"no knob {', '.join(sorted(unknown))}; there are {known}")
+        raise UnknownChoice(f"no knob {', '.join(sorted(unknown))}; there are {known}")
     shape = recording.shape
     slots = _slots(case.share, shape)
     capacity = case.knobs.get("eamc_capacity", case.eamc_capacity)
@@ -95,14 +99,14 @@ def _slots(share: float, shape: RoutingShape) -> int:
 
 
 def shifted(recording: Recording, labels: str) -> Recording:
-    """`A+B,C`: the requests labelled A or B, then those labelled C. ValueError: nobody is."""
+    """`A+B,C`: the requests labelled A or B, then those labelled C. Raises UnknownChoice."""
     chosen: list[int] = []
     for part in labels.split(","):
         wanted = set(part.split("+"))
         found = [r for r in recording.requests if recording.labels.get(r) in wanted]
         if not found:
             known = ", ".join(sorted(set(recording.labels.values()))) or "no labels"
-            raise ValueError(f"no request is labelled {part!r}; {recording.name} has {known}")
+            raise UnknownChoice(f"no request is labelled {part!r}; {recording.name} has {known}")
         chosen += found
     return recording.select(chosen, f"{recording.name} {labels}")
 

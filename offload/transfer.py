@@ -23,7 +23,7 @@ class ExpertReadError(OSError):
         self.problem = problem
 
     def __str__(self) -> str:
-        return self.problem
+        return f"the expert shard {self.shard} cannot be read: {self.problem}"
 
 
 class Transfer:

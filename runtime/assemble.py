@@ -28,6 +28,7 @@ from moeinf.runtime.finite import WeightCheck
 from moeinf.runtime.fp8 import files_of
 from moeinf.runtime.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
+from moeinf.runtime.regular_files import check_regular
 from moeinf.runtime.workplace import Workplace, unfinished_path
 
 _DENSE_ALIGNMENT = 64  # bytes: where matrices and tiles of the one dense buffer begin
@@ -260,6 +261,7 @@ def _crc_of(file: FileIO, size_bytes: int) -> int:
 def hash_file(path: Path, name: str, data_offset: int) -> FileRecord:
     """The record of a file that is whole: what `write_file` would have said of it."""
     sha, crc, size = hashlib.sha256(), 0, 0
+    check_regular(path)
     with path.open("rb", buffering=0) as file:
         header = file.read(data_offset)
         sha.update(header)

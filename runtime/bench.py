@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -82,6 +82,7 @@ def decode(
     logits: NDArray[np.float32],
     steps: int,
     forced: Sequence[int] | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> tuple[NDArray[np.float32], list[float]]:
     """Passes of one token each: the last logits, and the seconds of each pass.
 
@@ -93,11 +94,21 @@ def decode(
         token = int(np.argmax(logits)) if forced is None else forced[step]
         logits = engine.extend(state, [token])
         seconds.append(time.perf_counter() - start)
+        advance()
     return logits, seconds
 
 
-def bench(engine: Engine, prompt_tokens: int, new_tokens: int, rounds: int) -> Measured:
-    """The same prompt and its greedy continuation, `rounds` times. Ends of text are passed over."""
+def bench(
+    engine: Engine,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Measured:
+    """The same prompt and its greedy continuation, `rounds` times. Ends of text are passed over.
+
+    advance: called after each of the rounds * (1 + new_tokens) passes.
+    """
     prompt = prompt_of(engine, prompt_tokens)
     measured = Measured(prompt_tokens)
     state = engine.new_state()
@@ -105,8 +116,9 @@ def bench(engine: Engine, prompt_tokens: int, new_tokens: int, rounds: int) -> M
         state.truncate(0)
         logits, seconds = prefill(engine, state, prompt)
         measured.prefill_seconds.append(seconds)
+        advance()
         before = engine.store.stats.copy()
-        _, steps = decode(engine, state, logits, new_tokens)
+        _, steps = decode(engine, state, logits, new_tokens, advance=advance)
         measured.step_seconds += steps
         measured.steps = len(steps)
         measured.decode = engine.store.stats.since(before)
@@ -114,11 +126,16 @@ def bench(engine: Engine, prompt_tokens: int, new_tokens: int, rounds: int) -> M
 
 
 def bench_replay(
-    engine: Engine, requests: Sequence[Request], hints: HintSource | None, rounds: int
+    engine: Engine,
+    requests: Sequence[Request],
+    hints: HintSource | None,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Every request in turn, `rounds` times. The engine must not trace; it is for replays then.
 
-    A prefill is that of a whole prompt, of any request that has one.
+    A prefill is that of a whole prompt, of any request that has one. advance: called after each
+    pass of each round.
     """
     forced = ForcedRouting(engine.experts, hints)
     engine.experts = forced
@@ -126,14 +143,18 @@ def bench_replay(
     for _ in range(rounds):
         measured.steps, measured.decode = 0, StoreStats()
         for request in requests:
-            steps = _replay(engine, forced, request, measured)
+            steps = _replay(engine, forced, request, measured, advance)
             measured.step_seconds += steps
             measured.steps += len(steps)
     return measured
 
 
 def _replay(
-    engine: Engine, forced: ForcedRouting, request: Request, measured: Measured
+    engine: Engine,
+    forced: ForcedRouting,
+    request: Request,
+    measured: Measured,
+    advance: Callable[[], None],
 ) -> list[float]:
     """One request with any text; seconds of each decode pass. What it took goes to `measured`."""
     state, ids = engine.new_state(), iter(prompt_of(engine, request.tokens))
@@ -146,6 +167,7 @@ def _replay(
             steps.append(seconds)
         else:
             prefilled += seconds
+        advance()
     engine.end_request(number, counts=False)
     if prefilled:
         measured.prefill_seconds.append(prefilled)

@@ -12,20 +12,21 @@ from pathlib import Path
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.devices import now
+from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.visible import visible
 
 _MOST_BYTES = 1 << 20
 
 
 def note_bug(settings: Settings, error: BaseException) -> Path | None:
     """Appends the traceback of `error`; the file, or None when it cannot be written."""
-    text = "".join(traceback.format_exception(error))
+    text = visible("".join(traceback.format_exception(error)))
     path = settings.logs / "moeinf.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.exists() and path.stat().st_size > _MOST_BYTES:
             path.replace(path.with_name("moeinf.log.1"))
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
             out.write(f"{now()} process {os.getpid()}\n{text}\n")
     except OSError:

@@ -19,7 +19,7 @@ import torch
 
 from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader
 from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
-from moeinf.runtime.regular_files import NotPlain, check_regular, read_regular
+from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_small(path: Path, most_bytes: int) -> bytes:
     """Return the bytes of a regular file in a checkpoint's folder. Raises BadCheckpoint."""
     with _explained(path):
-        return read_regular(path, most_bytes)
+        return read_contained(path, most_bytes)
 
 
 def parse_object(text: bytes, path: Path, most_nodes: int = MOST_NODES) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
-    except NotPlain as error:
+    except NotRegular as error:
         raise BadCheckpoint(f"{path} is refused: {error.strerror}") from error
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error

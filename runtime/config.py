@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.offload.split import Miss
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.processor import Wanted
 from moeinf.runtime.sizes import MemorySize, parse_memory
@@ -63,7 +64,7 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises ValueError for a size that is none."""
+    """MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises InvalidValue for a size that is invalid."""
     env = os.environ if environment is None else environment
     home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
     memory = env.get("MOEINF_MEMORY")
@@ -95,13 +96,13 @@ class ServerSettings:
 
 
 def read_server_environment(environment: Mapping[str, str] | None = None) -> ServerSettings:
-    """MOEINF_HOST and what else README names for `serve`. Raises ValueError."""
+    """MOEINF_HOST and what else README names for `serve`. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     given = ServerSettings()
     host, port = _address(env.get("MOEINF_HOST") or "", given)
     parallel = _count(env, "MOEINF_NUM_PARALLEL", given.parallel)
     if parallel > MOST_PARALLEL:
-        raise ValueError(
+        raise InvalidValue(
             f"MOEINF_NUM_PARALLEL is {parallel}, at most {MOST_PARALLEL} decode together"
         )
     keep_alive = env.get("MOEINF_KEEP_ALIVE")
@@ -119,7 +120,7 @@ def read_server_environment(environment: Mapping[str, str] | None = None) -> Ser
 def parse_duration(text: str | float) -> float:
     """Seconds of "5m", "1h30m", "10s", "250ms" or a number; negative ones mean for good (infinite).
 
-    Raises ValueError.
+    Raises InvalidValue.
     """
     with suppress(ValueError, OverflowError):
         number = float(text)
@@ -129,7 +130,7 @@ def parse_duration(text: str | float) -> float:
     sign, rest = (-1, words[1:]) if words.startswith("-") else (1, words)
     pieces = _DURATION.findall(rest)
     if not pieces or "".join(number + unit for number, unit in pieces) != rest:
-        raise ValueError(f"{words[:40]!r} is no duration: write 30s, 5m or 1h30m")
+        raise InvalidValue(f"{words[:40]!r} is no duration: write 30s, 5m or 1h30m")
     seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in pieces)
     return seconds if sign > 0 else math.inf
 
@@ -141,7 +142,7 @@ def _address(text: str, given: ServerSettings) -> tuple[str, int]:
     if not colon or rest.endswith("]") or (":" in host and not host.startswith("[")):
         host, port = rest, ""
     if port and not (port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError(f"MOEINF_HOST is {text!r}: {port!r} is no port")
+        raise InvalidValue(f"MOEINF_HOST is {text!r}: {port!r} is no port")
     return host.strip("[]") or given.host, int(port) if port else given.port
 
 
@@ -150,15 +151,15 @@ def _count(env: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{name} is {text!r}, not a number from 1")
+        raise InvalidValue(f"{name} is {text!r}, not a number from 1")
     return int(text)
 
 
 def _memory(text: str) -> MemorySize:
     try:
         return parse_memory(text)
-    except ValueError as error:
-        raise ValueError(f"MOEINF_MEMORY: {error}") from error
+    except InvalidValue as error:
+        raise InvalidValue(f"MOEINF_MEMORY: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
-            raise ValueError(f"a context of {self.context} tokens is none")
+            raise InvalidValue(f"a context of {self.context} tokens is none")
         if any(number is not None and number < 1 for number in (self.readers, self.threads)):
-            raise ValueError("readers and threads are at least 1")
+            raise InvalidValue("readers and threads are at least 1")

@@ -14,6 +14,7 @@ from moeinf.runtime.asking import Message
 from moeinf.runtime.config import Settings
 from moeinf.runtime.durable import make_folder_durably, write_text_durably
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.regular_files import NotRegular, read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ROLES = ("user", "assistant")
@@ -47,11 +48,13 @@ def load_conversation(settings: Settings, name: str, conversation: Conversation)
     """Replaces the turns of `conversation`; returns the model it was held with."""
     path = _path(settings, name)
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = json.loads(read_regular(path))
         messages = [Message(m["role"], str(m["content"])) for m in about["messages"]]
         system, model = str(about["system"]), str(about["model"])
     except FileNotFoundError:
         raise BadConversation(f"there is no conversation {name!r}") from None
+    except NotRegular as error:
+        raise BadConversation(f"{path} is {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadConversation(f"{path} is not a conversation: {error}") from error
     if any(m.role not in _ROLES for m in messages):

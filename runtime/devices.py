@@ -28,6 +28,8 @@ from moeinf.offload.split import Contended
 from moeinf.runtime.config import Settings
 from moeinf.runtime.drive import WHOLE_BLOCKS, Reading
 from moeinf.runtime.durable import write_text_durably
+from moeinf.runtime.names import MACHINE_STATE
+from moeinf.runtime.regular_files import read_regular
 
 _VERSION = 1
 DEFAULT_READING = Reading(4, WHOLE_BLOCKS, direct=False, bytes_per_s=0.0, in_flight=4)
@@ -170,7 +172,7 @@ def remember(
 
 def _write(settings: Settings, state: dict[str, Any]) -> None:
     state["version"] = _VERSION
-    path = _path(settings)
+    path = measured_path(settings)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_text_durably(path, json.dumps(state, indent=1), mode=0o600)
@@ -178,11 +180,12 @@ def _write(settings: Settings, state: dict[str, Any]) -> None:
 
 def _read(settings: Settings) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = json.loads(_path(settings).read_bytes())
+        found = json.loads(read_regular(measured_path(settings)))
         if isinstance(found, dict) and found.get("version") == _VERSION:
             return found
     return {}
 
 
-def _path(settings: Settings) -> Path:
-    return settings.home / "state" / "devices.json"
+def measured_path(settings: Settings) -> Path:
+    """Return the file that remembers."""
+    return settings.home / "state" / MACHINE_STATE

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from moeinf.native import MAX_READERS, PAGE_BYTES, SlotPool
+from moeinf.runtime.regular_files import open_regular
 
 IN_FLIGHT = (1, 2, 4, 8, 16, 32)
 GOOD_ENOUGH = 0.95  # of the best: fewer threads and larger blocks are preferred within it
@@ -198,8 +199,7 @@ def _opened(pieces: Sequence[FileRange], direct: bool) -> Iterator[dict[Path, in
         files: dict[Path, int] = {}
         try:
             for path in {piece.path for piece in pieces}:
-                flags = os.O_RDONLY | os.O_CLOEXEC | (_O_DIRECT if direct else 0)
-                files[path] = os.open(path, flags)
+                files[path] = open_regular(path, os.O_RDONLY | (_O_DIRECT if direct else 0))
                 opened.callback(os.close, files[path])
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
@@ -213,7 +213,7 @@ def drop_from_cache(pieces: Sequence[FileRange]) -> bool:
     """Asks the system to forget the files' pages. False when they, or some, are still there."""
     cached = probed = 0
     for number, path in enumerate(sorted({piece.path for piece in pieces})):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(path)
         try:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             if number < _PROBES:

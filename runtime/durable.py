@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moeinf.native import syncfs
+from moeinf.runtime.regular_files import open_regular
 
 
 def write_text_durably(path: Path, text: str, mode: int = 0o644) -> None:
@@ -48,8 +49,7 @@ def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
 def _open_locked(path: Path, mode: int) -> int:
     """Opens or makes a file that no other process has opened so, and that still has its name."""
     while True:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, mode)
+        descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             with suppress(FileNotFoundError):

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,6 +88,11 @@ class Engine:
         registration = registry.register(str(manifest.model), plan)
         if registration is None:
             raise NoSuchModel(str(manifest.model), [])
+        # What went wrong, or costs much, and stopped nothing; for a face to print.
+        self.notes: list[str] = []
+        if not registration.seen:
+            config = replace(config, trace=False)
+            self.notes.append(f"{settings.home} cannot be written: nothing is remembered")
         torch.set_num_threads(self.placement.threads)
         set_compute_threads(self.placement.threads)
         with ExitStack() as undo:  # in reverse, should anything below fail
@@ -118,8 +124,7 @@ class Engine:
             if self.gpu is not None:
                 undo.callback(lambda: delattr(self, "model"))  # before the GPU is given back
             self._told: set[str] = set()
-            # What went wrong, or costs much, and stopped nothing; for a face to say.
-            self.notes: list[str] = list(self.placement.fallbacks)
+            self.notes += self.placement.fallbacks
             past = self._open_past(settings) if config.trace else None
             self.store = self._loaded(
                 "experts",

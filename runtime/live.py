@@ -1,7 +1,6 @@
-"""Who is running: every live engine has a locked file in $MOEINF_HOME/run.
+"""What is running: every live engine and every server has an entry in $MOEINF_HOME/run.
 
-Does not know what an engine does. A file whose lock can be taken belongs to a process that has
-died; whoever notices removes it. What an engine holds lies beside it, in a `.figures` file that a
+Does not know what an engine does. What it holds lies beside its entry, in a `.figures` file that a
 thread of the engine replaces once a second while it changes: a token costs nothing.
 """
 
@@ -11,7 +10,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import select
 import signal
 import threading
@@ -20,7 +18,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from moeinf.runtime.entries import Entry, figures_path, live_entries, started_ticks
+from moeinf.runtime.regular_files import read_regular
+
 _FIGURES_EVERY_S = 1.0
+_MOST_FIGURES_BYTES = 65536
+_ENGINE, _SERVER = ".json", ".server"  # ends of their entries
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class NotStopped(RuntimeError):
@@ -75,12 +79,20 @@ class LiveEngine:
         return self.peak_bytes
 
 
+@dataclass(frozen=True)
+class LiveServer:
+    """What a server tells others. address: HOST:PORT that it listens at, HOST in digits."""
+
+    pid: int
+    address: str
+    started_ticks: int = 0
+
+
 class Registration:
     """An engine's entry; it lasts until `close`, or until the process ends in whatever way."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
+    def __init__(self, entry: Entry | None) -> None:
+        self._entry = entry
         self._closed = threading.Event()
         self._publisher: threading.Thread | None = None
 
@@ -89,34 +101,42 @@ class Registration:
 
         `figures` is called by a thread of ours. Figures that cannot be written are just not there.
         """
-        self._write(figures())
-        self._publisher = threading.Thread(target=self._keep, args=(figures,), daemon=True)
+        if self._entry is None:
+            return
+        self._write(self._entry, figures())
+        self._publisher = threading.Thread(
+            target=self._keep, args=(self._entry, figures), daemon=True
+        )
         self._publisher.start()
 
-    def _keep(self, figures: Callable[[], Figures]) -> None:
+    @property
+    def seen(self) -> bool:
+        """Whether other processes see this engine: not in a home that cannot be written."""
+        return self._entry is not None
+
+    def _keep(self, entry: Entry, figures: Callable[[], Figures]) -> None:
         before = None
         while not self._closed.wait(_FIGURES_EVERY_S):
             now = figures()
             if now != before:
-                self._write(now)
+                self._write(entry, now)
                 before = now
 
-    def _write(self, figures: Figures) -> None:
-        target = _figures_path(self._path)
+    @staticmethod
+    def _write(entry: Entry, figures: Figures) -> None:
+        target = figures_path(entry.path)
         partial = target.with_suffix(".partial")
         with suppress(OSError):
             partial.write_text(json.dumps(asdict(figures)))
             partial.replace(target)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            self._closed.set()
-            if self._publisher is not None:
-                self._publisher.join()
-            _figures_path(self._path).unlink(missing_ok=True)
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._closed.set()
+        if self._publisher is not None:
+            self._publisher.join()
+        if self._entry is not None:
+            figures_path(self._entry.path).unlink(missing_ok=True)
+            self._entry.close()
 
 
 class Registry:
@@ -129,24 +149,38 @@ class Registry:
         """Enters this process, in one step with what that depends on.
 
         peak_bytes is asked with the bytes that all others have been promised and do not hold yet,
-        and answers what this process will hold, or None when the model has gone meanwhile.
+        and answers what this process will hold, or None when the model has gone meanwhile. In a
+        home that cannot be written nothing is entered: then the registration is not `seen`.
         """
-        with self._locked():
+        with ExitStack() as locked:
+            try:
+                locked.enter_context(self._locked())
+            except OSError as error:
+                if error.errno not in _UNWRITABLE:
+                    raise
+                return None if peak_bytes(0) is None else Registration(None)
             peak = peak_bytes(sum(engine.unfilled_bytes() for engine in self._engines()))
             if peak is None:
                 return None
-            path = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}.json"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            registration = Registration(path, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                entry = LiveEngine(os.getpid(), model, peak, _started_ticks(os.getpid()))
-                about = {k: v for k, v in asdict(entry).items() if k != "figures"}
-                os.write(descriptor, json.dumps(about).encode())
-            except BaseException:
-                registration.close()
-                raise
-            return registration
+            about = asdict(LiveEngine(os.getpid(), model, peak, started_ticks(os.getpid())))
+            del about["figures"]
+            return Registration(Entry(self._folder, _ENGINE, about))
+
+    def register_server(self, address: str) -> Entry:
+        """Enter this process as the server that listens at `address`. Raises OSError."""
+        about = asdict(LiveServer(os.getpid(), address, started_ticks(os.getpid())))
+        with self._locked():
+            return Entry(self._folder, _SERVER, about)
+
+    def servers(self) -> list[LiveServer]:
+        """Return every live server of this home; none where run/ cannot be written."""
+        try:
+            with self._locked():
+                return self._servers()
+        except OSError as error:
+            if error.errno in _UNWRITABLE:
+                return []
+            raise
 
     def engines(self) -> list[LiveEngine]:
         """Every live engine, this process's own included; none where nobody may write."""
@@ -154,7 +188,7 @@ class Registry:
             with self._locked():
                 return self._engines()
         except OSError as error:
-            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno in _UNWRITABLE:
                 return []
             raise
 
@@ -164,25 +198,24 @@ class Registry:
         with self._locked():
             yield self._engines()
 
-    def stop(self, model: str, patience_s: float = 10.0) -> list[int]:
-        """Asks every engine of `model` to end (SIGTERM) and waits for it; the processes' numbers.
+    def stop(self, model: str | None = None, patience_s: float = 15.0) -> list[int]:
+        """Ask processes to end (SIGTERM) and wait for it; return their numbers.
 
-        A number that the system has given to another process meanwhile is not signalled: the
-        process is opened first, and only then is asked whether the entry's lock is still held and
-        whether the process is as old as the entry says. Raises NotStopped.
+        With a model, those that run it and are no servers: a server may run other models, too.
+        Without, all of them. A number that the system has given to another process meanwhile is
+        not signalled: the process is opened first, and only then is asked whether the entry's lock
+        is still held and whether the process is as old as the entry says. Raises NotStopped.
         """
         with ExitStack() as opened:
             asked = []
             with self._locked():
-                for engine in self._engines():
-                    if engine.model != model:
-                        continue
+                for pid, ticks in sorted(self._processes(model)):
                     with suppress(ProcessLookupError):
-                        process = os.pidfd_open(engine.pid)
+                        process = os.pidfd_open(pid)
                         opened.callback(os.close, process)
-                        if _started_ticks(engine.pid) == engine.started_ticks:
-                            asked.append((engine.pid, process))
-                still = {engine.pid for engine in self._engines()}
+                        if started_ticks(pid) == ticks:
+                            asked.append((pid, process))
+                still = {pid for pid, _ in self._processes(model)}
                 asked = [(pid, process) for pid, process in asked if pid in still]
                 for _, process in asked:
                     with suppress(ProcessLookupError):
@@ -192,23 +225,28 @@ class Registry:
                     raise NotStopped(pid, patience_s)
         return [pid for pid, _ in asked]
 
+    def _processes(self, model: str | None) -> set[tuple[int, int]]:
+        """Return (number, started_ticks) of the processes that `stop` is to end."""
+        servers = {(server.pid, server.started_ticks) for server in self._servers()}
+        engines = {
+            (engine.pid, engine.started_ticks)
+            for engine in self._engines()
+            if model is None or engine.model == model
+        }
+        return engines | servers if model is None else engines - servers
+
     def _engines(self) -> list[LiveEngine]:
         found = []
-        for path in sorted(self._folder.glob("*.json")):
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)  # its process has died
-                _figures_path(path).unlink(missing_ok=True)
-            except BlockingIOError:
-                with suppress(ValueError, TypeError):
-                    about = json.loads(os.read(descriptor, 65536))
-                    found.append(LiveEngine(**about, figures=_read_figures(path)))
-            finally:
-                os.close(descriptor)
+        for path, about in live_entries(self._folder, _ENGINE):
+            with suppress(TypeError):
+                found.append(LiveEngine(**about, figures=_read_figures(path)))
+        return found
+
+    def _servers(self) -> list[LiveServer]:
+        found = []
+        for _, about in live_entries(self._folder, _SERVER):
+            with suppress(TypeError):
+                found.append(LiveServer(**about))
         return found
 
     @contextmanager
@@ -222,19 +260,7 @@ class Registry:
             os.close(descriptor)
 
 
-def _figures_path(entry: Path) -> Path:
-    return entry.with_suffix(".figures")
-
-
 def _read_figures(entry: Path) -> Figures | None:
     with suppress(OSError, ValueError, TypeError):
-        return Figures(**json.loads(_figures_path(entry).read_text()))
+        return Figures(**json.loads(read_regular(figures_path(entry), _MOST_FIGURES_BYTES)))
     return None
-
-
-def _started_ticks(pid: int) -> int:
-    """When a process began, in clock ticks since the machine's start; 0 where nobody says."""
-    with suppress(OSError, ValueError, IndexError):
-        about = Path(f"/proc/{pid}/stat").read_text()
-        return int(about.rpartition(")")[2].split()[19])  # field 22; 2 is a name in parentheses
-    return 0

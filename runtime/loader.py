@@ -42,6 +42,7 @@ from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.page_cache import cached_share
 from moeinf.runtime.plan import Placement
+from moeinf.runtime.regular_files import check_regular, read_regular
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights
 _PIECES_TO_DEVICE = 8  # of them that wait in RAM
@@ -122,10 +123,11 @@ def _past_the_cache(config: EngineConfig, reading: Reading, paths: Sequence[Path
 def check_small_files(folder: Path, manifest: Manifest) -> None:
     """Raises DamagedModel unless config, tokenizer and the like are what was pulled."""
     for record in manifest.files:
-        if record.data_offset:
-            continue  # dense weights and shards are checked as they are read
         try:
-            data = (folder / record.path).read_bytes()
+            if record.data_offset:  # dense weights and shards are checked as they are read
+                check_regular(folder / record.path)
+                continue
+            data = read_regular(folder / record.path)
         except OSError as error:
             raise DamagedModel(f"{manifest.model}: {record.path}: {error.strerror}") from error
         if len(data) != record.size_bytes or crc32c(data) != record.crc32c:

@@ -17,6 +17,7 @@ from moeinf.offload.layout import LAYOUT_VERSIONS, OLDER_VERSIONS, ExpertKey, Ex
 from moeinf.offload.shards import FileRecord, shard_path
 from moeinf.runtime.durable import write_text_durably
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.regular_files import NotRegular, read_regular
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -128,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise DamagedModel(f"{path} is too large to be a manifest")
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(read_regular(path, _MAX_BYTES))
         if not isinstance(raw, dict):
             raise DamagedModel(f"{path} is no manifest")
         _check_version(path, "format", raw.get("format"), FORMAT_VERSION)
@@ -166,6 +167,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except FileNotFoundError:
         raise
+    except NotRegular as error:
+        raise DamagedModel(f"{path} is {error.strerror}") from error
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DamagedModel(f"{path} is damaged: {error}") from error
 

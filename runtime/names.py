@@ -20,6 +20,7 @@ _DEFAULT_TAGS = {
 }
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
+MACHINE_STATE = "devices.json"  # lies in state/ beside the folders that are named as models are
 
 
 class BadName(ValueError):
@@ -65,6 +66,8 @@ def parse_name(text: str) -> ModelName:
     if colon and tag not in TAGS:
         raise BadName(f"{text!r}: there is no tag {tag!r}; the tags are {', '.join(TAGS)}")
     name = "--".join(parts)
+    if name == MACHINE_STATE:
+        raise BadName(f"{text!r} is not a model name: moeinf has a file of that name")
     return ModelName(name, tag or default_tag(name))
 
 

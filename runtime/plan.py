@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
@@ -119,7 +120,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         kv_bytes=config.parallel * manifest.kv_bytes(context),
         dense_bytes=manifest.dense_bytes,
         scratch_bytes=scratch,
-        threads=config.threads or min(cores, threads_worth_having(manifest)),
+        threads=config.threads or min(cores, MAX_COMPUTE_THREADS, threads_worth_having(manifest)),
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from moeinf.native import crc32c
 from moeinf.runtime.durable import make_folder_durably, sync_folder
+from moeinf.runtime.regular_files import open_regular
 
 MAGIC = b"MOEINFL\n"
 MAX_RECORD_BYTES = 64 << 20
@@ -76,8 +77,7 @@ class RecordLog:
         with self._opened() as descriptor:
             kept = list(change(self._check(descriptor, keep=True)))
             partial = self._path.with_name(f"{self._path.name}.partial")
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            new = os.open(partial, flags, 0o600)
+            new = open_regular(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 at = 0
                 for piece in (MAGIC + _framed(self._header), *map(_framed, kept)):
@@ -119,8 +119,7 @@ class RecordLog:
             os.close(lock)
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._path, flags, 0o600)
+        return open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
     def _check_header(self, descriptor: int) -> str | None:
         """Says what is wrong with the log; writes the beginning of one that has none."""

@@ -1,7 +1,7 @@
-"""Read small files of strangers: regular files only, of bounded size, that no link leads astray.
+"""Open regular files only, of bounded size, that no link leads astray.
 
-Does not know what the files hold. A checkpoint folder may come from anywhere: a device in it would
-be read without end, a FIFO would block, and a link could copy a private file into a model.
+Does not know what the files hold. A FIFO in the place of a file would block, a device would be read
+without end, and a link in a checkpoint's folder could copy a private file into a model.
 """
 
 from __future__ import annotations
@@ -9,53 +9,69 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
+_MOST_BYTES = 1 << 30
 
-class NotPlain(OSError):
-    """A file is no regular file, is too large, or is a link that leaves its folder."""
 
-    def __init__(self, path: Path, problem: str) -> None:
+class NotRegular(OSError):
+    """A file is not a regular file, is too large, or is a link that leaves its folder."""
+
+    def __init__(self, path: Path, problem: str = "it is not a regular file") -> None:
         super().__init__(errno.EINVAL, problem, os.fspath(path))
 
 
 def check_regular(path: Path) -> None:
-    """Raises NotPlain for a device, a FIFO, a socket or a folder; OSError when it is missing."""
+    """Raise NotRegular for a device, a FIFO, a socket or a folder; OSError if it is missing."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise NotPlain(path, "it is not a regular file")
+        raise NotRegular(path)
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Return the bytes of a regular file. Raises NotPlain, or OSError.
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """Return a descriptor of a regular file. Raises NotRegular, OSError."""
+    with suppress(FileNotFoundError):  # `flags` may create it
+        check_regular(path)  # opening a device may already do something
+    # Without O_NONBLOCK a FIFO that appears meanwhile would wait for its other end.
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegular(path)
+    return descriptor
 
-    A link is followed only within the file's own folder, or into a Hugging Face cache.
-    """
-    if path.is_symlink():
-        _check_link(path)
-    # O_NONBLOCK: opening a FIFO returns at once.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise NotPlain(path, "it is not a regular file")
-        if about.st_size > most_bytes:
-            raise NotPlain(path, f"it is too large ({about.st_size} bytes, at most {most_bytes})")
+
+def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
+    """Return the bytes of a regular file. Raises NotRegular, OSError."""
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise NotRegular(path, f"it is too large ({size} bytes, at most {most_bytes})")
         data = bytearray()
         while len(data) <= most_bytes:  # a file may grow, and those of /proc have no size
             block = file.read(most_bytes + 1 - len(data))
             if not block:
                 return bytes(data)
             data += block
-    raise NotPlain(path, f"it is too large (at most {most_bytes} bytes)")
+    raise NotRegular(path, f"it is too large (at most {most_bytes} bytes)")
+
+
+def read_contained(path: Path, most_bytes: int) -> bytes:
+    """Return the bytes of a regular file of a checkpoint's folder. Raises NotRegular, OSError.
+
+    A link is followed only within the file's own folder, or into a Hugging Face cache.
+    """
+    if path.is_symlink():
+        _check_link(path)
+    return read_regular(path, most_bytes)
 
 
 def _check_link(path: Path) -> None:
     try:
         target, folder = path.resolve(strict=True), path.parent.resolve()
     except RuntimeError as error:  # a loop of links, before Python 3.13
-        raise NotPlain(path, "it is a link in a loop") from error
+        raise NotRegular(path, "it is a link in a loop") from error
     if not target.is_relative_to(folder) and not _in_hugging_face_cache(target):
-        raise NotPlain(path, "it is a link to a file outside its folder")
+        raise NotRegular(path, "it is a link to a file outside its folder")
 
 
 def _in_hugging_face_cache(path: Path) -> bool:

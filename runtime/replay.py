@@ -79,6 +79,13 @@ def fitted(recording: Recording, manifest: Manifest) -> Recording:
     return Recording(recording.name, shape, passes, recording.labels)
 
 
+def first_requests(recording: Recording, count: int | None) -> Recording:
+    """The first `count` requests of a recording; None: all of them."""
+    if count is None or count >= len(recording.requests):
+        return recording
+    return recording.select(list(recording.requests)[:count])
+
+
 def requests(recording: Recording) -> list[Request]:
     """One after the other; passes that served several are cut. Raises OtherShape without decode."""
     found = [Request(tuple(recording.select([r]).passes)) for r in recording.requests]

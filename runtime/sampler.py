@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.runtime.asking import SamplingOptions as SamplingOptions
+from moeinf.runtime.regular_files import read_regular
 
 _MASK = (1 << 64) - 1
 _GROUP = 64  # logits that share a maximum
@@ -43,7 +44,7 @@ def model_defaults(folder: Path) -> SamplingOptions:
     without do_sample it is greedy.
     """
     try:
-        config = json.loads((folder / "generation_config.json").read_bytes())
+        config = json.loads(read_regular(folder / "generation_config.json"))
     except (OSError, ValueError, RecursionError):
         return SamplingOptions()
     if not isinstance(config, dict):

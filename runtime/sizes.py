@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moeinf.runtime.invalid import InvalidValue
+
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 _STEPS = " kmgt"
@@ -35,10 +37,10 @@ def parse_size(text: str) -> int:
     """Bytes. K, M, G, T count in 1024s with `i` or alone, in 1000s with `B`: 1M = 1MiB ≠ 1MB."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise ValueError(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
+        raise InvalidValue(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
     number, prefix, binary, unit = match.groups()
     if binary and not prefix:
-        raise ValueError(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
+        raise InvalidValue(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
     step = 1000 if unit and not binary else 1024
     return int(float(number) * step ** _STEPS.index(prefix.lower() or " "))
 
@@ -50,7 +52,7 @@ def parse_memory(text: str) -> MemorySize:
         return MemorySize(bytes=parse_size(text))
     percent = float(match[1])
     if percent > 100:
-        raise ValueError(f"{text!r} is more than everything")
+        raise InvalidValue(f"{text!r} is more than everything")
     return MemorySize(share=percent / 100)
 
 

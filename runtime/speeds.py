@@ -13,6 +13,7 @@ from pathlib import Path
 from moeinf.runtime.config import Settings
 from moeinf.runtime.durable import write_text_durably
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.regular_files import read_regular
 
 _LEAST_STEPS = 16  # fewer decoded tokens say little
 _MOST_ENTRIES = 32
@@ -45,7 +46,7 @@ def remembered_speed(settings: Settings, model: ModelName, slots: int) -> tuple[
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
         if isinstance(found, dict):
             return found
     return {}

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
+from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.thinking import is_harmony
 from moeinf.runtime.tools import format_of
 
@@ -343,7 +344,7 @@ def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            values = json.loads((folder / name).read_bytes())
+            values = json.loads(read_regular(folder / name))
             for about in (values, values.get("text_config") or {}):
                 eos = about.get("eos_token_id")
                 found = eos if isinstance(eos, list) else [eos]

@@ -54,6 +54,8 @@ def trace_items(
     Raises BadLanguage, and OSError when the recording cannot be written; a folder that is not there
     is found out before anything is run.
     """
+    if engine.recorder is None:  # the home cannot be written
+        raise OSError(errno.EROFS, "what requests use cannot be remembered")
     done, recording = Traced(capacity=engine.eamc.capacity), None
     if out is not None:
         recording = engine.record(name)

@@ -28,6 +28,7 @@ from typing import Any
 
 from moeinf.offload.shards import FileRecord
 from moeinf.runtime.durable import sync_filesystem
+from moeinf.runtime.regular_files import open_regular, read_regular
 
 JOURNAL = "journal.jsonl"
 PARTIAL, OLD = ".partial", ".old"  # ends of the hidden folders beside a model's
@@ -82,8 +83,8 @@ class Workplace:
             return
         sync_filesystem(self.folder)
         text = "".join(json.dumps(line) + "\n" for line in self._pending)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        journal = os.open(self.folder / JOURNAL, flags, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        journal = open_regular(self.folder / JOURNAL, flags)
         try:
             os.write(journal, text.encode())
             os.fsync(journal)
@@ -136,7 +137,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a journal; the last may be torn, and then counts for nothing."""
     lines: list[dict[str, Any]] = []
     with suppress(OSError, ValueError, RecursionError):
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in read_regular(path).decode().splitlines():
             line = json.loads(text)
             if isinstance(line, dict):
                 lines.append(line)

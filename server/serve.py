@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.server.app import create_app
+from moeinf.server.log_lines import log_config
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 HEADER_BYTES = 64 << 10
@@ -69,6 +70,7 @@ def make_server(
             http=Deadlines,
             ws="none",
             log_level="warning",
+            log_config=log_config(),
             access_log=False,
             h11_max_incomplete_event_size=HEADER_BYTES,
             limit_concurrency=MOST_CONNECTIONS,
@@ -95,6 +97,7 @@ def run_server(
         except OSError as error:
             where = _address(server.host, server.port)
             raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
+        sock.listen()  # what connects from now on waits, and is not refused
         listening(_address(*sock.getsockname()[:2]))
         make_server(settings, server, config, tell).run(sockets=[sock])
 

@@ -68,6 +68,18 @@ def test_replay(moeinf: Command, tmp_path: Path) -> None:
     assert lru["hits"]["hinted"] == 0 <= adaptive["hits"]["hinted"]
 
 
+def test_some_requests_of_a_replay(moeinf: Command, tmp_path: Path) -> None:
+    trace = str(tmp_path / "demo.eam")
+    assert moeinf("trace", "demo", "--dataset", "demo", "--limit", "3", "--out", trace).code == 0
+    done = moeinf("bench", "demo", "--replay", trace, "--requests", "1", "--json")
+    workload = json.loads(done.out)["workload"]
+    assert (workload["requests"], workload["rounds"]) == (1, 1)
+    every = json.loads(moeinf("bench", "demo", "--replay", trace, "--json").out)["workload"]
+    assert (every["requests"], every["rounds"]) == (3, 1)
+    assert workload["new_tokens"] < every["new_tokens"]
+    assert moeinf("bench", "demo", "--requests", "1").code == 2
+
+
 def test_replay_refusals(moeinf: Command, tmp_path: Path) -> None:
     assert "--hints are those of a --replay" in moeinf("bench", "demo", "--hints", "0.9").err
     absent = moeinf("bench", "demo", "--replay", str(tmp_path / "none.eam"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -12,9 +13,15 @@ from moeinf.cli.main import answer
 from moeinf.runtime import bug_log
 
 
+class Panic(BaseException):
+    """As pyo3 raises: no Exception."""
+
+
 class Broken:
+    error: BaseException = KeyError("a bug")
+
     def __init__(self, _settings: object) -> None:
-        raise KeyError("a bug")
+        raise self.error
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +42,39 @@ def test_the_traceback_goes_to_a_log(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     answer(["list"])
     assert log.read_text().count("Traceback") == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("attempt to get argmax of an empty sequence"),
+        Panic("called `Option::unwrap()` on a `None` value"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        RecursionError("maximum recursion depth exceeded"),
+        AssertionError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_unexpected_exception_is_a_bug(
+    error: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Broken, "error", error)
+    assert answer(["list", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert told["code"] == "internal"
+    assert type(error).__name__ in told["message"]
+    assert type(error).__name__ in (tmp_path / "logs/moeinf.log").read_text()
+
+
+def test_no_control_characters_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "error", RuntimeError("a\x1b[2Jb\x9b\u202e"))
+    assert answer(["list"]) == 1
+    text = (tmp_path / "logs/moeinf.log").read_text()
+    assert "a\\x1b[2Jb\\x9b\\u202e" in text
+    assert "\x1b" not in text
 
 
 def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
@@ -28,7 +29,21 @@ from moeinf.runtime.repository import RepositoryError
 from moeinf.server.serve import CannotListen
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.
-OURS_ALONE = {"Leave", "Insisted", "Stopped", "RetryLater", "BadAnswer", "BadJson"}
+OURS_ALONE = {
+    "Leave",
+    "Insisted",
+    "Stopped",
+    "RetryLater",
+    "Unfinished",
+    "BadAnswer",
+    "BadJson",
+    "Refused",
+    "LimitExceeded",
+}
+
+
+class Panic(BaseException):
+    """What a panic of a Rust library derives from, too."""
 
 
 def exceptions() -> dict[str, type[BaseException]]:
@@ -48,7 +63,7 @@ def exceptions() -> dict[str, type[BaseException]]:
 
 
 def test_every_exception_of_ours_has_words() -> None:
-    others = {"OSError", "ValueError", "MemoryError"}
+    others = {"OSError", "MemoryError"}
     others |= {"DeviceError", "OutOfDeviceMemory", "CannotListen"}  # of native, of the server
     ours = exceptions()
     assert set(_WORDS) - others <= set(ours), "words for what nobody raises"
@@ -75,11 +90,19 @@ def test_every_exception_of_ours_has_words() -> None:
         (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f", "owns"),
         (OSError(errno.EIO, "Input/output error"), "io_error", 1, "Input", "MOEINF_DEBUG"),
         (MemoryError("8 GiB"), "out_of_memory", 1, "8 GiB", "--memory"),
-        (ValueError("MOEINF_MEMORY is 'x'"), "invalid", 2, "'x'", "--help"),
+        (InvalidValue("MOEINF_MEMORY is 'x'"), "invalid", 2, "'x'", "--help"),
+        (
+            ValueError("operands could not be broadcast"),
+            "internal",
+            1,
+            "ValueError",
+            "MOEINF_DEBUG",
+        ),
+        (Panic("index out of range"), "internal", 1, "Panic: index", "MOEINF_DEBUG"),
         (KeyError("x"), "internal", 1, "this is a bug in moeinf: KeyError", "MOEINF_DEBUG=1"),
     ],
 )
-def test_words(error: Exception, code: str, exit_code: int, words: str, hint: str) -> None:
+def test_words(error: BaseException, code: str, exit_code: int, words: str, hint: str) -> None:
     described = describe(error)
     assert (described.code, described.exit_code) == (code, exit_code)
     assert words in described.message

@@ -96,7 +96,7 @@ def test_stop_ends_an_answer(own: Command, tmp_path: Path) -> None:
 def test_stop_as_json(conversation: pexpect.spawn[str], own: Command) -> None:
     stopped = json.loads(own("stop", "demo", "--json").out)
     check_document("stop", stopped)
-    assert stopped == {"model": "demo:bf16", "stopped": [conversation.pid]}
+    assert stopped == {"model": "demo:bf16", "stopped": [conversation.pid], "unloaded": []}
 
 
 def test_cp_makes_a_second_name(own: Command, tmp_path: Path) -> None:

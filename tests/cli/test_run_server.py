@@ -121,8 +121,8 @@ def test_a_server_that_cannot_be_used(run: Command, served: tuple[Path, str]) ->
     assert run("demo", "17+25=", MOEINF_HOST="127.0.0.1:1").err == ""
     for hello, status, line in (
         ("moeinf is running", 200, "is moeinf 0.0.1, this is "),
-        ("Ollama is running", 200, "no server at"),
-        ("Whoever it is wants to be asked otherwise.", 401, "no server at"),
+        ("Ollama is running", 200, "no server of moeinf at"),
+        ("The listener wants to be asked otherwise.", 401, "no server of moeinf at"),
     ):
         with _listening(hello, status) as host:
             done = run("demo", "17+25=", "--verbose", MOEINF_HOST=host)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeinf.runtime.config import Settings
+from moeinf.runtime.devices import measured_path
 from moeinf.runtime.names import BadName, ModelName, is_path, parse_name
 
 
@@ -32,6 +36,14 @@ def test_names(text: str, name: ModelName) -> None:
 def test_not_names(text: str) -> None:
     with pytest.raises(BadName, match="is not a model name"):
         parse_name(text)
+
+
+@pytest.mark.parametrize("text", ["devices.json", "Devices.JSON:q4"])
+def test_no_model_has_the_name_of_a_file_in_state(text: str, tmp_path: Path) -> None:
+    assert measured_path(Settings(tmp_path)).name == "devices.json"
+    with pytest.raises(BadName, match="moeinf has a file of that name"):
+        parse_name(text)
+    assert parse_name("org/devices.json:q4").name == "org--devices.json"
 
 
 def test_unknown_tag_names_the_tags() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import MANIFEST, Manifest, read_manifest, write_manifest
-from moeinf.runtime.plan import HEADROOM_BYTES, Placement, place
+from moeinf.runtime.plan import HEADROOM_BYTES, Placement, place, threads_worth_having
 
 LONG, ORIGINAL = 1 << 17, 4096
 
@@ -58,3 +59,10 @@ def test_a_manifest_remembers_it(usual: int | None, manifest: Manifest, tmp_path
     del about["usual_context"]  # as it was written before there was one
     (tmp_path / MANIFEST).write_text(json.dumps(about))
     assert read_manifest(tmp_path).usual_context is None
+
+
+def test_no_more_threads_than_the_kernels_take(manifest: Manifest) -> None:
+    """A machine of 128 cores and a model with work for all of them."""
+    large = replace(manifest, hidden=8192, intermediate=8192)
+    assert threads_worth_having(large) > MAX_COMPUTE_THREADS
+    assert place(large, EngineConfig(), 1 << 44, 128).threads == MAX_COMPUTE_THREADS

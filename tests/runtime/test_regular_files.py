@@ -14,7 +14,7 @@ from moeinf.runtime.checkpoint import BadCheckpoint, open_checkpoint, read_json
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.regular_files import NotPlain, read_regular
+from moeinf.runtime.regular_files import NotRegular, read_regular
 from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.torch_file import open_folder
 from moeinf.runtime.verify import LocalRepair
@@ -129,8 +129,8 @@ def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
-    with pytest.raises(NotPlain, match="too large"):
+    with pytest.raises(NotRegular, match="too large"):
         read_regular(path, 4)
     assert read_regular(Path("/proc/self/status"), 1 << 20)  # whose size is said to be 0
-    with pytest.raises(NotPlain, match="too large"):
+    with pytest.raises(NotRegular, match="too large"):
         read_regular(Path("/proc/self/status"), 10)

@@ -6,6 +6,7 @@ import pytest
 
 from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.manifest import DamagedModel, NewerModel
 from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.server.answers import status_of, words_of
@@ -18,6 +19,11 @@ _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is los
     [
         (ValueError("temperature must be at least 0"), 400, "temperature must be at least 0"),
         (DamagedModel("m: a shard is short"), 500, "m: a shard is short"),
+        (
+            ExpertReadError("experts/L000/E001.safetensors", "CRC-32C differs"),
+            500,
+            "the expert shard experts/L000/E001.safetensors cannot be read: CRC-32C differs",
+        ),
         (NewerModel("m: layout 9"), 500, "m: layout 9"),
         (DeviceError("the device is gone"), 503, f"the device is gone: {_FAILED}"),
         (DeviceUnavailable("no GPU"), 503, f"no GPU: {_FAILED}"),

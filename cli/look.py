@@ -1,0 +1,121 @@
+"""Whether `run` can use the server at MOEINF_HOST: one look, with one deadline.
+
+Anything may listen there: it may say nothing, a byte a second, an endless line, or something else
+than HTTP. Whatever it does, the look ends in time, and its outcome is a server or a reason.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeinf.cli.client import Client, ServerError
+from moeinf.runtime.names import BadName, parse_name
+from moeinf.runtime.version import version
+
+LOOK_S = 2.0
+PROVED_LOOK_S = 15.0  # a process of ours listens: it may be busy with loading a model
+_HELLO = b"moeinf is running"
+_MOST_BYTES = 4 << 20
+_ABSENT = ("NoSuchModel", "BadName")  # a path, say: it will be pulled from here
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look has found.
+
+    about    what /api/show says of the model; None: the server cannot answer with it
+    reason   why there is no server to use; empty when there is one
+    silent   nothing listens: that is no news
+    """
+
+    about: dict[str, Any] | None = None
+    reason: str = ""
+    silent: bool = False
+
+
+@dataclass
+class _Look:
+    """The conversation of a look, on a thread of its own."""
+
+    client: Client
+    model: str
+    connection: http.client.HTTPConnection
+    found: Found | None = None
+    error: ServerError | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        try:
+            self.found = self._find()
+        except ServerError as error:
+            self.error = error
+        except ConnectionRefusedError:
+            self.found = Found(reason=f"no server at {self.client}", silent=True)
+        except Exception as error:  # whatever it says, it is not what our server says
+            self.found = _other(self.client, type(error).__name__)
+        finally:
+            self.connection.close()
+            self.ended.set()
+
+    def _find(self) -> Found:
+        client = self.client
+        try:
+            if self._ask("GET", "/") != _HELLO:
+                return _other(client, "it says something else")
+            theirs = json.loads(self._ask("GET", "/api/version"))["version"]
+        except ServerError as error:
+            return _other(client, str(error))
+        if not isinstance(theirs, str) or theirs != version():
+            reason = f"the server at {client} is moeinf {str(theirs)[:40]}, this is {version()}"
+            return Found(reason=reason)
+        try:
+            about = json.loads(self._ask("POST", "/api/show", {"model": self.model}))
+        except ServerError as error:
+            if error.code in _ABSENT:
+                return Found()
+            if error.status == 401 and client.api_key and not (client.trusted or client.proved):
+                return Found(
+                    reason=f"the server at {client} is not one of this home, and does not get "
+                    "MOEINF_API_KEY unless --server is given"
+                )
+            raise
+        capabilities = about.get("capabilities") or ()
+        try:
+            parse_name(about["model"])
+        except BadName:
+            return _other(client, "its model has no name")
+        return Found(about if "completion" in capabilities else None)  # else: it translates
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        data = self.client.sent(self.connection, method, path, body).read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError("too long an answer")
+        return data
+
+
+def look(client: Client, model: str) -> Found:
+    """Return what listens there, in LOOK_S at most; longer only for a process of this home.
+
+    Raises ServerError when our server refuses in words.
+    """
+    seconds = PROVED_LOOK_S if client.proved else LOOK_S
+    one = _Look(client, model, client.connection(seconds))
+    threading.Thread(target=one.run, daemon=True).start()
+    if not one.ended.wait(seconds):
+        with suppress(OSError, AttributeError):  # it may not be connected yet, or no more
+            one.connection.sock.shutdown(socket.SHUT_RDWR)
+        return _other(client, f"it does not answer within {seconds:.0f} s")
+    if one.error is not None:
+        raise one.error
+    assert one.found is not None
+    return one.found
+
+
+def _other(client: Client, why: str) -> Found:
+    return Found(reason=f"no server of moeinf at {client} ({why[:200]})")

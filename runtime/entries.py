@@ -1,0 +1,73 @@
+"""Files by which live processes know each other: each is locked as long as its process lives.
+
+Does not know what an entry says. A file whose lock can be taken belongs to a process that has
+died; the first process that notices removes it. Used within the lock of the folder (live.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES = 65536
+
+
+class Entry:
+    """The entry of this process; it lasts until `close`, or until the process ends."""
+
+    def __init__(self, folder: Path, suffix: str, about: Mapping[str, object]) -> None:
+        """Raises OSError."""
+        self.path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{suffix}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            os.write(self._descriptor, json.dumps(about).encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield what live processes have entered; remove what dead ones have left."""
+    for path in sorted(folder.glob(f"*{suffix}")):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:  # it has just gone, or is no file
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            figures_path(path).unlink(missing_ok=True)
+        except BlockingIOError:
+            with suppress(ValueError):
+                about = json.loads(os.read(descriptor, _MOST_BYTES))
+                if isinstance(about, dict):
+                    yield path, about
+        finally:
+            os.close(descriptor)
+
+
+def figures_path(entry: Path) -> Path:
+    """Return where the figures of an engine's entry lie."""
+    return entry.with_suffix(".figures")
+
+
+def started_ticks(pid: int) -> int:
+    """Return when a process began, in clock ticks since the machine's start; 0 if unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        about = Path(f"/proc/{pid}/stat").read_text()
+        return int(about.rpartition(")")[2].split()[19])  # field 22; 2 is a name in parentheses
+    return 0
