@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from moeinf.runtime.invalid import InvalidValue
+
 Role = Literal["system", "user", "assistant"]
 Form = str | dict[str, Any] | None  # of an answer: "json", or a JSON schema
 
@@ -56,15 +58,15 @@ class SamplingOptions:
             value = getattr(self, field.name)
             low, high = _RANGE[field.name]
             if value is not None and not low <= value <= high:  # no bound is infinite
-                raise ValueError(f"{field.name} is {value}; it must be from {low} to {high}")
+                raise InvalidValue(f"{field.name} is {value}; it must be from {low} to {high}")
 
     def having(self, name: str, value: float | str) -> SamplingOptions:
-        """These options with one of them set, from a number or its text. Raises ValueError."""
+        """These options with one of them set, from a number or its text. Raises InvalidValue."""
         try:
             whole = name in ("top_k", "seed", "repeat_last_n")
             changes: dict[str, Any] = {name: int(value) if whole else float(value)}
         except (OverflowError, ValueError) as error:
-            raise ValueError(f"{name} is {value}; that is no number it can have") from error
+            raise InvalidValue(f"{name} is {value}; that is no number it can have") from error
         return replace(self, **changes)
 
     def over(self, defaults: SamplingOptions) -> SamplingOptions:

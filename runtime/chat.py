@@ -14,6 +14,7 @@ from moeinf.runtime.asking import PromptTooLong as PromptTooLong
 from moeinf.runtime.constrain import json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.thinking import Kind, Parser, parser_for, thinking_variables
 
@@ -117,7 +118,7 @@ class Conversation:
     def _check_length(self, ids: list[int]) -> None:
         context = self._engine.placement.context
         if not ids:
-            raise ValueError("there is nothing to answer: the prompt has no tokens")
+            raise InvalidValue("there is nothing to answer: the prompt has no tokens")
         if len(ids) >= context:
             raise PromptTooLong(f"the prompt has {len(ids)} tokens, the context {context}")
 

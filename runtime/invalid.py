@@ -1,0 +1,5 @@
+"""The error for a value that the user gave and that cannot be used."""
+
+
+class InvalidValue(ValueError):
+    """A value given by the user is invalid. Its text names the option and what is expected."""
