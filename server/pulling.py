@@ -20,6 +20,7 @@ from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import is_current
 from moeinf.runtime.names import is_path
 from moeinf.server.answers import BadRequest, noted, words_of
+from moeinf.server.bodies import JsonRoute
 from moeinf.server.nulls import Said
 
 
@@ -27,7 +28,7 @@ class ClientGone(Exception):
     """Nobody waits for this pull any more."""
 
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _STEPS = 100  # of a phase: progress is told once in each
 
 Line = dict[str, Any]
