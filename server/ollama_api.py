@@ -25,7 +25,7 @@ from moeinf.runtime.tools import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
 from moeinf.server.bodies import JsonRoute
-from moeinf.server.bounds import MOST_STOPS, Few, Listed, Tokens
+from moeinf.server.bounds import MOST_STOP, MOST_STOPS, Few, Listed, Tokens
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
 from moeinf.server.json_text import Answer, dump
@@ -126,6 +126,8 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise BadRequest("stop: the value is invalid (expected a text or a list of texts)")
     if len(texts) > MOST_STOPS:
         raise BadRequest(f"stop: {len(texts)} texts are too many (expected {MOST_STOPS} at most)")
+    if any(len(text) > MOST_STOP for text in texts):
+        raise BadRequest(f"stop: a text is too long (expected {MOST_STOP} characters at most)")
     return tuple(texts)
 
 

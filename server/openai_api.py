@@ -21,7 +21,7 @@ from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.manifest import Manifest
 from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
 from moeinf.server.bodies import JsonRoute
-from moeinf.server.bounds import Few, Inputs, Listed, Tokens
+from moeinf.server.bounds import Few, Inputs, Listed, StopText, Tokens
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
 from moeinf.server.json_text import Answer, dump
@@ -81,7 +81,7 @@ class Asked(Said):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Few[str] | None = None
+    stop: StopText | Few[StopText] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     n: int | None = Field(1, ge=1, le=1)
