@@ -20,7 +20,9 @@ from moeinf.runtime.processor import Wanted
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 MOST_PARALLEL = 16  # rows of a pass whose results do not depend on each other
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
+_MOST_DURATION = 64  # characters
+_PIECE = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
+_DURATION = re.compile(rf"-?(?:{_PIECE.pattern})+")
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 PREFILL_CHUNK = 256  # tokens; a constant of the engine: results must not depend on the budget
 
@@ -64,7 +66,7 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises InvalidValue for a size that is invalid."""
+    """MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
     memory = env.get("MOEINF_MEMORY")
@@ -103,7 +105,7 @@ def read_server_environment(environment: Mapping[str, str] | None = None) -> Ser
     parallel = _count(env, "MOEINF_NUM_PARALLEL", given.parallel)
     if parallel > MOST_PARALLEL:
         raise InvalidValue(
-            f"MOEINF_NUM_PARALLEL is {parallel}, at most {MOST_PARALLEL} decode together"
+            f"MOEINF_NUM_PARALLEL: {parallel} is invalid (expected at most {MOST_PARALLEL})"
         )
     keep_alive = env.get("MOEINF_KEEP_ALIVE")
     return ServerSettings(
@@ -122,17 +124,17 @@ def parse_duration(text: str | float) -> float:
 
     Raises InvalidValue.
     """
-    with suppress(ValueError, OverflowError):
-        number = float(text)
-        if not math.isnan(number):
-            return number if number >= 0 else math.inf
-    words = str(text)
-    sign, rest = (-1, words[1:]) if words.startswith("-") else (1, words)
-    pieces = _DURATION.findall(rest)
-    if not pieces or "".join(number + unit for number, unit in pieces) != rest:
-        raise InvalidValue(f"{words[:40]!r} is no duration: write 30s, 5m or 1h30m")
-    seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in pieces)
-    return seconds if sign > 0 else math.inf
+    if isinstance(text, str) and len(text) <= _MOST_DURATION and _DURATION.fullmatch(text):
+        pieces = _PIECE.findall(text)
+        seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in pieces)
+        return math.inf if text.startswith("-") else seconds
+    if not isinstance(text, str) or len(text) <= _MOST_DURATION:
+        with suppress(ValueError, OverflowError):
+            number = float(text)
+            if not math.isnan(number):
+                return number if number >= 0 else math.inf
+    words = text[:_MOST_DURATION] if isinstance(text, str) else "a number"
+    raise InvalidValue(f"keep_alive: {words!r} is invalid (expected 30s, 5m, 1h30m or seconds)")
 
 
 def _address(text: str, given: ServerSettings) -> tuple[str, int]:
@@ -141,8 +143,8 @@ def _address(text: str, given: ServerSettings) -> tuple[str, int]:
     host, colon, port = rest.rpartition(":")
     if not colon or rest.endswith("]") or (":" in host and not host.startswith("[")):
         host, port = rest, ""
-    if port and not (port.isdecimal() and int(port) < 1 << 16):
-        raise InvalidValue(f"MOEINF_HOST is {text!r}: {port!r} is no port")
+    if port and not (port.isdecimal() and len(port) <= 5 and int(port) < 1 << 16):
+        raise InvalidValue(f"MOEINF_HOST: {text[:80]!r} is invalid (expected HOST or HOST:PORT)")
     return host.strip("[]") or given.host, int(port) if port else given.port
 
 
@@ -150,8 +152,8 @@ def _count(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name)
     if not text:
         return default
-    if not text.isdecimal() or int(text) < 1:
-        raise InvalidValue(f"{name} is {text!r}, not a number from 1")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise InvalidValue(f"{name}: {text[:80]!r} is invalid (expected a number from 1)")
     return int(text)
 
 
@@ -191,6 +193,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
-            raise InvalidValue(f"a context of {self.context} tokens is none")
+            raise InvalidValue(f"--ctx must be at least 1, got {self.context}")
         if any(number is not None and number < 1 for number in (self.readers, self.threads)):
-            raise InvalidValue("readers and threads are at least 1")
+            raise InvalidValue("readers and threads must be at least 1")

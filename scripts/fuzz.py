@@ -37,7 +37,7 @@ KEPT_BYTES = 2048  # of an input that goes into the repository
 KEPT_EACH = 24  # of a target
 SECONDS_EACH = 15  # an input that takes longer is a finding
 MEMORY_BYTES = 6 << 30  # address space beyond what is mapped at the start
-_OURS = ("/models/", "/offload/", "/runtime/")
+_OURS = ("/models/", "/offload/", "/runtime/", "/server/")
 _TEXTS = (
     b"-1", b"0", b"1", b"255", b"65536", b"4294967295", b"9223372036854775808", b"1e999", b"NaN",
     b"null", b"true", b"[]", b"{}", b'""', b"\x00", b"\xff\xff\xff\xff", b"\xff" * 8, b"../../x",

@@ -13,6 +13,7 @@ from fastapi import Request
 
 from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import Settings
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.server.host import Loaded
 from moeinf.server.jobs import Ended, Event, Failed, Job
 
@@ -24,6 +25,8 @@ _STATUS = {
     "ContextFull": 400,
     "TemplateError": 400,
     "TokenizerFailed": 400,
+    "InvalidValue": 400,
+    "BadFormat": 400,
     "BadRequest": 400,
     "UnknownSource": 404,
     "DownloadFailed": 503,
@@ -41,10 +44,11 @@ _STATUS = {
     "DamagedModel": 500,
     "ExpertReadError": 500,
     "NotFiniteLogits": 500,
+    "BadContext": 503,
     "ModelDataError": 400,
     "BadCheckpoint": 400,
-    "ValueError": 400,
 }
+_MOST_WORDS = 2000  # characters
 
 
 _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
@@ -56,7 +60,7 @@ _NEXT = {
 }
 
 
-class BadRequest(ValueError):
+class BadRequest(InvalidValue):
     """A request asks for something that cannot be."""
 
 
@@ -65,11 +69,17 @@ def status_of(error: Exception) -> int:
     return _known(error) or 500
 
 
+def code_of(error: Exception) -> str:
+    """The name of the error's class; `internal` for our own bugs."""
+    return "internal" if _is_bug(error) else type(error).__name__
+
+
 def words_of(error: Exception) -> str:
     """What happened; of our own bugs only that there was one."""
+    words = str(error)[:_MOST_WORDS]  # a request can name what it likes
     if _is_bug(error):
-        return f"this is a bug in moeinf: {type(error).__name__}: {error}"
-    return (str(error) or type(error).__name__) + _next(error)
+        return f"this is a bug in moeinf: {type(error).__name__}: {words}"
+    return (words or type(error).__name__) + _next(error)
 
 
 def _next(error: Exception) -> str:

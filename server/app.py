@@ -81,6 +81,7 @@ def create_app(
     async def plain(request: Request, error: HTTPException) -> JSONResponse:
         answer = _told(request, BadRequest(str(error.detail)))
         answer.status_code = error.status_code
+        answer.headers.update(error.headers or {})
         return answer
 
     async def tell(request: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What stands before every request: who may ask, how much may be sent, how long that may take.
+"""What stands before every request: who may ask, and how much may be sent.
 
 Does not know endpoints. A pure ASGI layer, so that streams pass through it untouched.
 
@@ -10,7 +10,6 @@ are names that nobody can register for the world, and those of pages that may ca
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import json
@@ -18,12 +17,10 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.exceptions import HTTPException
-
 from moeinf.runtime.config import ServerSettings
+from moeinf.server import bodies
 
-MOST_BODY_BYTES = 32 << 20
-BODY_SECONDS = 60.0  # for all of a request's body to arrive
+HEADER_BYTES = 64 << 10  # of a request's line and headers
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _UNREGISTRABLE = (".localhost", ".local", ".internal")  # RFC 6761, RFC 6762, ICANN in 2024
 _OPEN = ("/health", "/", "/api/version")  # answered without an API key
@@ -37,6 +34,7 @@ class Guard:
         self._settings = settings
         own = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
         self._names = own | {_name_of(origin) for origin in settings.origins}
+        self._budget = bodies.Budget()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -53,24 +51,49 @@ class Guard:
         if scope["path"].startswith("/api/"):  # what clients of Ollama call a form is JSON, too
             others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
             scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
-        await self._app(scope, _Body(receive).receive, send)
+        body = bodies.Body(receive, self._budget)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.close()
 
-    def _refusal(self, scope: Any, headers: dict[str, str]) -> tuple[int, str] | None:
+    def _refusal(self, scope: Any, headers: dict[str, str]) -> tuple[int, str, str] | None:
+        """A status, a code and words."""
+        size = len(scope["raw_path"] or b"") + len(scope["query_string"])
+        if (
+            size + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+            > HEADER_BYTES
+        ):
+            return 431, "headers_too_long", f"line and headers have at most {HEADER_BYTES} bytes"
+        if "transfer-encoding" in headers and "content-length" in headers:
+            words = "Transfer-Encoding and Content-Length say the body's length twice"
+            return 400, "two_lengths", words
         host = _host_name(headers.get("host", ""))
         silent = not host and scope["http_version"] == "1.0"  # no browser: they all say it
         if not (silent or self._is_ours(host)):
-            return 403, f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it"
+            return (
+                403,
+                "unknown_host",
+                f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it",
+            )
         origin = headers.get("origin")
         if origin is not None and not self._may(origin):
-            return 403, f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS"
+            return (
+                403,
+                "unknown_origin",
+                f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS",
+            )
         key = self._settings.api_key
         if key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
-            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), key.encode()):
-                return 401, "the API key is missing or wrong: send Authorization: Bearer KEY"
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            known = hmac.compare_digest(given.strip().encode(), key.encode())
+            if not (known and scheme.lower() == "bearer"):
+                words = "the API key is missing or wrong: send Authorization: Bearer KEY"
+                return 401, "invalid_api_key", words
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
-            return 413, f"a body has at most {MOST_BODY_BYTES} bytes"
+        if not length.isdecimal() or len(length) > 20 or int(length) > bodies.MOST_BODY_BYTES:
+            words = f"a body has at most {bodies.MOST_BODY_BYTES} bytes"
+            return 413, "body_too_long", words
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -91,35 +114,6 @@ class Guard:
         return _name_of(origin) in _LOCAL
 
 
-class TooMuch(HTTPException):
-    """A body is longer than may be (413), or does not arrive (408)."""
-
-
-class _Body:
-    """Counts what arrives of a body, and gives it a deadline."""
-
-    def __init__(self, receive: Any) -> None:
-        self._receive = receive
-        self._left = MOST_BODY_BYTES
-        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
-        self._whole = False
-
-    async def receive(self) -> Any:
-        if self._whole:  # what comes now is that the client has gone
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError as error:
-            raise TooMuch(408, "the body does not arrive") from error
-        if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
-            self._whole = not message.get("more_body", False)
-            if self._left < 0:
-                raise TooMuch(413, f"a body has at most {MOST_BODY_BYTES} bytes")
-        return message
-
-
 def _host_name(text: str) -> str:
     """The Host header without its port, in lower case, as an address without brackets."""
     text = text.strip().lower()
@@ -136,8 +130,10 @@ def _name_of(origin: str) -> str:
         return ""
 
 
-async def _refuse(send: Any, status: int, words: str) -> None:
-    body = json.dumps({"error": words}).encode()
+async def _refuse(send: Any, status: int, code: str, words: str) -> None:
+    body = json.dumps({"error": words, "code": code}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 400:  # where this request ends is unknown
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
+from moeinf.server.bounds import MOST_FIELDS
+
 
 class Said(BaseModel):
     """What is said in an object; a field that is null is one that was left away."""
@@ -18,4 +20,6 @@ class Said(BaseModel):
     def _without_nulls(cls, said: Any) -> Any:
         if not isinstance(said, dict):
             return said
+        if len(said) > MOST_FIELDS:
+            raise ValueError(f"an object has at most {MOST_FIELDS} fields")
         return {name: value for name, value in said.items() if value is not None}

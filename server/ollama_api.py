@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from moeinf.runtime.asking import Limits, SamplingOptions
@@ -24,15 +23,18 @@ from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tools import knows_tools
 from moeinf.runtime.version import version
-from moeinf.server.answers import BadRequest, events, noted, status_of, words_of
+from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.bodies import JsonRoute
+from moeinf.server.bounds import MOST_STOP, MOST_STOPS, Few, Listed, Tokens
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
+from moeinf.server.json_text import Answer, dump
 from moeinf.server.logprobs import token_words
 from moeinf.server.nulls import Said
 from moeinf.server.prompts import MessageExtras
 from moeinf.server.turns import Chat, Heard, Reply, Text, called_ollama, heard
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None
 
 # Known to Ollama, and about its engine: accepted, as it accepts them, without an effect here.
@@ -48,7 +50,7 @@ SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 class Message(MessageExtras):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    images: list[str] | None = None
+    images: Few[str] | None = None
 
 
 class Asked(Said):
@@ -70,13 +72,13 @@ class GenerateRequest(Asked):
     system: str = ""
     raw: bool = False
     suffix: str | None = None
-    images: list[str] | None = None
-    context: list[int] | None = None
+    images: Few[str] | None = None
+    context: Tokens | None = None
 
 
 class ChatRequest(Asked):
-    messages: list[Message] = Field(default_factory=list)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    messages: Listed[Message] = Field(default_factory=list)
+    tools: Listed[dict[str, Any]] = Field(default_factory=list)
 
 
 class ModelRequest(Said):
@@ -108,7 +110,7 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
             if name == "num_predict":
                 most = None if int(value) < 0 else int(value)
             elif name == "stop":
-                stop = (value,) if isinstance(value, str) else tuple(str(text) for text in value)
+                stop = _stops(value)
             elif name in SAMPLING:
                 chosen = chosen.having(name, value)
             elif name not in OF_OTHER_ENGINES:
@@ -116,6 +118,17 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
         except (OverflowError, TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error
     return chosen, Limits(most, stop)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadRequest("stop: the value is invalid (expected a text or a list of texts)")
+    if len(texts) > MOST_STOPS:
+        raise BadRequest(f"stop: {len(texts)} texts are too many (expected {MOST_STOPS} at most)")
+    if any(len(text) > MOST_STOP for text in texts):
+        raise BadRequest(f"stop: a text is too long (expected {MOST_STOP} characters at most)")
+    return tuple(texts)
 
 
 @router.post("/api/generate")
@@ -174,12 +187,12 @@ async def _answer(
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
         about = {"model": asked.model, "created_at": _now(), **said(Reply())}
-        return JSONResponse({**about, "done": True, "done_reason": "unload"})
+        return Answer({**about, "done": True, "done_reason": "unload"})
     loaded = await host.model(asked.model, keep_alive)
     load_seconds = time.perf_counter() - start
     if nothing_to_say:
         about = {"model": asked.model, "created_at": _now(), **said(Reply())}
-        return JSONResponse({**about, "done": True, "done_reason": "load"})
+        return Answer({**about, "done": True, "done_reason": "load"})
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
     count = asked.top_logprobs if asked.logprobs else None
     job = Job(turn.prepare, options, limits, lambda _: None, count, constrain)
@@ -197,14 +210,14 @@ async def _answer(
         async for event in heard(first, answer, turn):
             if isinstance(event, Failed):
                 error = noted(event.error, request.app.state.settings)
-                yield json.dumps(_error(error)) + "\n"
+                yield dump(_error(error)) + "\n"
             elif isinstance(event, Ended):
-                yield json.dumps(line(Reply(), [], event)) + "\n"
+                yield dump(line(Reply(), [], event)) + "\n"
             else:
                 found = _probabilities(loaded, event)
                 replies = [Reply.of(part) for part in event.parts]
                 for reply in replies or [Reply()] * len(found):
-                    yield json.dumps(line(reply, found)) + "\n"
+                    yield dump(line(reply, found)) + "\n"
                     found = []
 
     if asked.stream:
@@ -214,7 +227,7 @@ async def _answer(
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Ended):
-            return JSONResponse(line(reply, found, event))
+            return Answer(line(reply, found, event))
         found += _probabilities(loaded, event)
         for part in event.parts:
             reply.add(part)
@@ -350,9 +363,9 @@ def _now() -> str:
 
 def _error(error: Exception) -> dict[str, str]:
     """code is ours: `moeinf run` tells errors by it."""
-    return {"error": words_of(error), "code": type(error).__name__}
+    return {"error": words_of(error), "code": code_of(error)}
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> Answer:
     """Ollama's form of an error."""
-    return JSONResponse(_error(error), status_of(error))
+    return Answer(_error(error), status_of(error))

@@ -5,7 +5,6 @@ Does not know engines' threads nor Ollama's API.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,16 +12,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
 from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import Settings
 from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.manifest import Manifest
-from moeinf.server.answers import BadRequest, events, noted, status_of, words_of
+from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.bodies import JsonRoute
+from moeinf.server.bounds import Few, Inputs, Listed, StopText, Tokens
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
+from moeinf.server.json_text import Answer, dump
 from moeinf.server.logprobs import LegacyWords, token_words
 from moeinf.server.nulls import Said
 from moeinf.server.openai_words import (
@@ -43,7 +45,8 @@ from moeinf.server.turns import Called, Chat, Heard, Reply, Text, heard
 if TYPE_CHECKING:
     from moeinf.runtime.engine import Engine
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", route_class=JsonRoute)
+_CODES = dict.fromkeys(("PromptTooLong", "ContextFull"), "context_length_exceeded")
 _OPENING = {"role": "assistant", "content": ""}
 
 
@@ -78,12 +81,12 @@ class Asked(Said):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: StopText | Few[StopText] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     n: int | None = Field(1, ge=1, le=1)
     user: str | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     max_tokens: int | None = Field(None, ge=0)
 
     def sampling(self) -> SamplingOptions:
@@ -106,12 +109,12 @@ class Asked(Said):
 
 
 class ChatRequest(Asked):
-    messages: list[Message] = Field(min_length=1)
+    messages: Listed[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[ToolAsked] | None = None
+    tools: Listed[ToolAsked] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -121,7 +124,7 @@ class ChatRequest(Asked):
 
 
 class CompletionRequest(Asked):
-    prompt: str | list[str] | list[int]
+    prompt: str | Inputs[str] | Tokens
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str | None = None
@@ -266,7 +269,7 @@ async def _answer(
         if isinstance(event, Ended):
             choice = kind.whole(reply, found, reason_of(event, bool(reply.calls)))
             document = kind.around([choice], chunk=False)
-            return JSONResponse({**document, "usage": usage_of(event)})
+            return Answer({**document, "usage": usage_of(event)})
         found += _words(loaded, event, word)
         for part in event.parts:
             reply.add(part)
@@ -332,16 +335,16 @@ def _described(m: Manifest) -> dict[str, Any]:
 
 
 def _event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document)}\n\n"
+    return f"data: {dump(document)}\n\n"
 
 
 def _error(error: Exception) -> dict[str, Any]:
     status = status_of(error)
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = "model_not_found" if status == 404 else None
+    code = _CODES.get(name := code_of(error), "model_not_found" if status == 404 else name)
     return {"error": {"message": words_of(error), "type": kind, "param": None, "code": code}}
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> Answer:
     """OpenAI's form of an error."""
-    return JSONResponse(_error(error), status_of(error))
+    return Answer(_error(error), status_of(error))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.server.answers import BadRequest
+from moeinf.server.bounds import Listed
 from moeinf.server.jobs import Ended
 from moeinf.server.prompts import MessageExtras
 from moeinf.server.turns import Called, Part, Reply
@@ -17,7 +18,7 @@ from moeinf.server.turns import Called, Part, Reply
 
 class Message(MessageExtras):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Listed[dict[str, Any]] | None = None
 
 
 def plain(message: Message) -> dict[str, Any]:

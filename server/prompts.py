@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.thinking import thinking_variables
-from moeinf.runtime.tool_values import load_json
 from moeinf.server.answers import BadRequest
+from moeinf.server.bounds import Listed
+from moeinf.server.json_text import parse
 from moeinf.server.nulls import Said
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class MessageExtras(Said):
     thinking: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[CallSaid] | None = None
+    tool_calls: Listed[CallSaid] | None = None
     tool_call_id: str | None = None
     tool_name: str | None = None
     name: str | None = None
@@ -179,7 +180,7 @@ def _arguments(said: Any, as_text: bool) -> Any:
         return said if isinstance(said, str) else json.dumps(said or {}, ensure_ascii=False)
     if isinstance(said, str):
         try:
-            return load_json(said or "{}")
+            return parse(said or "{}")
         except ValueError:
             return said
     return said or {}
@@ -206,8 +207,8 @@ def _most_bytes(engine: Engine) -> int:
 def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
     """Token ids of a text that is embedded; special tokens in it are text. Or ids as they are.
 
-    truncate: what is longer than the context is cut at its end. Raises ValueError for ids that the
-    model has not, BadRequest, PromptTooLong.
+    truncate: what is longer than the context is cut at its end. Raises BadRequest for ids that the
+    model lacks, PromptTooLong.
     """
     if isinstance(given, str) and truncate:
         most = _most_bytes(engine)
@@ -218,5 +219,5 @@ def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool)
     else:
         ids = list(given)
         if any(not 0 <= token < engine.model.vocab_size for token in ids):
-            raise ValueError("input has ids that are no tokens of this model")
+            raise BadRequest("input has ids that are no tokens of this model")
     return ids[: engine.placement.context - 1] if truncate else ids

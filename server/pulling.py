@@ -21,6 +21,7 @@ from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import is_current
 from moeinf.runtime.names import is_path
 from moeinf.server.answers import BadRequest, noted, words_of
+from moeinf.server.bodies import JsonRoute
 from moeinf.server.nulls import Said
 
 
@@ -40,7 +41,7 @@ class _Client:
         self.stop.set()
 
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _SUCCESS = {"status": "success"}
 _CLIENT_GONE = 499  # as nginx logs it
 _STEPS = 100  # of a phase: progress is told once in each

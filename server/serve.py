@@ -6,20 +6,23 @@ Does not know endpoints. h11 parses requests: it bounds their headers.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.server.app import create_app
+from moeinf.server.guard import HEADER_BYTES
 from moeinf.server.log_lines import log_config
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
-HEADER_BYTES = 64 << 10
 MOST_CONNECTIONS = 1024
 _GOODBYE_SECONDS = 5
 
@@ -44,6 +47,26 @@ class Deadlines(H11Protocol):
             self._deadline = None
         elif not busy and self._deadline is None:
             self._await_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request. Called while h11's error is handled."""
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        code, words = "bad_request", msg
+        if status == 431:
+            code, words = "headers_too_long", f"line and headers have at most {HEADER_BYTES} bytes"
+        body = json.dumps({"error": words, "code": code}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=status if status == 431 else 400, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:

@@ -39,9 +39,17 @@ Part = tuple[Literal["thinking", "answer"], str] | Called
 class Reply:
     """What has been heard of an answer."""
 
-    thinking: str = ""
-    answer: str = ""
     calls: list[Called] = field(default_factory=list)
+    _thinking: list[str] = field(default_factory=list)
+    _answer: list[str] = field(default_factory=list)
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self._thinking)
+
+    @property
+    def answer(self) -> str:
+        return "".join(self._answer)
 
     @classmethod
     def of(cls, part: Part) -> Reply:
@@ -53,9 +61,9 @@ class Reply:
         if isinstance(part, Called):
             self.calls.append(part)
         elif part[0] == "thinking":
-            self.thinking += part[1]
+            self._thinking.append(part[1])
         else:
-            self.answer += part[1]
+            self._answer.append(part[1])
 
 
 @dataclass(frozen=True)

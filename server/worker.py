@@ -39,6 +39,7 @@ from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.finite import check_logits
 from moeinf.runtime.generate import Answer
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.sampler import Sampler
 from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded, Vector
 
@@ -202,7 +203,7 @@ class Worker:
         prompt = job.prepare(engine)
         context = engine.placement.context
         if not prompt:
-            raise ValueError("there is nothing to answer: the prompt has no tokens")
+            raise InvalidValue("there is nothing to answer: the prompt has no tokens")
         if len(prompt) >= context:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context {context}")
         constraint = job.constrain(engine, prompt) if job.constrain is not None else None

@@ -7,6 +7,7 @@ import pytest
 from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.manifest import DamagedModel, NewerModel
 from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.server.answers import status_of, words_of
@@ -17,7 +18,8 @@ _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is los
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (ValueError("temperature must be at least 0"), 400, "temperature must be at least 0"),
+        (InvalidValue("temperature must be at least 0"), 400, "temperature must be at least 0"),
+        (ValueError("oh"), 500, "this is a bug in moeinf: ValueError: oh"),
         (DamagedModel("m: a shard is short"), 500, "m: a shard is short"),
         (
             ExpertReadError("experts/L000/E001.safetensors", "CRC-32C differs"),

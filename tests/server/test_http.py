@@ -82,8 +82,12 @@ def test_an_api_key(demo_home: Path) -> None:
         assert httpx.get(f"{address}/api/tags").status_code == 401
         wrong = httpx.get(f"{address}/api/tags", headers={"Authorization": "Bearer secre"})
         assert wrong.status_code == 401
-        right = httpx.get(f"{address}/v1/models", headers={"Authorization": "Bearer secret"})
-        assert right.status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            right = httpx.get(f"{address}/v1/models", headers={"Authorization": f"{scheme} secret"})
+            assert right.status_code == 200
+        for other in ("Basic secret", "secret", "Bearersecret", "Bearer", "Bearer Bearer secret"):
+            refused = httpx.get(f"{address}/v1/models", headers={"Authorization": other})
+            assert (refused.status_code, refused.json()["code"]) == (401, "invalid_api_key")
         assert httpx.get(f"{address}/health").status_code == 200
 
 
@@ -114,7 +118,7 @@ def test_curl_sends_forms(address: str) -> None:
 def test_headers_without_end(address: str) -> None:
     with connected(address) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"a" * (200 << 10))
-        assert b" 400 " in sock.recv(4096)
+        assert b" 431 " in sock.recv(4096)
     assert httpx.get(f"{address}/health").status_code == 200
 
 

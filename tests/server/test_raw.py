@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-import moeinf.server.guard
+import moeinf.server.bodies
 import moeinf.server.serve
 
 
@@ -56,6 +57,42 @@ def test_what_is_no_request(bad: bytes, raw: socket.socket) -> None:
     assert everything(raw).startswith((b"HTTP/1.1 400", b"HTTP/1.1 403"))
 
 
+HELLO = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        HELLO + b"X: " + b"a" * 100_000 + b"\r\n\r\n",  # whole within one read
+        HELLO + b"X: " + b"a" * 100_000,
+        HELLO + b"".join(b"X%d: a\r\n" % number for number in range(12_000)) + b"\r\n",
+        b"GET /health?" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_headers_of_more_than_was_promised(long: bytes, raw: socket.socket) -> None:
+    raw.sendall(long)
+    raw.shutdown(socket.SHUT_WR)
+    head, _, body = everything(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431")
+    assert json.loads(body)["code"] == "headers_too_long"
+
+
+def test_headers_of_what_was_promised(raw: socket.socket) -> None:
+    raw.sendall(HELLO + b"Connection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n")
+    assert everything(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_two_lengths_of_one_body_end_the_connection(raw: socket.socket) -> None:
+    """A proxy in front may believe the other one; the rest would be a request of its own."""
+    smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    raw.sendall(HEAD + lengths + smuggled)
+    found = everything(raw)
+    assert found.startswith(b"HTTP/1.1 400")
+    assert b"two_lengths" in found
+    assert found.count(b"HTTP/1.1") == 1
+
+
 def test_two_requests_at_once_are_answered_in_order(raw: socket.socket) -> None:
     first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     last = b"GET /api/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -80,13 +117,13 @@ def test_slow_headers(raw: socket.socket, monkeypatch: pytest.MonkeyPatch, addre
 
 
 def test_a_slow_body(raw: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moeinf.server.guard, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(moeinf.server.bodies, "BODY_SECONDS", 0.3)
     raw.sendall(HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\n{")
     assert everything(raw).startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_without_length_and_end(raw: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moeinf.server.guard, "MOST_BODY_BYTES", 100_000)
+    monkeypatch.setattr(moeinf.server.bodies, "MOST_BODY_BYTES", 100_000)
     chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
     raw.sendall(HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 8)
     assert raw.recv(4096).startswith(b"HTTP/1.1 413")

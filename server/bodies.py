@@ -1,0 +1,108 @@
+"""How much of a body may arrive, how long that may take, and what all bodies together may hold.
+
+Does not know endpoints. A body counts from its first bytes until its request has been answered:
+what was parsed from it lives as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from moeinf.server.json_text import BadJson, parse
+
+MOST_BODY_BYTES = 8 << 20
+BODY_SECONDS = 60.0  # for all of a request's body to arrive
+ALL_BODIES_BYTES = 64 << 20
+FREE_BYTES = 64 << 10  # of each body: short requests are taken however many long ones there are
+
+
+class TooMuch(HTTPException):
+    """A body is too long (413), does not arrive (408), or there are too many long ones (503)."""
+
+
+class Budget:
+    """The bytes that bodies hold now, each beyond its first FREE_BYTES."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+
+    def take(self, count: int) -> bool:
+        """Whether there was room."""
+        if self.held_bytes + count > ALL_BODIES_BYTES:
+            return False
+        self.held_bytes += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        self.held_bytes -= count
+
+
+class Body:
+    """A request's body as it arrives. `close` when the request has been answered."""
+
+    def __init__(self, receive: Any, budget: Budget) -> None:
+        self._receive, self._budget = receive, budget
+        self._bytes = self._taken = 0
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        self._whole = False
+
+    async def receive(self) -> Any:
+        """The next message. Raises TooMuch."""
+        if self._whole:  # what comes now is that the client has gone
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise TooMuch(408, "the body does not arrive") from error
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            self._whole = not message.get("more_body", False)
+            self._count()
+        return message
+
+    def close(self) -> None:
+        self._budget.give_back(self._taken)
+        self._taken = 0
+
+    def _count(self) -> None:
+        if self._bytes > MOST_BODY_BYTES:
+            raise TooMuch(413, f"a body has at most {MOST_BODY_BYTES} bytes")
+        more = max(0, self._bytes - FREE_BYTES) - self._taken
+        if not self._budget.take(more):
+            words = "the requests of all clients are too long together: try again"
+            raise TooMuch(503, words, {"Retry-After": "1"})
+        self._taken += more
+
+
+class JsonRequest(Request):
+    """A request whose JSON is bounded before it is parsed."""
+
+    async def json(self) -> Any:
+        """The body's value. Raises HTTPException (400)."""
+        body = await self.body()
+        try:
+            return parse(body.decode(json.detect_encoding(body), "surrogatepass"))
+        except UnicodeDecodeError as error:
+            raise HTTPException(400, "the body is not text in UTF-8") from error
+        except BadJson as error:
+            raise HTTPException(400, str(error)) from error
+
+
+class JsonRoute(APIRoute):
+    """A route that parses its body with JsonRequest."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_bounded(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_bounded
