@@ -37,6 +37,7 @@ OURS_ALONE = {
     "Unfinished",
     "BadAnswer",
     "BadJson",
+    "BadVocabulary",
     "Refused",
     "LimitExceeded",
 }
