@@ -24,6 +24,7 @@ _STATUS = {
     "ContextFull": 400,
     "TemplateError": 400,
     "BadRequest": 400,
+    "BadFormat": 400,
     "UnknownSource": 404,
     "DownloadFailed": 503,
     "ModelInUse": 409,

@@ -46,6 +46,7 @@ from moeinf.runtime.sentencepiece import tokenizer_json
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.torch_file import read_torch_file
 from moeinf.runtime.workplace import JOURNAL, Workplace
+from tests.faults import schema_targets
 
 Seeds = Callable[[], list[bytes]]
 _SHAPE = (2, 3)  # layers and experts of the EAMC that is read
@@ -395,4 +396,5 @@ TARGETS: dict[str, Target] = {
     "journal": Target(_journal, (), _of(_JOURNAL)),
     "prompts": Target(_prompts, (BadDataset,), _of('{"prompt": "a", "task": "b"}\n"c"\n')),
     "parquet": Target(_parquet, (BadDataset,), _parquets),
+    "schema": Target(*schema_targets.TARGET),
 }
