@@ -36,6 +36,7 @@ from moeinf.cli.trace import trace
 from moeinf.cli.verify import verify
 from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.panic import as_exception
 from moeinf.runtime.version import version as this_version
 
 _INTERRUPTED = 130
@@ -106,13 +107,16 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
         sys.stderr.close()
         return 1
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as raised:  # a panic of Rust is no Exception
+        told = as_exception(raised)
         if _debugging():
             traceback.print_exc()
         if interrupted():
             return _INTERRUPTED
-        words = describe(error)
-        out.error(words.code, words.message, _where(words, error))
+        words = describe(told)
+        out.error(words.code, words.message, _where(words, told))
         return words.exit_code
 
 
