@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from moeinf.runtime.asking import Form, Limits, Message, SamplingOptions
-from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.schema_limits import MOST_BYTES, BadFormat, check_schema
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]
 Fields = list[tuple[str, str]]
+_MOST_CHARACTERS = 8 * MOST_BYTES  # of a schema, with the white space in it
 
 
 class Partner(Protocol):
@@ -79,14 +80,21 @@ class Partner(Protocol):
 
 
 def parse_form(text: str) -> Form:
-    """`json`, a JSON schema as it is, or a file with one. Raises InvalidValue or OSError."""
+    """`json`, a JSON schema as it is, or a file with one. Raises BadFormat or OSError."""
     if text == "json":
         return "json"
+    if text.lstrip().startswith("{"):
+        said = text
+    else:
+        with Path(text).expanduser().open(encoding="utf-8") as file:
+            said = file.read(_MOST_CHARACTERS + 1)
+    if len(said) > _MOST_CHARACTERS:
+        raise BadFormat(f"format: the schema has more than {_MOST_CHARACTERS} characters")
     try:
-        said = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text("utf-8")
         schema = json.loads(said)
     except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"format: this is no JSON schema: {error}") from error
+        raise BadFormat(f"format: this is not a JSON schema: {error}") from error
     if not isinstance(schema, dict):
-        raise InvalidValue("format: a JSON schema is an object")
+        raise BadFormat("format: a JSON schema is an object")
+    check_schema(schema)
     return schema

@@ -1,15 +1,19 @@
 """Answers that must follow a grammar: JSON, JSON of a schema, or a call of a tool.
 
-Does not know APIs. llguidance compiles the grammar and says which tokens may come next. Thinking is
-free: the grammar begins where the answer does, and an answer cannot end before it has begun.
+Does not know APIs. Grammars are compiled and matched in processes of their own (grammars.py).
+Thinking is free: the grammar begins where the answer does, and an answer cannot end before it has
+begun.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from moeinf.runtime.grammars import Matching
+from moeinf.runtime.schema_limits import MOST_BYTES, check_schema
+from moeinf.runtime.schema_limits import BadFormat as BadFormat
 from moeinf.runtime.thinking import CLOSE, OPEN, parser_for, thinks
 from moeinf.runtime.tools import Tool, format_of, names_of
 
@@ -20,22 +24,30 @@ if TYPE_CHECKING:
     from moeinf.runtime.engine import Engine
 
 _ANY_JSON = {"type": "object"}
+# One space at most, after a comma or a colon: models write "a": 1 as well as "a":1, and one that is
+# free to write spaces may never stop.
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_MOST_GRAMMAR_BYTES = 2 * MOST_BYTES  # of all tools' schemas, escapes included
 Logits: TypeAlias = "NDArray[np.float32]"
 
 
-class BadFormat(ValueError):
-    """A schema that is none, or a form that this model cannot be held to."""
-
-
 class Constraint(Protocol):
-    """A grammar that an answer must follow. Raises BadFormat when it is lost within the answer."""
+    """A grammar that an answer must follow. Every method raises BadFormat when it cannot."""
+
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Wait, `seconds` at most, until `mask` does not block. False: it would."""
+        ...
 
     def mask(self, logits: Logits) -> Logits:
         """logits [vocab] with -inf for what may not come now."""
         ...
 
     def took(self, token: int) -> None:
-        """The token that was chosen."""
+        """Go on behind the token that was chosen."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the answer has used."""
         ...
 
 
@@ -46,48 +58,50 @@ def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Co
     """An answer in JSON: "json" for any object, or a schema; {} for any value. None and "" are no
     constraint.
 
-    With tools the answer may be a call instead, where a single token begins one.
+    With tools the answer may be a call instead, where a single token begins one. Raises BadFormat
+    for a schema beyond the limits.
     """
     if form is None or form == "":
         return None
-    schema = _ANY_JSON if isinstance(form, str) else form
+    grammar = grammar_of(_ANY_JSON if isinstance(form, str) else form)
 
     def constrain(engine: Engine, prompt: Sequence[int]) -> Constraint:
-        from llguidance import LLMatcher
-
         mark = format_of(engine.tokenizer.chat_template) if tools else None
         call = engine.tokenizer.token_id(mark.open) if mark is not None else None
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         return _Grammar(engine, prompt, grammar, call)
 
     return constrain
 
 
 def call_of_one(tools: Sequence[Tool]) -> Constrain:
-    """An answer that calls one of `tools`, with arguments that its schema allows."""
+    """An answer that calls one of `tools`, with arguments that its schema allows.
+
+    Raises BadFormat for schemas beyond the limits.
+    """
+    arguments = [
+        f"arguments_{number}: {_json(tool['function'].get('parameters') or _ANY_JSON)}"
+        for number, tool in enumerate(tools)
+    ]
+    _checked(arguments)
 
     def constrain(engine: Engine, prompt: Sequence[int]) -> Constraint:
-        from llguidance import LLMatcher
-
         template = engine.tokenizer.chat_template or ""
         form = format_of(template)
         if form is None or form.write is None or any(mark in template for mark in form.unless):
             raise BadFormat(
                 "tool_choice: calls of this model cannot be forced; auto and none are possible"
             )
-        lines = [f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-        for number, (tool, name) in enumerate(zip(tools, names_of(tools), strict=True)):
+        lines = [f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}", *arguments]
+        for number, name in enumerate(names_of(tools)):
             before, after = form.write(name)
-            schema = tool["function"].get("parameters") or _ANY_JSON
             lines.append(f"call_{number}: {_quoted(before)} arguments_{number} {_quoted(after)}")
-            lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
-        return _Grammar(engine, prompt, LLMatcher.grammar_from_lark("\n".join(lines)))
+        return _Grammar(engine, prompt, _checked(lines))
 
     return constrain
 
 
 class _Grammar:
-    """One answer's way through a grammar. Raises BadFormat for a grammar that is none.
+    """One answer's way through a grammar, its thinking left out.
 
     call: a token that may come in the answer's place, and after which nothing is held to anything.
     """
@@ -95,13 +109,7 @@ class _Grammar:
     def __init__(
         self, engine: Engine, prompt: Sequence[int], grammar: str, call: int | None = None
     ) -> None:
-        from llguidance import LLMatcher
-        from llguidance.numpy import allocate_token_bitmask
-
-        llguidance = _tokenizer_of(engine)
-        self._matcher = LLMatcher(llguidance, grammar)
-        self._check()
-        self._bits = allocate_token_bitmask(1, llguidance.vocab_size)
+        self._matching = Matching(engine.grammars, grammar)
         tokenizer = engine.tokenizer
         before = tokenizer.tail(list(prompt))
         self._ends = sorted(engine.ends)
@@ -113,9 +121,11 @@ class _Grammar:
         may_think = thinks(tokenizer.chat_template) and not before.rstrip().endswith(CLOSE)
         self._think = tokenizer.token_id(OPEN) if may_think else None
 
+    def ready(self, seconds: float = 0.0) -> bool:
+        return self._called or self._matching.ready(seconds)
+
     def mask(self, logits: Logits) -> Logits:
         import numpy as np
-        from llguidance.numpy import fill_next_token_bitmask
 
         if self._called:
             return logits
@@ -123,9 +133,7 @@ class _Grammar:
             free = logits.copy()
             free[self._ends] = -np.inf
             return free
-        fill_next_token_bitmask(self._matcher, self._bits, 0)
-        self._check()  # it may be too much to go on with, and then only an end would be allowed
-        allowed = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little").astype(bool)
+        allowed = self._matching.allowed()
         masked = np.full_like(logits, -np.inf)
         count = min(len(allowed), len(logits))
         masked[:count] = np.where(allowed[:count], logits[:count], -np.inf)
@@ -142,30 +150,36 @@ class _Grammar:
             self._think = None
         elif self._parser.answering:
             self._begun = True
-            self._matcher.consume_token(token)
-            self._check()
+            self._matching.took(token)
             return
         for _ in self._parser.add(self._stream.add(token)):
             pass
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise BadFormat(f"format: {self._matcher.get_error()}"[:500])
+    def close(self) -> None:
+        self._matching.close()
+
+
+def grammar_of(schema: Mapping[str, Any]) -> str:
+    """The grammar of a schema's values. Raises BadFormat for a schema beyond the limits."""
+    return _checked([f"start: {_json(schema)}"])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """The part of a grammar that stands for a schema's values. Raises BadFormat."""
+    check_schema(schema)
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACES})}"
+
+
+def _checked(lines: Sequence[str]) -> str:
+    """A grammar. Raises BadFormat when it is too long."""
+    grammar = "\n".join(lines)
+    if len(grammar) > _MOST_GRAMMAR_BYTES:
+        raise BadFormat(
+            f"format: the schemas have {len(grammar)} bytes (at most {_MOST_GRAMMAR_BYTES})"
+        )
+    return grammar
 
 
 def _quoted(text: str) -> str:
     """A string of a grammar."""
     return json.dumps(text)
-
-
-_TOKENIZERS: dict[str, Any] = {}  # by model: building one takes as long as reading a vocabulary
-
-
-def _tokenizer_of(engine: Engine) -> Any:
-    from llguidance import LLTokenizer
-
-    key = f"{engine.manifest.model}@{engine.manifest.created_at}"
-    if key not in _TOKENIZERS:
-        text = (engine.folder / "tokenizer.json").read_text(encoding="utf-8")
-        _TOKENIZERS[key] = LLTokenizer(text, eos_token=min(engine.ends) if engine.ends else None)
-    return _TOKENIZERS[key]

@@ -37,6 +37,7 @@ from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
 from moeinf.runtime.gpu import device_faults
+from moeinf.runtime.grammars import Grammars
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
@@ -107,6 +108,8 @@ class Engine:
                 self.template = TemplateWorker(self.tokenizer.chat_template)
                 undo.callback(self.template.close)
             self.ends = end_tokens(folder, self.tokenizer)
+            self.grammars = Grammars(folder / "tokenizer.json", min(self.ends, default=None))
+            undo.callback(self.grammars.close)
             self.sampling = model_defaults(folder)
             drive = drive_of(settings, folder, manifest)
             reading = DEFAULT_READING if drive is None else drive.reading

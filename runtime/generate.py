@@ -144,6 +144,8 @@ class Generation:
             raise
         finally:
             self.store = self._engine.store.stats.since(before)
+            if self._constraint is not None:
+                self._constraint.close()
             self._engine.end_request(self.request, counts=self.prefill_seconds > 0)
             self._ended(self)
 

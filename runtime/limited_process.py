@@ -7,6 +7,8 @@ and the libraries that read them can crash, hang, or take all memory. Both ends 
                                ◀── a line of JSON ── {"value": …} or {"error": "…"}
 
 The child limits its own address space. The parent enforces the wall time and kills a late child.
+A child that has read something large can be copied: the copy shares that memory, has a channel of
+its own, and ends alone.
 """
 
 from __future__ import annotations
@@ -16,17 +18,22 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 MAX_ANSWER_BYTES = 16 << 20
 _START_SECONDS = 20.0
+_COPY_SECONDS = 5.0
 _ALARM_MARGIN_SECONDS = 4  # the child ends itself this long after the parent should have ended it
 _ERROR_CHARACTERS = 500
+_BLOCK_BYTES = 1 << 16
+_COPY = b'{"copy": true}\n'
 
 
 class Refused(ValueError):
@@ -37,112 +44,243 @@ class LimitExceeded(ValueError):
     """The child took too much time or memory, or crashed. It has been killed."""
 
 
-class LimitedProcess:
-    """One child process that runs `python -m MODULE`; it starts at once, and again after a kill.
+class Channel:
+    """The parent's end of one child: one request at a time, whose answer can be waited for.
 
-    `begin` is a request that every new child gets before all others, or None.
+    kill: ends the child at once.
     """
 
-    def __init__(self, module: str, begin: dict[str, Any] | None = None) -> None:
-        self._module, self._begin = module, begin
-        self._process = self._start()
-        self._ready = False
+    def __init__(self, channel: socket.socket, kill: Callable[[], None]) -> None:
+        channel.setblocking(False)
+        self._channel, self._kill = channel, kill
+        self._waiting: deque[tuple[bytes, float]] = deque()  # (message, seconds), after the first
+        self._unsent = b""
+        self._read = bytearray()
+        self._deadline = 0.0
+        self._answer: dict[str, Any] | LimitExceeded | None = None
+        self._asked = False
+        self.closed = False
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
         """Return the handler's value. Raises Refused, or LimitExceeded after `seconds`."""
-        if self._process.poll() is not None:
-            self.close()
-            self._process, self._ready = self._start(), False
-        if not self._ready:
-            self._exchange({"request": self._begin}, _START_SECONDS)
-            self._ready = True
+        self.start(request, seconds)
+        return self.result()
+
+    def start(self, request: dict[str, Any], seconds: float) -> None:
+        """Send a request and return at once. `done` says when `result` has its answer."""
         alarm = int(seconds) + _ALARM_MARGIN_SECONDS
-        return self._exchange({"request": request, "alarm": alarm}, seconds)
+        self._begin([({"request": request, "alarm": alarm}, seconds)])
 
-    def close(self) -> None:
-        """Kill the child. `ask` starts another one."""
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
-        self._process.wait()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            # -P: a jinja2.py in the working directory must not be imported
-            [sys.executable, "-P", "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the engine
-        )
-
-    def _exchange(self, message: dict[str, Any], seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
+    def done(self, seconds: float = 0.0) -> bool:
+        """Wait for the answer, `seconds` at most. False: it has not come yet."""
+        until = time.monotonic() + seconds
         try:
-            self._send(json.dumps(message).encode() + b"\n", deadline)
-            answer = json.loads(self._receive(deadline))
+            while self._asked and self._answer is None and self._step(until):
+                pass
         except (OSError, ValueError) as error:
             self.close()
-            raise LimitExceeded(f"too much time or memory ({error})") from None
+            self._answer = LimitExceeded(f"too much time or memory ({error})")
         except BaseException:  # the answer must not be taken for that to the next request
             self.close()
             raise
+        return not self._asked or self._answer is not None
+
+    def result(self) -> Any:
+        """Return the value that was asked for last. Raises Refused and LimitExceeded."""
+        while not self.done(_START_SECONDS):
+            pass
+        answer, self._answer, self._asked = self._answer, None, False
+        if isinstance(answer, LimitExceeded):
+            raise answer
+        assert answer is not None
         if "error" in answer:
             raise Refused(answer["error"])
         return answer["value"]
 
-    def _send(self, line: bytes, deadline: float) -> None:
-        """Write a line. Raises OSError when the child does not read it in time."""
-        assert self._process.stdin is not None
-        descriptor = self._process.stdin.fileno()
-        os.set_blocking(descriptor, False)
-        rest = memoryview(line)
-        while rest:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([], [descriptor], [], left)[1]:
-                raise TimeoutError("no answer in time")
-            rest = rest[os.write(descriptor, rest) :]
+    def close(self) -> None:
+        """Kill the child."""
+        if not self.closed:
+            self.closed = True
+            self._kill()
+            self._channel.close()
 
-    def _receive(self, deadline: float) -> bytes:
-        """Read a line. Raises OSError or ValueError when it does not come, or is too long."""
-        assert self._process.stdout is not None
-        descriptor, line = self._process.stdout.fileno(), bytearray()
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise TimeoutError("no answer in time")
-            block = os.read(descriptor, 1 << 16)
-            if not block:
-                raise ValueError("its process ended")
-            line += block
-            if len(line) > MAX_ANSWER_BYTES:
-                raise ValueError("its answer is too long")
-        return bytes(line)
+    def _begin(self, messages: list[tuple[dict[str, Any], float]]) -> None:
+        self._waiting = deque(
+            (json.dumps(message).encode() + b"\n", seconds) for message, seconds in messages
+        )
+        self._answer, self._asked = None, True
+        if self.closed:
+            self._answer = LimitExceeded("too much time or memory (its process ended)")
+        else:
+            self._next()
+            self.done()  # sends what the child takes now
+
+    def _next(self) -> None:
+        """Send the first message that waits, whose time begins."""
+        self._unsent, seconds = self._waiting.popleft()
+        self._read.clear()
+        self._deadline = time.monotonic() + seconds
+
+    def _step(self, until: float) -> bool:
+        """Read or write once; False when `until` has come. Raises OSError or ValueError."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise TimeoutError("no answer in time")
+        poll = select.poll()  # select.select refuses descriptors from 1024 on
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        wait_ms = max(0.0, min(until, self._deadline) - now) * 1000
+        events = poll.poll(wait_ms)
+        if not events:
+            return until > self._deadline
+        if events[0][1] & select.POLLOUT:
+            self._unsent = self._unsent[self._channel.send(self._unsent) :]
+            return True
+        block = self._channel.recv(_BLOCK_BYTES)
+        if not block:
+            raise ValueError("its process ended")
+        self._read += block
+        if len(self._read) > MAX_ANSWER_BYTES:
+            raise ValueError("its answer is too long")
+        if block.endswith(b"\n"):
+            answer = json.loads(self._read)
+            if not self._waiting:
+                self._answer = answer
+            elif "error" not in answer:
+                self._next()
+            else:  # the rest makes no sense, nor does this child
+                self.close()
+                self._answer = answer
+        return True
+
+
+class LimitedProcess(Channel):
+    """One child process that runs `python -m MODULE`; it starts at once, and again after a kill.
+
+    `begin` is a request that every new child gets before all others, within `begin_seconds`; None
+    only waits for the child to be there.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        begin: dict[str, Any] | None = None,
+        begin_seconds: float = _START_SECONDS,
+    ) -> None:
+        self._module = module
+        self._first: tuple[dict[str, Any], float] = {"request": begin}, begin_seconds
+        self._ready = False
+        self._open()
+
+    def start(self, request: dict[str, Any], seconds: float) -> None:
+        alarm = int(seconds) + _ALARM_MARGIN_SECONDS
+        message = {"request": request, "alarm": alarm}, seconds
+        if self.closed or self._process.poll() is not None:
+            self.close()
+            self._open()
+        self._begin([message] if self._ready else [self._first, message])
+        self._ready = True
+
+    def copy(self) -> Channel:
+        """Return a copy of the child, which has answered a request. Raises LimitExceeded.
+
+        The child must have no other thread. Its handler goes on in both, each with its own state.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._channel, [_COPY], [theirs.fileno()])
+            self._read.clear()
+            self._asked, self._deadline = True, time.monotonic() + _COPY_SECONDS
+            child = os.pidfd_open(self.result())
+        except OSError as error:
+            ours.close()
+            self.close()
+            raise LimitExceeded(f"too much time or memory ({error})") from None
+        except BaseException:
+            ours.close()
+            raise
+
+        def kill() -> None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
+
+        return Channel(ours, kill)
+
+    def _open(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = process = subprocess.Popen(
+                # -P: a jinja2.py in the working directory must not be imported
+                [sys.executable, "-P", "-m", self._module],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the engine
+            )
+
+        def kill() -> None:
+            process.kill()
+            process.wait()
+
+        self._ready = False
+        super().__init__(ours, kill)
 
 
 def serve(handler: Callable[[dict[str, Any]], Any], address_space_bytes: int) -> None:
-    """Answer requests in the child until standard input ends.
+    """Answer requests in the child until its channel, which is standard input, ends.
 
     `handler` gets each request and returns a value that JSON can carry. An exception of any kind,
     also a panic of a Rust library, is sent back as text.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes, address_space_bytes))
-    for line in sys.stdin:
-        message = json.loads(line)
-        answer: dict[str, Any]
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = (
+        address_space_bytes if most == resource.RLIM_INFINITY else min(most, address_space_bytes)
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies leave no zombies
+    channel = socket.socket(fileno=0)
+    while True:
+        line, descriptors = _request(channel)
+        if not line:
+            os._exit(0)
+        if descriptors:
+            answer = {"value": os.fork()}
+            if answer["value"] == 0:  # the copy: its channel takes the place of the first one's
+                os.dup2(descriptors[0], 0)
+                os.dup2(0, 1)
+            os.close(descriptors[0])
+            if answer["value"] == 0:
+                continue
+        else:
+            answer = _answer(handler, json.loads(line))
+        channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _request(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """Read a line, and the descriptors that came with it; an empty line when the parent is gone."""
+    line, descriptors = bytearray(), list[int]()
+    while not line.endswith(b"\n"):
+        block, found, _, _ = socket.recv_fds(channel, _BLOCK_BYTES, 1)
+        if not block:
+            return b"", []
+        line += block
+        descriptors += found
+    return bytes(line), descriptors
+
+
+def _answer(handler: Callable[[dict[str, Any]], Any], message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        signal.alarm(message.get("alarm", 0))  # ends this process if the parent has died
         try:
-            signal.alarm(message.get("alarm", 0))  # ends this process if the parent has died
-            try:
-                request = message["request"]
-                answer = {"value": None if request is None else handler(request)}
-            finally:
-                signal.alarm(0)
-        except MemoryError:
-            answer = {"error": "it needs too much memory"}
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # PanicException is no Exception
-            answer = {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+            request = message["request"]
+            return {"value": None if request is None else handler(request)}
+        finally:
+            signal.alarm(0)
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # PanicException is no Exception
+        return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}

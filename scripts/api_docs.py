@@ -14,6 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.grammars import COMPILE_SECONDS
+from moeinf.runtime.schema_limits import (
+    MOST_BYTES,
+    MOST_CHAIN,
+    MOST_DEPTH,
+    MOST_ITEMS,
+    MOST_PATTERN_CHARACTERS,
+    MOST_PATTERNS,
+    MOST_VALUES,
+)
 from moeinf.server.app import create_app
 from moeinf.server.ollama_api import OF_OTHER_ENGINES, SAMPLING
 
@@ -46,7 +56,10 @@ def written() -> str:
     document = app.openapi()
     schemas = document.get("components", {}).get("schemas", {})
     work = _listed(("num_predict", "stop", *SAMPLING))
-    parts, used = [_BEGIN, _OPTIONS.format(work, _listed(OF_OTHER_ENGINES))], list[str]()
+    parts, used = (
+        [_BEGIN, _schemas(), _OPTIONS.format(work, _listed(OF_OTHER_ENGINES))],
+        list[str](),
+    )
     for path, verbs in sorted(document["paths"].items(), key=lambda item: _order(item[0])):
         for verb, operation in verbs.items():
             parts.append(f"## {verb.upper()} {path}\n")
@@ -61,6 +74,17 @@ def written() -> str:
             parts.append(" ".join(schemas[name]["description"].split()) + "\n")
         parts.append(_table(schemas[name], used))
     return "\n".join(parts)
+
+
+def _schemas() -> str:
+    items = ", ".join(f"{most:,} in `{keyword}`" for keyword, most in MOST_ITEMS.items())
+    return f"""A JSON schema (`format`, `response_format`, and of a tool that must be called
+`parameters`) has at most {MOST_BYTES >> 10} KiB of text, {MOST_VALUES:,} names and values,
+{MOST_DEPTH} levels, {MOST_CHAIN} definitions along `$ref`, and {MOST_PATTERNS} patterns of
+{MOST_PATTERN_CHARACTERS:,} characters each; items by keyword: {items}.
+One that is larger, invalid, or takes more than {COMPILE_SECONDS:g} s or too much memory is
+answered 400. An answer that follows a schema has at most one space between its parts.
+"""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import return_free_pages
 from moeinf.runtime.names import ModelName
+from moeinf.server.jobs import Unloaded
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine import Engine
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 1.0
 _TRIM_EVERY_S = 30.0
 _GRACE_S = 1.0  # between being given a model and asking it something
+_LAST_CLOSE_S = 3.0  # in which all engines end when the server does
+_STUCK = "the engine is in a native call that does not return; restart the server"
 
 
 @dataclass
@@ -92,7 +95,13 @@ class Host:
         self._config = config
         self._loaded: dict[ModelName, Loaded] = {}
         self._loading: dict[ModelName, asyncio.Lock] = {}
-        self._closing: set[asyncio.Future[None]] = set()
+        self._closing: set[asyncio.Future[bool]] = set()
+        self._unended: list[Worker] = []  # their time is over, and they may still run
+
+    @property
+    def stuck(self) -> bool:
+        """Whether an engine that should have ended is in a native call that does not return."""
+        return any(not worker.close(0) for worker in self._unended)
 
     def loaded(self) -> list[Loaded]:
         return [one for one in self._loaded.values() if one.worker.failure is None]
@@ -114,11 +123,14 @@ class Host:
         return found
 
     async def unload(self, name: str) -> bool:
-        """Ends a model's engine, its requests with it; False when it is not loaded."""
+        """End a model's engine, its requests with it; False when it is not loaded.
+
+        Raises Unloaded when the engine does not end.
+        """
         key, _ = await asyncio.to_thread(self.library.find, name)
         found = self._loaded.pop(key, None)
-        if found is not None:
-            await self._close(found.worker)
+        if found is not None and not await self._close(found.worker):
+            raise Unloaded(_STUCK)
         return found is not None
 
     async def run(self) -> None:
@@ -135,8 +147,12 @@ class Host:
         finally:
             workers = [one.worker for one in self._loaded.values()]
             self._loaded.clear()
+            until = time.monotonic() + _LAST_CLOSE_S
             for worker in workers:
-                worker.close()
+                worker.close(0)  # all begin to end
+            for worker in workers:
+                worker.close(max(0.0, until - time.monotonic()))
+            self._unended += workers
 
     async def _unload_where(self, leaves: Callable[[Loaded], bool]) -> bool:
         """Whether any did. Each is asked when its turn comes: it may have been taken meanwhile."""
@@ -149,12 +165,19 @@ class Host:
                 any_left = True
         return any_left
 
-    async def _close(self, worker: Worker) -> None:
-        """Whoever loads a model meanwhile waits: the memory is not free before."""
+    async def _close(self, worker: Worker) -> bool:
+        """End an engine; False, and a line, when it does not end.
+
+        Loading a model waits meanwhile: the memory is not free before.
+        """
         closing = asyncio.ensure_future(asyncio.to_thread(worker.close))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        await asyncio.shield(closing)
+        ended = await asyncio.shield(closing)
+        if not ended:
+            self._unended.append(worker)
+            self._tell(_STUCK)
+        return ended
 
     async def _load(self, key: ModelName) -> tuple[Manifest, Worker]:
         """Tries once more without the idle models when memory is short."""

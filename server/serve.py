@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import h11
@@ -25,6 +28,7 @@ from moeinf.server.log_lines import log_config
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 1024
 _GOODBYE_SECONDS = 5
+_END_SECONDS = 9.0  # from the first signal; then the process ends, whatever it is doing
 
 
 class CannotListen(OSError):
@@ -77,6 +81,17 @@ class Deadlines(H11Protocol):
         self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
 
+class _Server(uvicorn.Server):
+    """A server that ends in time after SIGINT or SIGTERM, also where a native call hangs."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            last = threading.Timer(_END_SECONDS, os._exit, (1,))
+            last.daemon = True
+            last.start()
+        super().handle_exit(sig, frame)
+
+
 def make_server(
     settings: Settings,
     server: ServerSettings,
@@ -85,7 +100,7 @@ def make_server(
 ) -> uvicorn.Server:
     """A server that is not running yet. Port 0: any that is free. tell: see Host."""
     keep_heap_small()  # before there are threads
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             create_app(settings, server, config, tell),
             host=server.host,
@@ -122,7 +137,12 @@ def run_server(
             raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
         sock.listen()  # what connects from now on waits, and is not refused
         listening(_address(*sock.getsockname()[:2]))
-        make_server(settings, server, config, tell).run(sockets=[sock])
+        running = make_server(settings, server, config, tell)
+        try:
+            running.run(sockets=[sock])
+        finally:
+            if running.config.app.state.host.stuck:  # type: ignore[union-attr]
+                os._exit(1)  # Python's own end would wait for the native call, or crash in it
 
 
 def _address(host: str, port: int) -> str:

@@ -2,8 +2,9 @@
 
 Does not know HTTP, nor which other engines there are.
 
-    submit ──▶ waiting (FIFO, bounded) ──▶ a free place ──▶ prefill, a chunk a round ──▶ decode
-                                            (KV cache)       the oldest first            all at once
+    submit ──▶ waiting ──▶ prepared ──▶ a free place ──▶ prefill, a chunk a round ──▶ decode
+               (FIFO,      (prompt,     (KV cache)       the oldest first            all at once
+               bounded)    grammar)
 
 A round is one chunk of prefill, if anybody needs one, and one decode pass of everybody who answers,
 so that shared experts are loaded once and a long prompt delays others by a chunk at most. What a
@@ -11,6 +12,9 @@ request gets is bit for bit what it would get alone, whatever the tag: rows of a
 depend on each other, prefill is not batched, and neither is decoding with the tag f32, whose
 products are torch's and have other bits for other numbers of rows. (On a GPU so have torch's
 products in float32 of the other tags.)
+
+A grammar is compiled and matched in a process of its own. Nothing here waits for it longer than a
+moment: a request whose grammar is slow is passed over, and fails when its grammar takes too long.
 
 A place keeps its KV cache when its request has ended. The next request whose prompt begins in the
 same way takes over the whole prefill chunks that both share: those bytes are what its own prefill
@@ -24,50 +28,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.models.base import State
 from moeinf.native import DeviceError
 from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.finite import check_logits
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.panic import as_exception
 from moeinf.runtime.sampler import Sampler
-from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, TokenInfo, Unloaded, Vector
+from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, Unloaded, Vector
+from moeinf.server.running import Place, Prepared, Running, direction, shared_chunks, token_info
 
-
-@dataclass(eq=False)
-class _Place:
-    """Room for one request. prefilled: the tokens of whole prefill chunks that the state begins
-    with."""
-
-    state: State
-    prefilled: list[int] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request that has a place."""
-
-    job: Job
-    place: _Place
-    answer: Answer
-    constraint: Constraint | None
-    prompt_tokens: int
-    cached_tokens: int
-    request: int
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    logits: NDArray[np.float32] | None = None  # of the last pass, not yet chosen from
-    states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
+CLOSE_SECONDS = 8.0  # in which an engine's thread ends, unless a native call does not return
+_MOST_COMPILING = 2  # grammars at a time; requests without one overtake those that wait for it
+_PATIENCE_S = 0.002  # for a mask, which is made during the pass before
 
 
 class Worker:
@@ -89,9 +70,10 @@ class Worker:
         self._closing = False
         self._failure: Exception | None = None
         self._lost: Exception | None = None  # what the engine's GPU has failed with, for good
-        self._running: list[_Running] = []
+        self._prepared: list[Prepared] = []
+        self._running: list[Running] = []
         self._beginning = False  # a job is neither waiting nor running: its prompt is being made
-        self._free: list[_Place] = []
+        self._free: list[Place] = []
         self.loaded = threading.Event()  # or failed to
         self.engine: Engine | None = None
         self.last_used = time.monotonic()
@@ -116,7 +98,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         with self._changed:
-            return not (self._waiting or self._beginning or self._running)
+            return not (self._waiting or self._beginning or self._prepared or self._running)
 
     def submit(self, job: Job) -> None:
         """Raises Busy when too many wait, Unloaded when this is closing."""
@@ -130,21 +112,26 @@ class Worker:
             self._changed.notify()
         self._tell_cancelled(gone)
 
-    def close(self) -> None:
-        """Cuts off what runs and waits, ends the engine, and returns when it has ended."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Cut off what runs and waits, and end the engine.
+
+        Returns whether it has ended; False after `seconds`: a native call has not returned.
+        """
         with self._changed:
             self._closing = True
-            for one in self._running:
-                one.job.cancelled.set()
+            jobs = [one.job for one in self._prepared] + [one.job for one in self._running]
+            for job in jobs:
+                job.cancelled.set()
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        """Whatever ends this thread, nobody is left waiting for it."""
+        """Run the engine. Whatever ends it, every request gets its last event."""
         end: Exception = Unloaded("the model was unloaded")
         try:
             with self._make() as engine:
-                self._free = [_Place(engine.new_state()) for _ in range(self._parallel)]
+                self._free = [Place(engine.new_state()) for _ in range(self._parallel)]
                 self.engine = engine
                 self._say(*engine.choices, *engine.take_notes())
                 self.loaded.set()
@@ -155,24 +142,36 @@ class Worker:
                 for one in list(self._running):
                     self._fail(engine, one, end)
                 self._free.clear()  # states go before their engine
-        except Exception as error:
-            self._failure, end = error, self._lost or error
+        except BaseException as error:  # a panic of Rust is no Exception
+            self._failure = as_exception(error)
+            end = self._lost or self._failure
         with self._changed:
             self._closing = True
             if self._lost is not None:  # whose traceback holds what the engine had
                 self._failure, self._lost = Unloaded("its GPU has failed"), None
-            left = [one.job for one in self._running] + list(self._waiting)
-            self._running, self.engine = [], None
+            placed: list[Running | Prepared] = [*self._running, *self._prepared]
+            left = [one.job for one in placed] + list(self._waiting)
+            self._running, self._prepared, self.engine = [], [], None
             self._waiting.clear()
         self.loaded.set()
+        for placed_one in placed:
+            placed_one.close()
         for job in left:
             job.emit(Failed(end))
 
     def _next(self) -> Job | None:
-        """Who has waited longest; beginning until it runs, or has failed to."""
+        """Take the job that has waited longest; `_beginning` until it is prepared, or has failed.
+
+        Jobs with a grammar stay while enough others are compiled.
+        """
         with self._changed:
-            self._beginning = bool(self._waiting)
-            return self._waiting.popleft() if self._waiting else None
+            full = len(self._prepared) >= _MOST_COMPILING
+            for place, job in enumerate(self._waiting):
+                if not (full and job.constrain is not None):
+                    del self._waiting[place]
+                    self._beginning = True
+                    return job
+            return None
 
     def _drop_cancelled(self) -> list[Job]:
         """Takes out of the queue whose clients have gone: they are still to be told."""
@@ -186,20 +185,25 @@ class Worker:
             job.emit(Ended("cancelled", 0, 0, 0, load_seconds, 0.0, 0.0))
 
     def _admit(self, engine: Engine) -> None:
-        """Gives free places to who waits; sleeps while there is nothing to do at all."""
+        """Give free places to what waits; sleep while there is nothing to do at all."""
         with self._changed:
-            while not (self._closing or self._waiting or self._running):
+            while not (self._closing or self._waiting or self._prepared or self._running):
                 self._changed.wait()
             gone = self._drop_cancelled()
         self._tell_cancelled(gone)
+        for one in list(self._prepared):
+            self._place(engine, one, 0.0 if self._running else _PATIENCE_S)
         while self._free and not self._closing and (job := self._next()) is not None:
             try:
-                self._running.append(self._begin(engine, job))
-            except Exception as error:
-                job.emit(Failed(error))
+                one = self._prepare(engine, job)
+                self._prepared.append(one)
+                self._place(engine, one)
+            except BaseException as error:
+                job.emit(Failed(as_exception(error)))
             self._beginning = False
 
-    def _begin(self, engine: Engine, job: Job) -> _Running:
+    def _prepare(self, engine: Engine, job: Job) -> Prepared:
+        """Make the prompt, and begin to compile the grammar."""
         prompt = job.prepare(engine)
         context = engine.placement.context
         if not prompt:
@@ -207,11 +211,31 @@ class Worker:
         if len(prompt) >= context:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context {context}")
         constraint = job.constrain(engine, prompt) if job.constrain is not None else None
+        return Prepared(job, prompt, constraint)
+
+    def _place(self, engine: Engine, one: Prepared, seconds: float = 0.0) -> None:
+        """Give a place to a request whose grammar is compiled, if there is one."""
+        try:
+            if one.job.cancelled.is_set():
+                self._tell_cancelled([one.job])
+                one.close()
+            elif not one.ready(seconds) or not self._free:
+                return
+            else:
+                self._running.append(self._begin(engine, one))
+        except BaseException as error:
+            one.close()
+            one.job.emit(Failed(as_exception(error)))
+        self._prepared.remove(one)
+
+    def _begin(self, engine: Engine, one: Prepared) -> Running:
+        job, prompt = one.job, one.prompt
         sampler = Sampler(job.options, engine.sampling)
-        answer = Answer(engine, prompt, sampler, job.limits, context - len(prompt))
+        room = engine.placement.context - len(prompt)
+        answer = Answer(engine, prompt, sampler, job.limits, room)
         # An embedding needs the states of all tokens, of which a cache keeps none.
         reusable = [] if job.embed else prompt
-        known = [_shared_chunks(place.prefilled, reusable) for place in self._free]
+        known = [shared_chunks(place.prefilled, reusable) for place in self._free]
         place = self._free[known.index(max(known))]
         place.state.truncate(max(known))
         shared = place.state.length  # some states cannot go back to everywhere
@@ -221,7 +245,7 @@ class Worker:
         place.prefilled = place.prefilled[:shared]
         request = engine.begin_request(place.state)
         self._free.remove(place)
-        return _Running(job, place, answer, constraint, len(prompt), shared, request)
+        return Running(job, place, answer, one.constraint, len(prompt), shared, request)
 
     def _round(self, engine: Engine) -> None:
         for one in list(self._running):
@@ -232,11 +256,11 @@ class Worker:
                 self._prefill(engine, one)
                 break
         self._choose(engine)
-        deciding = [one for one in self._running if one.answer.tokens]
+        deciding = [one for one in self._running if one.answer.tokens and one.logits is None]
         if deciding:
             self._decode(engine, deciding)
 
-    def _prefill(self, engine: Engine, one: _Running) -> None:
+    def _prefill(self, engine: Engine, one: Running) -> None:
         """One chunk, at the borders that a prompt alone would have."""
         state, start = one.place.state, time.perf_counter()
         at = state.length
@@ -261,7 +285,7 @@ class Worker:
         if one.job.embed:
             one.states = states if one.states is None else one.states + states
             if state.length == one.prompt_tokens:
-                one.job.emit(Vector(_direction(one.states)))
+                one.job.emit(Vector(direction(one.states)))
                 self._end(engine, one, "stop")
         elif state.length == one.prompt_tokens:
             one.logits = logits
@@ -271,18 +295,20 @@ class Worker:
         for one in list(self._running):
             if one.logits is None:
                 continue
-            logits, one.logits = one.logits, None
             if not one.answer.done:
                 try:
-                    self._take(one, logits)
-                except Exception as error:
-                    self._fail(engine, one, error)
+                    if one.constraint is not None and not one.constraint.ready(_PATIENCE_S):
+                        continue  # others go on
+                    self._take(one, one.logits)
+                except BaseException as error:
+                    self._fail(engine, one, as_exception(error))
                     continue
+            one.logits = None
             if one.answer.done:
                 reason = one.answer.finish_reason
                 self._end(engine, one, "stop" if reason == "stop" else "length")
 
-    def _take(self, one: _Running, logits: NDArray[np.float32]) -> None:
+    def _take(self, one: Running, logits: NDArray[np.float32]) -> None:
         check_logits(logits)
         allowed = logits if one.constraint is None else one.constraint.mask(logits)
         text = one.answer.take(allowed)
@@ -292,11 +318,11 @@ class Worker:
         self.tokens += 1
         info = None
         if one.job.logprobs is not None:
-            info = _token_info(allowed, token, one.job.logprobs)
+            info = token_info(allowed, token, one.job.logprobs)
         if text or info is not None:
             one.job.emit(Piece(text, info))
 
-    def _decode(self, engine: Engine, group: list[_Running]) -> None:
+    def _decode(self, engine: Engine, group: list[Running]) -> None:
         """One pass of all; each alone where a row would see the others, and where a read fails, so
         that only the hit one fails.
         """
@@ -324,7 +350,7 @@ class Worker:
             one.logits = logits[number]
             one.decode_seconds += spent
 
-    def _end(self, engine: Engine, one: _Running, reason: str) -> None:
+    def _end(self, engine: Engine, one: Running, reason: str) -> None:
         if reason == "cancelled" and self._closing:  # by us: whoever listens must not take it
             self._fail(engine, one, Unloaded("the model was unloaded"))  # for a whole answer
             return
@@ -341,16 +367,17 @@ class Worker:
             )
         )
 
-    def _fail(self, engine: Engine, one: _Running, error: Exception) -> None:
+    def _fail(self, engine: Engine, one: Running, error: Exception) -> None:
         self._leave(engine, one)
         if self._lost is None and isinstance(error, DeviceError | MemoryError) and engine.lost:
             self._lost = error
         one.job.emit(Failed(error))
 
-    def _leave(self, engine: Engine, one: _Running) -> None:
+    def _leave(self, engine: Engine, one: Running) -> None:
         """The place is free again; what the request has routed is remembered."""
         self._running.remove(one)
         self._free.append(one.place)
+        one.close()
         self.last_used = time.monotonic()
         self.answers += 1
         with suppress(Exception):  # an answer is worth more than the memory of it
@@ -361,29 +388,3 @@ class Worker:
         for line in lines:
             with suppress(Exception):  # whoever listened has gone: no reason to end an answer
                 self._tell(line)
-
-
-def _shared_chunks(prefilled: list[int], prompt: list[int]) -> int:
-    """Tokens of the whole chunks with which both begin, less than all of the prompt."""
-    most = max(0, min(len(prefilled), len(prompt) - 1)) // PREFILL_CHUNK * PREFILL_CHUNK
-    shared = 0
-    while shared < most:
-        end = shared + PREFILL_CHUNK
-        if prefilled[shared:end] != prompt[shared:end]:
-            break
-        shared = end
-    return shared
-
-
-def _direction(total: NDArray[np.float64]) -> NDArray[np.float32]:
-    """total [D] at length 1: a mean has the direction of its sum."""
-    return (total / max(float(np.linalg.norm(total)), 1e-12)).astype(np.float32)
-
-
-def _token_info(logits: NDArray[np.float32], token: int, count: int) -> TokenInfo:
-    """Log-probabilities under the logits themselves, before temperature and cut-offs."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    best = np.argsort(-wide, kind="stable")[:count]
-    return TokenInfo(token, float(wide[token]), [(int(t), float(wide[t])) for t in best])

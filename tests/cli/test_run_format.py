@@ -9,6 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from moeinf.cli.partner import parse_form
+from moeinf.runtime.schema_limits import BadFormat
 from tests.cli.conftest import Command
 
 SCHEMA = {
@@ -35,7 +36,7 @@ def test_a_schema_in_a_file(moeinf: Command, tmp_path: Path) -> None:
 def test_what_is_no_schema(moeinf: Command, tmp_path: Path) -> None:
     bad = moeinf("run", "demo", "x", "--format", "{")
     assert (bad.code, bad.out) == (2, "")
-    assert "no JSON schema" in bad.err
+    assert "not a JSON schema" in bad.err
     missing = moeinf("run", "demo", "x", "--format", str(tmp_path / "none.json"))
     assert missing.code == 1
     assert "none.json" in missing.err
@@ -44,9 +45,34 @@ def test_what_is_no_schema(moeinf: Command, tmp_path: Path) -> None:
     assert "format" in wrong.err
 
 
+def test_a_schema_that_takes_too_much(moeinf: Command) -> None:
+    """The process lives, and ends as after any wrong usage."""
+    letters = "abcdefghijklmnopqrst"
+    endless = {"allOf": [{"type": "string", "pattern": f".*{x}.{{1}}y.*"} for x in letters]}
+    done = moeinf("run", "demo", "x", "--format", json.dumps(endless), "--json")
+    assert done.code == 2
+    assert json.loads(done.out)["error"]["code"] == "bad_format"
+
+
+def test_a_schema_beyond_the_limits(tmp_path: Path) -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)}
+    deep = "[" * 100_000 + "]" * 100_000
+    for number, text in enumerate(
+        (
+            json.dumps({"$ref": "#/$defs/d0", "$defs": {**chain, "d900": {}}}),
+            f'{{"enum": {deep}}}',
+            '{"x": "' + "x" * (3 << 20) + '"}',
+        )
+    ):
+        file = tmp_path / f"{number}.json"
+        file.write_text(text)
+        with pytest.raises(BadFormat):
+            parse_form(str(file))
+
+
 def test_forms(tmp_path: Path) -> None:
     assert parse_form("json") == "json"
     assert parse_form(' {"type": "object"}') == {"type": "object"}
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="an object"):
+    with pytest.raises(BadFormat, match="an object"):
         parse_form(str(tmp_path / "list.json"))

@@ -45,7 +45,7 @@ from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.torch_file import read_torch_file
 from moeinf.runtime.workplace import JOURNAL, Workplace
-from tests.faults import request_targets
+from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files
 from tests.faults.hub_targets import HUB_TARGETS
 
@@ -375,5 +375,6 @@ TARGETS: dict[str, Target] = {
     "prompts": Target(_prompts, (BadDataset,), _of('{"prompt": "a", "task": "b"}\n"c"\n')),
     "parquet": Target(_parquet, (BadDataset,), _parquets),
     "requests": Target(*request_targets.TARGET),
+    "schema": Target(*schema_targets.TARGET),
 }
 TARGETS |= {name: Target(*about) for name, about in HUB_TARGETS.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from moeinf.runtime.constrain import BadFormat, Constrain, call_of_one, json_of
+from moeinf.runtime.grammars import Grammars
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.tokenizer import Tokenizer
 from tests.runtime.test_tools import GRANITE, HARMONY, MISTRAL, TAGS, TOOLS
@@ -19,17 +22,21 @@ END = 4
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    found = Grammars(DEMO_CHECKPOINT / "tokenizer.json", END)
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def engine() -> Callable[[str], Any]:
+def engine(grammars: Grammars) -> Callable[[str], Any]:
     """What a constraint asks of an engine, with the demo's real tokenizer."""
 
     def make(template: str) -> Any:
         tokenizer = Tokenizer(DEMO_CHECKPOINT)
         tokenizer.chat_template = template
-        manifest = SimpleNamespace(model="demo", created_at="now")
-        return SimpleNamespace(
-            tokenizer=tokenizer, ends=frozenset({END}), folder=DEMO_CHECKPOINT, manifest=manifest
-        )
+        return SimpleNamespace(tokenizer=tokenizer, ends=frozenset({END}), grammars=grammars)
 
     return make
 
@@ -38,16 +45,16 @@ def follow(constrain: Constrain | None, engine: Any, text: str, prompt: str = "x
     """The part of `text` that may be said; with an end mark when the answer may end there."""
     assert constrain is not None
     tokenizer = engine.tokenizer
-    constraint = constrain(engine, tokenizer.encode_text(prompt, plain=True))
     logits = np.zeros(tokenizer.vocab_size, np.float32)
     said = ""
     ids = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
-    for token in ids:
-        if not np.isfinite(constraint.mask(logits)[token]):
-            return said
-        constraint.took(token)
-        said += tokenizer.decode([token])
-    return said + ("$" if np.isfinite(constraint.mask(logits)[END]) else "")
+    with closing(constrain(engine, tokenizer.encode_text(prompt, plain=True))) as constraint:
+        for token in ids:
+            if not np.isfinite(constraint.mask(logits)[token]):
+                return said
+            constraint.took(token)
+            said += tokenizer.decode([token])
+        return said + ("$" if np.isfinite(constraint.mask(logits)[END]) else "")
 
 
 def test_json(engine: Callable[[str], Any]) -> None:
@@ -64,13 +71,85 @@ def test_json(engine: Callable[[str], Any]) -> None:
         follow(json_of({"type": "nonsense"}), plain, "")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),  # $: the answer may end there
+    [
+        ('{"a":1,"b":[1,{"c":null}]}', '{"a":1,"b":[1,{"c":null}]}$'),
+        ('{"a": 1, "b": [1, {"c": null}]}', '{"a": 1, "b": [1, {"c": null}]}$'),
+        ('{"a":  1', '{"a": '),
+        ('{"a": 1,  "b', '{"a": 1, '),
+        ('{\n  "a"', "{"),
+        ('{ "a"', "{"),
+        ('{"a": [ 1', '{"a": ['),
+        ('{"a": 1 }', '{"a": 1'),
+        (' {"a"', ""),
+        ('{"a": 1}\n', '{"a": 1}'),
+    ],
+)
+@pytest.mark.parametrize("greedy", [{}, {"x-guidance": {"whitespace_flexible": True}}])
+def test_white_space_is_bounded(
+    engine: Callable[[str], Any], greedy: dict[str, Any], text: str, said: str
+) -> None:
+    """One space at most after a comma or a colon, whatever the schema asks for."""
+    assert follow(json_of({"type": "object", **greedy}), engine(""), text) == said
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object"} | greedy},
+    }
+    before = '<tool_call>\n{"name": "f", "arguments": '
+    assert follow(call_of_one([tool]), engine(TAGS), before + text) == before + said.rstrip("$")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_at_random_has_no_run_of_white_space(
+    engine: Callable[[str], Any], seed: int
+) -> None:
+    """Every token that may come is as probable as any other; spaces are preferred where allowed."""
+    schema = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"enum": [1]}},
+            "additionalProperties": False,
+        },
+        "maxItems": 3,
+    }
+    random, plain = np.random.default_rng(seed), engine("")
+    constrain = json_of(schema)
+    assert constrain is not None
+    tokenizer, ids = plain.tokenizer, list[int]()
+    with closing(constrain(plain, [])) as constraint:
+        while not ids or ids[-1] != END:
+            logits = random.random(tokenizer.vocab_size, np.float32)
+            for token in range(tokenizer.vocab_size):
+                logits[token] += tokenizer.decode([token]).isspace()
+            ids.append(int(constraint.mask(logits).argmax()))
+            constraint.took(ids[-1])
+            assert len(ids) < 5_000
+    text = tokenizer.decode(ids[:-1])
+    assert isinstance(json.loads(text), list)
+    assert not re.search(r"\s\s|[^,:]\s", text)
+
+
+def test_schemas_of_tools_are_bounded(engine: Callable[[str], Any]) -> None:
+    def tool(number: int, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+
+    with pytest.raises(BadFormat, match="required"):
+        call_of_one([tool(0, {"required": [f"n{i}" for i in range(3000)]})])
+    with pytest.raises(BadFormat, match="bytes"):
+        call_of_one([tool(i, {"description": "x" * 200_000}) for i in range(3)])
+
+
 def test_a_grammar_that_is_lost_is_told(engine: Callable[[str], Any]) -> None:
     """llguidance would allow only the end from there on: half a document, as if it were whole."""
     plain = engine("")
     constrain = json_of(SCHEMA)
     assert constrain is not None
-    constraint = constrain(plain, [])
-    with pytest.raises(BadFormat, match="doesn't satisfy the grammar"):
+    with (
+        closing(constrain(plain, [])) as constraint,
+        pytest.raises(BadFormat, match="doesn't satisfy the grammar"),
+    ):
         constraint.took(plain.tokenizer.encode_text("x", plain=True)[-1])
 
 

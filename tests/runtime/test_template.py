@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
-import resource
-import signal
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from moeinf.runtime import template_worker
 from moeinf.runtime.template import TemplateError, TemplateWorker
 
 MESSAGES = [{"role": "system", "content": "Be <brief> & kind."}, {"role": "user", "content": "hé"}]
@@ -72,18 +66,6 @@ def test_bombs_and_escapes_end_soon_and_harm_nothing(bomb: str) -> None:
         assert time.monotonic() - start < 25
     finally:
         worker.close()
-
-
-def test_a_refusal_leaves_no_alarm_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end a worker that waits for its next request."""
-    requests = [{"template": "{{ raise_exception('no') }}"}, {"messages": []}]
-    messages = [{"request": request, "alarm": 5} for request in requests]
-    lines = "".join(f"{json.dumps(message)}\n" for message in messages)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    template_worker.main()
-    assert signal.alarm(0) == 0
 
 
 @template("{% if messages | length > 1 %}{{ 'a' * 10**10 }}{% endif %}fine")

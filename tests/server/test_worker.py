@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
+from moeinf.runtime.panic import Panic
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server import host as host_module
 from moeinf.server.host import Host
-from moeinf.server.jobs import Busy, Ended, Event, Job, Piece
+from moeinf.server.jobs import Busy, Ended, Event, Failed, Job, Piece, Unloaded
 from moeinf.server.worker import Worker
 
 CONFIG = EngineConfig(memory=parse_memory("100%"), trace=False)
@@ -196,8 +197,9 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
         idle: bool = True
         closed: bool = False
 
-        def close(self) -> None:
+        def close(self) -> bool:
             self.closed = True
+            return True
 
     async def serve(config: EngineConfig) -> list[bool]:
         host = Host(Settings(demo_home), ServerSettings(), config)
@@ -207,10 +209,11 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
         for name, worker in zip(names, workers, strict=True):
             host._loaded[name] = host_module.Loaded(manifest, worker, 60)  # type: ignore[arg-type]
 
-        def close_first() -> None:
+        def close_first() -> bool:
             workers[0].closed = True
             del host._loaded[names[1]]  # somebody has unloaded it
             workers[2].idle = False  # somebody asks it
+            return True
 
         monkeypatch.setattr(workers[0], "close", close_first)
         with pytest.raises(DoesNotFit):
@@ -226,3 +229,163 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
     assert len(refused) == 2
     assert asyncio.run(serve(CONFIG)) == [False, False, False]  # --memory is too little in any case
     assert len(refused) == 3
+
+
+class PanicException(BaseException):
+    """What pyo3 raises when Rust panics: it passes `except Exception`."""
+
+
+def test_a_panic_costs_the_request_that_it_hits(worker: Worker) -> None:
+    def panic(engine: Engine) -> list[int]:
+        raise PanicException("index out of range")
+
+    for _ in range(2):
+        panics = Asked()
+        panics.job.prepare = panic
+        worker.submit(panics.job)
+        last = panics.last()
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, Panic)
+        asked = Asked()
+        asked.may.set()
+        worker.submit(asked.job)
+        assert isinstance(asked.last(), Ended)
+    assert worker.failure is None
+    assert worker.idle
+
+
+def test_whatever_ends_the_thread_fails_all_its_requests(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request loads the model again."""
+    may = threading.Event()
+    extend = Engine.extend
+
+    def panic(self: Engine, *given: Any) -> Any:
+        assert may.wait(20)
+        raise PanicException("unwrap on None")
+
+    async def serve() -> None:
+        host = Host(Settings(demo_home), ServerSettings(parallel=1), CONFIG)
+        loaded = await host.model("demo:bf16")
+        monkeypatch.setattr(Engine, "extend", panic)
+        waiting = [Asked() for _ in range(3)]
+        for asked in waiting:
+            asked.may.set()
+            loaded.worker.submit(asked.job)
+        may.set()
+        for asked in waiting:
+            last = await asyncio.to_thread(asked.last)
+            assert isinstance(last, Failed)
+            assert isinstance(last.error, Panic)
+        assert isinstance(loaded.worker.failure, Panic)
+        assert host.loaded() == []
+        with pytest.raises(Unloaded):
+            loaded.worker.submit(Asked().job)
+        monkeypatch.setattr(Engine, "extend", extend)
+        again = await host.model("demo:bf16")
+        assert again is not loaded
+        asked = Asked()
+        asked.may.set()
+        again.worker.submit(asked.job)
+        assert isinstance(await asyncio.to_thread(asked.last), Ended)
+        assert await host.unload("demo:bf16")
+
+    asyncio.run(serve())
+
+
+def test_an_engine_that_does_not_end_is_not_waited_for(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, said = Worker.close, list[str]()
+    monkeypatch.setattr(Worker, "close", lambda self, seconds=0.2: close(self, min(seconds, 0.2)))
+
+    async def serve() -> None:
+        host = Host(Settings(demo_home), ServerSettings(), CONFIG, said.append)
+        keeper = asyncio.create_task(host.run())
+        asked, other = Asked(), Asked()
+        first = (await host.model("demo:bf16")).worker
+        first.submit(asked.job)
+        assert await asyncio.to_thread(asked.begun.wait, 20)
+        said.clear()
+        with pytest.raises(Unloaded, match="restart"):
+            await host.unload("demo:bf16")
+        assert host.stuck
+        assert len(said) == 1
+        second = (await host.model("demo:bf16")).worker  # others are not held up
+        second.submit(other.job)
+        assert await asyncio.to_thread(other.begun.wait, 20)
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+        assert host.stuck
+        for one, worker in ((asked, first), (other, second)):
+            one.may.set()
+            assert isinstance(await asyncio.to_thread(one.last), Failed)
+            assert close(worker, 20)
+        assert not host.stuck
+
+    asyncio.run(serve())
+
+
+@dataclass
+class Slow:
+    """A constraint whose grammar is compiled, and whose masks are made, when they `may`."""
+
+    compiled: threading.Event = field(default_factory=threading.Event)
+    masked: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+    closed: bool = False
+
+    def ready(self, seconds: float = 0.0) -> bool:
+        return self.compiled.is_set() and (not self.begun.is_set() or self.masked.wait(seconds))
+
+    def mask(self, logits: Any) -> Any:
+        return logits
+
+    def took(self, token: int) -> None:
+        self.begun.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_others_go_on_while_a_grammar_is_slow(demo_home: Path) -> None:
+    settings = Settings(demo_home)
+    manifest, folder = Library(settings).read("demo:bf16")
+    config = replace(CONFIG, parallel=2)
+    worker = Worker(lambda: Engine(manifest, folder, config, settings), parallel=2, max_queue=20)
+    slow = [Slow() for _ in range(5)]
+    held = [Asked() for _ in slow]
+    for asked, constraint in zip(held, slow, strict=True):
+        asked.may.set()
+        asked.job.constrain = lambda *_, constraint=constraint: constraint  # type: ignore[misc]
+        worker.submit(asked.job)
+
+    def another_is_answered() -> None:
+        asked = Asked()
+        asked.may.set()
+        worker.submit(asked.job)
+        assert isinstance(asked.last(), Ended)
+
+    another_is_answered()  # nothing is compiled, and no place is taken
+    assert worker.running == 0
+    assert not worker.idle
+    slow[0].compiled.set()
+    assert slow[0].begun.wait(20)
+    another_is_answered()  # the first mask is made, the second is not
+    assert worker.running == 1
+    held[1].job.cancelled.set()
+    last = held[1].last()
+    assert isinstance(last, Ended)
+    assert last.reason == "cancelled"
+    for constraint in slow:
+        constraint.compiled.set()
+        constraint.masked.set()
+    assert all(isinstance(held[n].last(), Ended) for n in (0, 2, 3, 4))
+    worker.submit((last_one := Asked()).job)
+    last_one.job.constrain = lambda *_: Slow()
+    last_one.may.set()
+    assert worker.close()
+    assert isinstance(last_one.last(), Failed)
+    assert all(constraint.closed for constraint in slow)
