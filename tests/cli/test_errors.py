@@ -34,6 +34,7 @@ OURS_ALONE = {
     "Insisted",
     "Stopped",
     "RetryLater",
+    "Panic",  # which is a bug, and is told as one
     "Unfinished",
     "BadAnswer",
     "BadJson",
