@@ -38,6 +38,7 @@ OURS_ALONE = {
     "Unfinished",
     "BadAnswer",
     "BadJson",
+    "BadTokenizer",
     "BadVocabulary",
     "Refused",
     "LimitExceeded",
