@@ -6,11 +6,19 @@ weights alone: what is absent there is not absent from the repository.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint
+from moeinf.runtime.checkpoint import (
+    CONFIG,
+    QUANTISED,
+    BadCheckpoint,
+    Checkpoint,
+    read_json,
+    with_quantised,
+)
 from moeinf.runtime.download import Fetcher
 from moeinf.runtime.hub import Repository, bring_small, small_files_of
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, LocalSource
@@ -39,6 +47,11 @@ class CachedSource(LocalSource):
         self, checkpoint: Checkpoint, repository: Repository, folder: Path, fetcher: Fetcher
     ) -> None:
         """folder: where small files go, a part of a workplace."""
+        beside = repository.files.get(QUANTISED)
+        if beside is not None and not (checkpoint.folder / QUANTISED).is_file():
+            path = bring_small(fetcher, [beside], folder) / QUANTISED
+            config = with_quantised(dict(checkpoint.config), read_json(path))
+            checkpoint = replace(checkpoint, config=config)
         super().__init__(checkpoint, f"hub:{repository.name}", repository.commit)
         self._small = small_files_of(repository)
         self._folder, self._fetcher = folder, fetcher

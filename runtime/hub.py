@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_url
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError of its client
@@ -31,6 +32,7 @@ from moeinf.runtime.checkpoint import (
     BIN,
     CONFIG,
     INDEX,
+    QUANTISED,
     SAFETENSORS,
     SINGLE,
     BadCheckpoint,
@@ -40,6 +42,7 @@ from moeinf.runtime.checkpoint import (
     make_checkpoint,
     parse_header,
     parse_object,
+    with_quantised,
 )
 from moeinf.runtime.download import RANGE_BYTES, Fetcher, Patience, RemoteFile, fetch, fetch_bytes
 from moeinf.runtime.fp8 import files_of, join_scales
@@ -186,7 +189,8 @@ class HubSource:
         index = self._json(packaging.index) if self._has(packaging.index) else None
         self._tables: dict[str, dict[str, SourceTensor]] = {}  # of `.bin` files
         headers = self._header if packaging is SAFETENSORS else self._table
-        config = self._json(CONFIG)
+        beside = self._json(QUANTISED) if self._has(QUANTISED) else None
+        config = with_quantised(self._json(CONFIG), beside)
         self.checkpoint = make_checkpoint(self._folder, config, index, headers, packaging)
         named = [packaging.single]
         if index is not None:
@@ -264,7 +268,7 @@ class HubSource:
         file = self._file(name)
         return fetch_bytes(self._fetcher, file, 0, file.size_bytes)
 
-    def _json(self, name: str) -> dict[str, object]:
+    def _json(self, name: str) -> dict[str, Any]:
         file = self._file(name)
         if file.size_bytes > _MAX_JSON_BYTES:
             raise BadCheckpoint(f"{self._repository.name}: {name} is too large")
