@@ -143,6 +143,9 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "bad_checkpoint",
         "A checkpoint has config.json, tokenizer.json and *.safetensors, all of them whole.",
     ),
+    "UnsupportedQuantisation": _plain(
+        "unsupported_quantisation", "`moeinf pull ORG/NAME:q4` quantises weights of 16 bits here."
+    ),
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
     "ServerError": _plain("server", "Without it: end `moeinf serve`, or set MOEINF_HOST."),
     "CannotListen": _plain(

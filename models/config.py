@@ -144,6 +144,14 @@ class Fields:
         value = self._values.get(name)
         return isinstance(value, str) and value == word
 
+    def text(self, name: str) -> str | None:
+        """A word or a whole number as text to print; None for anything else."""
+        value = self._values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            return None
+        printed = str(value) if isinstance(value, str) else _shown(value)
+        return "".join(char for char in printed[:40] if char.isprintable())
+
     def has(self, name: str) -> bool:
         """Whether the key is present and not null."""
         return self._values.get(name) is not None

@@ -33,6 +33,7 @@ from moeinf.models.config import (
 from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
 from moeinf.models.moe import Router, SparseFfn, one_pass
 from moeinf.models.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
+from moeinf.models.quantisation import refuse_quantised
 from moeinf.models.recurrent import RecurrentLayout
 from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
@@ -81,15 +82,10 @@ def parse_body(
 ) -> BodyConfig:
     """Raises ModelDataError; also for an activation other than silu and for quantised weights.
 
-    Blocks of 8-bit or MXFP4 floats are none: what reads the checkpoint widens or keeps them.
     default_partial: see rope.parse_rope.
     """
     fields.choice("hidden_act", default="silu", known=("silu", "swish"))
-    quantised = fields.section("quantization_config")
-    if quantised is None or not any(
-        quantised.is_word("quant_method", word) for word in ("fp8", "mxfp4")
-    ):
-        fields.refuse("quantization_config")
+    refuse_quantised(fields)
     max_context = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
     return BodyConfig(
         vocab=fields.integer("vocab_size", high=MAX_VOCAB),

@@ -42,6 +42,7 @@ from moeinf.models.expert_names import ExpertNames
 from moeinf.models.ffn import DenseRelu
 from moeinf.models.moe import SparseFfn
 from moeinf.models.norms import LayerNorm, layer_norm
+from moeinf.models.quantisation import refuse_quantised
 from moeinf.models.routing import SoftmaxRouter
 
 _STACKS: tuple[Stack, ...] = ("encoder", "decoder")
@@ -79,6 +80,7 @@ class NllbConfig:
 def parse(values: Mapping[str, Any]) -> NllbConfig:
     """See base.Family. Only routing that drops nothing at inference, as published."""
     fields = Fields(values)
+    refuse_quantised(fields)
     fields.choice("activation_function", default="relu", known=("relu",))
     fields.choice("router_dtype", default="float32", known=("float32",))
     fields.choice("second_expert_policy", default="all", known=("all",))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from moeinf.models import quantisation
 from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import (
     Embedding,
@@ -71,7 +72,7 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
     inner = outer.section("text_config") is not None
     fields = outer
     if inner:
-        above = ("tie_word_embeddings", "quantization_config")
+        above = ("tie_word_embeddings", *quantisation.KEYS)
         both = {**values["text_config"], **{key: values[key] for key in above if key in values}}
         fields = Fields(both, "config.json: text_config")
     fields.refuse("attn_output_gate", True)

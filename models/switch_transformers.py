@@ -46,6 +46,7 @@ from moeinf.models.expert_names import ExpertNames
 from moeinf.models.ffn import DenseRelu
 from moeinf.models.moe import Router, SparseFfn
 from moeinf.models.norms import RmsNorm
+from moeinf.models.quantisation import refuse_quantised
 from moeinf.models.routing import SoftmaxRouter
 
 _ROLES: Mapping[str, Role] = {"wi": "up", "wo": "down"}
@@ -83,6 +84,7 @@ class SwitchConfig:
 def parse(values: Mapping[str, Any]) -> SwitchConfig:
     """See base.Family. Only with ReLU and float32 routers, as all published ones have."""
     fields = Fields(values)
+    refuse_quantised(fields)
     fields.choice("dense_act_fn", "feed_forward_proj", default="relu", known=("relu",))
     fields.choice("router_dtype", default="float32", known=("float32",))
     fields.refuse("router_bias", False)

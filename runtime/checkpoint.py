@@ -22,6 +22,7 @@ from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
 from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
 
 CONFIG = "config.json"
+QUANTISED = "hf_quant_config.json"  # ModelOpt's; its config.json may not say that it is quantised
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -105,11 +106,31 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads config, index and headers, no tensor. Raises BadCheckpoint."""
     if not folder.is_dir():
         raise BadCheckpoint(f"{folder} is not a folder")
-    config = read_json(folder / CONFIG)
+    config = read_config(folder)
     index = read_json(folder / INDEX) if (folder / INDEX).exists() else None
     if index is None and not (folder / SINGLE).exists():
         raise BadCheckpoint(f"{folder} has neither {INDEX} nor {SINGLE}")
     return make_checkpoint(folder, config, index, lambda name: read_header(folder / name))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder, with what lies beside it. Raises BadCheckpoint."""
+    config, beside = read_json(folder / CONFIG), folder / QUANTISED
+    return with_quantised(config, read_json(beside) if beside.exists() else None)
+
+
+def with_quantised(config: dict[str, Any], beside: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A config that names ModelOpt's method, where the file beside it says that there is one."""
+    if beside is None:
+        return config
+    said = beside.get("quantization")
+    algorithm = said.get("quant_algo") if isinstance(said, dict) else "an unnamed form"
+    if algorithm is None:  # only the KV cache is
+        return config
+    return {
+        **config,
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": str(algorithm)[:40]},
+    }
 
 
 def make_checkpoint(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, get_token
 
@@ -23,6 +24,7 @@ from moeinf.runtime.checkpoint import (
     BIN,
     CONFIG,
     INDEX,
+    QUANTISED,
     SAFETENSORS,
     SINGLE,
     BadCheckpoint,
@@ -34,6 +36,7 @@ from moeinf.runtime.checkpoint import (
     parse_header,
     parse_object,
     read_json,
+    with_quantised,
 )
 from moeinf.runtime.download import (
     RANGE_BYTES,
@@ -112,7 +115,8 @@ class HubSource:
         self._tables: dict[str, dict[str, SourceTensor]] = {}  # of `.bin` files
         self._headers: dict[str, bytes] = {}  # SHA-256 of headers, with their lengths
         headers = self._header if packaging is SAFETENSORS else self._table
-        config = self._json(CONFIG)
+        beside = self._json(QUANTISED) if self._has(QUANTISED) else None
+        config = with_quantised(self._json(CONFIG), beside)
         self.checkpoint = make_checkpoint(self._folder, config, index, headers, packaging)
         named = [packaging.single]
         if index is not None:
@@ -230,7 +234,7 @@ class HubSource:
                 return data
         return fetch_small(self._fetcher, file)
 
-    def _json(self, name: str) -> dict[str, object]:
+    def _json(self, name: str) -> dict[str, Any]:
         return parse_object(self.small_file(name), Path(self._repository.name) / name)
 
     def _header(self, name: str) -> dict[str, SourceTensor]:

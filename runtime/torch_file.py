@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moeinf.runtime.checkpoint import (
     BIN,
     BIN_INDEX,
-    CONFIG,
     SAFETENSORS,
     TORCH_DTYPE,
     BadCheckpoint,
@@ -26,6 +25,7 @@ from moeinf.runtime.checkpoint import (
     check_weights,
     make_checkpoint,
     open_checkpoint,
+    read_config,
     read_json,
 )
 
@@ -57,7 +57,7 @@ def open_folder(folder: Path) -> Checkpoint:
 
     if SAFETENSORS.given(has) or not BIN.given(has):
         return open_checkpoint(folder)  # which says what is missing
-    config = read_json(folder / CONFIG)
+    config = read_config(folder)
     index = read_json(folder / BIN_INDEX) if (folder / BIN_INDEX).exists() else None
     return make_checkpoint(folder, config, index, lambda name: read_torch_file(folder / name), BIN)
 

@@ -1,0 +1,81 @@
+"""A quantisation that only hf_quant_config.json names is noticed, wherever the model comes from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from moeinf.models import family_of
+from moeinf.models.quantisation import UnsupportedQuantisation
+from moeinf.runtime.checkpoint import QUANTISED, open_checkpoint
+from moeinf.runtime.hub import HubSource
+from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.repack import LocalSource, Source
+from moeinf.runtime.repository import look_up
+from moeinf.runtime.torch_file import open_folder
+from tests.hub_server import Hub, serve
+
+NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The demo with ModelOpt's file beside it, and a config that does not mention it."""
+    shutil.copytree(DEMO_CHECKPOINT, tmp_path / "nvfp4")
+    (tmp_path / "nvfp4" / QUANTISED).write_text(json.dumps(NVFP4))
+    return tmp_path / "nvfp4"
+
+
+@pytest.fixture
+def hub(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve(Hub("org/demo", repository)) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        url = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        yield hub
+
+
+def refused(source: Source) -> str:
+    with pytest.raises(UnsupportedQuantisation) as caught:
+        take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    return caught.value.method
+
+
+def test_a_folder(repository: Path) -> None:
+    for opened in (open_checkpoint(repository), open_folder(repository)):
+        assert refused(LocalSource(opened, "nvfp4")) == "ModelOpt (NVFP4)"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_repository(tmp_path: Path) -> None:
+    source = HubSource(look_up("org/demo", None, None), tmp_path / "work", None)
+    assert refused(source) == "ModelOpt (NVFP4)"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_cache_that_lacks_the_file(tmp_path: Path) -> None:
+    found = look_up("org/demo", None, None)
+    source = HubSource(found, tmp_path / "work", None, snapshot=DEMO_CHECKPOINT)
+    assert refused(source) == "ModelOpt (NVFP4)"
+
+
+@pytest.mark.parametrize(
+    ("beside", "is_quantised"),
+    [
+        ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, False),
+        ({"quantization": {"quant_algo": "FP8"}}, True),
+        ({"quantization": "x"}, True),
+        ({}, True),
+    ],
+)
+def test_what_the_file_may_say(repository: Path, beside: Any, is_quantised: bool) -> None:
+    (repository / QUANTISED).write_text(json.dumps(beside))
+    checkpoint = open_checkpoint(repository)
+    assert ("quantization_config" in checkpoint.config) == is_quantised
