@@ -19,7 +19,7 @@ from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.version import version
 
 LOOK_S = 2.0
-PROVED_LOOK_S = 15.0  # a process of ours listens: it may be busy with loading a model
+KNOWN_LOOK_S = 30.0  # a process of ours listens: it may be starting, or loading a model
 _HELLO = b"moeinf is running"
 _MOST_BYTES = 4 << 20
 _ABSENT = ("NoSuchModel", "BadName")  # a path, say: it will be pulled from here
@@ -104,7 +104,7 @@ def look(client: Client, model: str) -> Found:
 
     Raises ServerError when our server refuses in words.
     """
-    seconds = PROVED_LOOK_S if client.proved else LOOK_S
+    seconds = KNOWN_LOOK_S if client.trusted or client.proved else LOOK_S
     one = _Look(client, model, client.connection(seconds))
     threading.Thread(target=one.run, daemon=True).start()
     if not one.ended.wait(seconds):

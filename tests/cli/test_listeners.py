@@ -113,6 +113,7 @@ class Listener:
 @pytest.fixture
 def listen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Listener]]:
     monkeypatch.setattr(looking, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(looking, "KNOWN_LOOK_S", 2 * LOOK_S)
     made: list[Listener] = []
 
     def start(speak: Callable[[socket.socket], None]) -> Listener:
@@ -150,10 +151,11 @@ SHOWN = _http(b'{"model": "demo:bf16", "capabilities": ["completion"]}')
 
 
 def test_the_key_goes_to_a_listener_that_has_proved_itself(
-    listen: Callable[..., Listener], tmp_path: Path
+    listen: Callable[..., Listener], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry(tmp_path / "run")
     listener = listen(_answers(HELLO, VERSION, SHOWN))
+    monkeypatch.setattr(looking, "KNOWN_LOOK_S", 20.0)
     for proof, trusted in ((None, False), (None, True), (f"127.0.0.1:{listener.port}", False)):
         entry = None if proof is None else registry.register_server(proof)
         listener.heard = b""
