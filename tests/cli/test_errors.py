@@ -15,6 +15,7 @@ import moeinf.cli
 import moeinf.models
 import moeinf.offload
 import moeinf.runtime
+from moeinf.cli.client import ServerError
 from moeinf.cli.errors import _WORDS, describe
 from moeinf.cli.main import answer
 from moeinf.cli.pull import pull
@@ -28,6 +29,7 @@ from moeinf.runtime.hub import RepositoryError
 from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
+from moeinf.runtime.schema_limits import BadFormat
 from moeinf.server.serve import CannotListen
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.
@@ -128,3 +130,10 @@ def test_a_panic_of_rust_is_a_bug_in_words(
     assert told["code"] == "internal"
     assert "PanicException: index out of range" in told["message"]
     assert "PanicException" in (tmp_path / "logs/moeinf.log").read_text()
+
+
+def test_a_form_that_a_server_refuses_is_wrong_usage_as_it_is_here() -> None:
+    there = describe(ServerError("format: too much", "BadFormat"))
+    assert there == describe(BadFormat("format: too much"))
+    assert (there.code, there.exit_code) == ("bad_format", 2)
+    assert describe(ServerError("lost")).exit_code == 1
