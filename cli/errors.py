@@ -65,6 +65,15 @@ def _plain(code: str, hint: str = "", exit_code: int = 1) -> Callable[[Exception
 
 
 INTERNAL = "internal"  # the code of every bug of ours
+
+
+def _server_error(error: Any) -> Described:
+    if error.code == "BadFormat":  # here as there
+        return _bad_format(error)
+    return Described("server", str(error), "Without it: end `moeinf serve`, or set MOEINF_HOST.")
+
+
+_bad_format = _plain("bad_format", "--format takes json, or a JSON schema.", exit_code=2)
 _HELP = "`moeinf COMMAND --help` shows what can be typed."
 
 _WORDS: dict[str, Callable[[Any], Described]] = {
@@ -147,11 +156,11 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
         "unsupported_quantisation", "`moeinf pull ORG/NAME:q4` quantises weights of 16 bits here."
     ),
     "ModelDataError": _plain("unsupported_model", "`moeinf pull --help` names the families."),
-    "ServerError": _plain("server", "Without it: end `moeinf serve`, or set MOEINF_HOST."),
+    "ServerError": _server_error,
     "CannotListen": _plain(
         "cannot_listen", "`moeinf serve --port N` takes another port, MOEINF_HOST another address."
     ),
-    "BadFormat": _plain("bad_format", "--format takes json, or a JSON schema.", exit_code=2),
+    "BadFormat": _bad_format,
     "TemplateError": _plain("bad_template", "`--raw` sends the prompt without the template."),
     "TokenizerFailed": _plain("bad_tokenizer", "Shorten the text, or pull another model."),
     "MemoryError": lambda error: Described(

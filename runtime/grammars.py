@@ -50,7 +50,7 @@ class Grammars:
         """
         found = self._idle.pop(grammar, None)
         if found is not None:
-            if found.done():  # the end of its last answer may not have been waited for
+            if found.usable():  # the end of its last answer may not have been waited for
                 return found
             found.close()
         vocabulary = self._vocabulary

@@ -85,6 +85,14 @@ class Channel:
             raise
         return not self._asked or self._answer is not None
 
+    def usable(self) -> bool:
+        """Whether the child lives and owes no answer; one that came meanwhile is dropped."""
+        if not self.done() or self.closed:
+            return False
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        return not poll.poll(0)  # it would be the end of the channel
+
     def result(self) -> Any:
         """Return the value that was asked for last. Raises Refused and LimitExceeded."""
         while not self.done(_START_SECONDS):
@@ -123,15 +131,14 @@ class Channel:
 
     def _step(self, until: float) -> bool:
         """Read or write once; False when `until` has come. Raises OSError or ValueError."""
-        now = time.monotonic()
-        if now >= self._deadline:
-            raise TimeoutError("no answer in time")
+        left = min(until, self._deadline) - time.monotonic()
         poll = select.poll()  # select.select refuses descriptors from 1024 on
         poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        wait_ms = max(0.0, min(until, self._deadline) - now) * 1000
-        events = poll.poll(wait_ms)
+        events = poll.poll(max(0.0, left) * 1000)
+        if not events and time.monotonic() >= self._deadline:
+            raise TimeoutError("no answer in time")
         if not events:
-            return until > self._deadline
+            return False
         if events[0][1] & select.POLLOUT:
             self._unsent = self._unsent[self._channel.send(self._unsent) :]
             return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,7 +15,9 @@ import moeinf.cli
 import moeinf.models
 import moeinf.offload
 import moeinf.runtime
+from moeinf.cli.client import ServerError
 from moeinf.cli.errors import _WORDS, describe
+from moeinf.cli.main import answer
 from moeinf.cli.pull import pull
 from moeinf.cli.repl import BadCommand
 from moeinf.models import FAMILIES, ModelDataError
@@ -26,6 +30,7 @@ from moeinf.runtime.library import NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
 from moeinf.runtime.repository import RepositoryError
+from moeinf.runtime.schema_limits import BadFormat
 from moeinf.server.serve import CannotListen
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.
@@ -34,7 +39,6 @@ OURS_ALONE = {
     "Insisted",
     "Stopped",
     "RetryLater",
-    "Panic",  # which is a bug, and is told as one
     "Unfinished",
     "BadAnswer",
     "BadJson",
@@ -43,6 +47,9 @@ OURS_ALONE = {
     "Refused",
     "LimitExceeded",
 }
+
+
+BUGS = {"Panic"}  # told as such
 
 
 class Panic(BaseException):
@@ -70,7 +77,7 @@ def test_every_exception_of_ours_has_words() -> None:
     others |= {"DeviceError", "OutOfDeviceMemory", "CannotListen"}  # of native, of the server
     ours = exceptions()
     assert set(_WORDS) - others <= set(ours), "words for what nobody raises"
-    for name in set(ours) - OURS_ALONE:
+    for name in set(ours) - OURS_ALONE - BUGS:
         ancestors = {ancestor.__name__ for ancestor in ours[name].__mro__}
         assert ancestors & set(_WORDS), f"{name} would be called a bug"
 
@@ -130,3 +137,30 @@ def test_says_what_happened_and_what_to_type_next(name: str) -> None:
     assert described.message
     assert "`" in described.hint or described.hint.endswith("."), described
     assert described.exit_code in (1, 2)
+
+
+def test_a_panic_of_rust_is_a_bug_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is a BaseException, which passes `except Exception`."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of range")
+
+    monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
+    monkeypatch.setattr("moeinf.cli.main.typer.main.get_command", lambda _: panic)
+    assert answer(["list", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert told["code"] == "internal"
+    assert "PanicException: index out of range" in told["message"]
+    assert "PanicException" in (tmp_path / "logs/moeinf.log").read_text()
+
+
+def test_a_form_that_a_server_refuses_is_wrong_usage_as_it_is_here() -> None:
+    there = describe(ServerError("format: too much", "BadFormat"))
+    assert there == describe(BadFormat("format: too much"))
+    assert (there.code, there.exit_code) == ("bad_format", 2)
+    assert describe(ServerError("lost")).exit_code == 1

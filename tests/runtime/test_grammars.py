@@ -61,10 +61,14 @@ def grammar_of(schema: Any) -> str:
     return f"start: %json {json.dumps(schema)}"
 
 
+def vocabulary_of(grammars: Grammars) -> str:
+    assert grammars._vocabulary is not None
+    return str(grammars._vocabulary._process.pid)
+
+
 def processes(grammars: Grammars) -> set[str]:
     """The process that holds the vocabulary, and its copies."""
-    assert grammars._vocabulary is not None
-    pid = str(grammars._vocabulary._process.pid)
+    pid = vocabulary_of(grammars)
     return {pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
@@ -154,14 +158,27 @@ def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars) -> None:
                 one.took(token)
 
 
-def test_an_answer_left_unread_does_not_reach_the_next_one(grammars: Grammars) -> None:
+@pytest.mark.parametrize("later", ["at once", "after its time", "when its process has died"])
+def test_an_answer_left_unread_does_not_reach_the_next_one(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(module, "STEP_SECONDS", 0.2)
     grammar = grammar_of({"enum": ["a", "b"]})
     first = Matching(grammars, grammar)
     begins = first.allowed()
+    kept = first._process
     first.took(int(np.flatnonzero(begins)[0]))
     first.close()
+    if later != "at once":
+        time.sleep(0.3)
+    if later == "when its process has died":
+        (copy,) = processes(grammars) - {vocabulary_of(grammars)}
+        os.kill(int(copy), 9)
+        while Path(f"/proc/{copy}").exists():
+            time.sleep(0.01)
     with closing(Matching(grammars, grammar)) as second:
         assert (second.allowed() == begins).all()
+        assert later == "at once" or (second._process is kept) == (later == "after its time")
 
 
 def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
