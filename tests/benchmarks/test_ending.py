@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -98,21 +99,31 @@ def test_nothing_disturbs_the_cleaning_up_and_all_is_as_before() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_who_is_done_in_time_is_left_alone(tmp_path: Path) -> None:
-    with ending(0.2), folder_that_goes(tmp_path, "made-") as folder:
+def test_a_command_that_is_done_in_time_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[threading.Timer] = []
+
+    class Noted(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+            super().start()
+
+    monkeypatch.setattr(threading, "Timer", Noted)
+    with ending(60), folder_that_goes(tmp_path, "made-") as folder:
+        assert [timer.finished.is_set() for timer in timers] == [False, False]
         (folder / "weights").write_bytes(b"w")
-    time.sleep(0.3)
+    assert [timer.finished.is_set() for timer in timers] == [True, True]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.5, 2.0, 2.25])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     stages = Stages()
-    stages.begin("one")
-    time.sleep(0.1)
-    stages.begin("two")
-    stages.begin("one")
-    time.sleep(0.1)
+    for name in ("one", "two", "one"):
+        stages.begin(name)
     stages.end()
-    assert list(stages.seconds) == ["starting", "one", "two"]
-    assert stages.seconds["one"] >= 0.2 > stages.seconds["two"]
+    monkeypatch.undo()
+    assert stages.seconds == {"starting": 1.0, "one": 0.8, "two": 0.5}
     assert capsys.readouterr().err == "one …\ntwo …\none …\n"
