@@ -174,7 +174,7 @@ def test_a_file_cut_while_reading(tmp_path: Path) -> None:
 
 
 def test_a_duplicate_key_is_found_in_linear_time(tmp_path: Path) -> None:
-    """Before, each key was counted: half an hour for this file."""
+    """Counting every key would take half an hour for this file."""
     keys = ",".join(f'"{number}":0' for number in range(200_000))
     path = tmp_path / "config.json"
     path.write_text("{" + keys + ',"199999":1}')
