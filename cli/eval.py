@@ -14,6 +14,9 @@ from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.sizes import format_bytes
+
+_MOST_BYTES = 256 << 20  # of a text
 
 
 def evaluate_text(
@@ -42,7 +45,11 @@ def evaluate_text(
 
     out, settings = Output(json=json, quiet=quiet), read_environment()
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as source:
+            data = source.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise Usage(f"--file {file}: it has more than {format_bytes(_MOST_BYTES)}")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Usage(f"--file {file}: it is not UTF-8 text") from error
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)

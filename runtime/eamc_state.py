@@ -143,13 +143,14 @@ def export_eamc(eamc: Eamc, path: Path) -> None:
 
 def import_eamc(path: Path, manifest: Manifest) -> Eamc:
     """Reads what `export_eamc` wrote. Raises ForeignEamc for anything else, OSError."""
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise ForeignEamc(f"{path} has {size >> 20} MiB: too large for an EAMC")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ForeignEamc(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: too large for an EAMC")
     shape = (manifest.layers, manifest.experts)
     try:
         most = MAX_ENTRIES * shape[0] * shape[1] * 8
-        eamc = Eamc.from_bytes(path.read_bytes(), most_bytes=most)
+        eamc = Eamc.from_bytes(data, most_bytes=most)
     except BadContainer as error:
         raise ForeignEamc(f"{path} is not an EAMC: {error}") from error
     if (eamc.layers, eamc.experts) != shape:

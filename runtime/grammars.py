@@ -54,6 +54,8 @@ class Grammars:
                 return found
             found.close()
         vocabulary = self._vocabulary
+        if vocabulary is not None and not (self._reading or vocabulary.usable()):
+            vocabulary.close()  # it has died, of too little memory perhaps
         if vocabulary is None or vocabulary.closed:
             vocabulary = self._vocabulary = LimitedProcess("moeinf.runtime.grammar_worker")
             vocabulary.start(self._begin, VOCABULARY_SECONDS)

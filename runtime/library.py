@@ -82,7 +82,7 @@ class Library:
         return self._root / name.name / name.tag
 
     def has(self, name: ModelName) -> bool:
-        return (self.folder(name) / MANIFEST).is_file()
+        return os.path.lexists(self.folder(name) / MANIFEST)  # reading it says what else it may be
 
     def installed(self) -> list[Installed]:
         """Every complete model, the newest first; damaged ones are listed as such."""

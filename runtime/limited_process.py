@@ -124,10 +124,10 @@ class Channel:
             self.done()  # sends what the child takes now
 
     def _next(self) -> None:
-        """Send the first message that waits, whose time begins."""
-        self._unsent, seconds = self._waiting.popleft()
+        """Send the first message that waits. Its time begins with the last byte that is sent."""
+        self._unsent, self._seconds = self._waiting.popleft()
         self._read.clear()
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + self._seconds
 
     def _step(self, until: float) -> bool:
         """Read or write once; False when `until` has come. Raises OSError or ValueError."""
@@ -141,6 +141,7 @@ class Channel:
             return False
         if events[0][1] & select.POLLOUT:
             self._unsent = self._unsent[self._channel.send(self._unsent) :]
+            self._deadline = time.monotonic() + self._seconds
             return True
         block = self._channel.recv(_BLOCK_BYTES)
         if not block:

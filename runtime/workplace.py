@@ -31,6 +31,7 @@ from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.regular_files import open_regular, read_regular
 
 JOURNAL = "journal.jsonl"
+DOWNLOADS = "source"
 PARTIAL, OLD = ".partial", ".old"  # ends of the hidden folders beside a model's
 _LEFTOVERS = (errno.ENOTEMPTY, errno.ENOENT)
 
@@ -50,9 +51,9 @@ class Workplace:
         self.broken: list[str] = []
         self._pending: list[dict[str, object]] = []
         if not self._resume(making):
-            shutil.rmtree(folder, ignore_errors=True)
+            self._remove(keep_downloads=self._is_of_repository(making))
             self.files, self.parts, self.done, self.broken = {}, {}, set(), []
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._pending.append({"making": dict(making)})
             self.commit()
 
@@ -103,6 +104,29 @@ class Workplace:
             return all(self._take_back(file) for file in {file for file, _ in self.parts})
         except (LookupError, TypeError, ValueError, OSError):
             return False  # damaged, so that nothing in it is to be believed
+
+    def _is_of_repository(self, making: Mapping[str, object]) -> bool:
+        """Whether an earlier attempt at another making has fetched from the same repository."""
+        lines = _read_lines(self.folder / JOURNAL)
+        places = [
+            source.get("repository")
+            for about in (making, lines[0].get("making") if lines else None)
+            if isinstance(about, Mapping) and isinstance(source := about.get("source"), Mapping)
+        ]
+        return len(places) == 2 and isinstance(places[0], str) and places[0] == places[1]
+
+    def _remove(self, keep_downloads: bool) -> None:
+        """Start again. What was fetched may stay: it is hashed before it is used."""
+        if not keep_downloads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        for path in self.folder.iterdir():
+            if path.name == DOWNLOADS:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
     def _take_in(self, line: Mapping[str, Any]) -> None:
         """One line of the journal. Raises LookupError, TypeError, ValueError for a damaged one."""
@@ -160,7 +184,7 @@ def old_folder(target: Path) -> Path:
 
 def downloads_of(target: Path) -> Path:
     """Where the source files of an unfinished model lie."""
-    return partial_folder(target) / "source"
+    return partial_folder(target) / DOWNLOADS
 
 
 def taken_bytes(folder: Path) -> int:

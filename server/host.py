@@ -175,7 +175,7 @@ class Host:
         closing.add_done_callback(self._closing.discard)
         ended = await asyncio.shield(closing)
         if not ended:
-            self._unended.append(worker)
+            self._unended = [one for one in (*self._unended, worker) if not one.close(0)]
             self._tell(_STUCK)
         return ended
 

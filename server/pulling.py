@@ -20,6 +20,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import is_current
 from moeinf.runtime.names import is_path
+from moeinf.runtime.panic import as_exception
 from moeinf.server.answers import BadRequest, noted, words_of
 from moeinf.server.bodies import JsonRoute
 from moeinf.server.nulls import Said
@@ -58,10 +59,6 @@ class PullRequest(Said):
     stream: bool = True
     username: str | None = None
     password: str | None = None
-
-
-class PullBroke(RuntimeError):
-    """A pull has ended in a way that Python does not count as an error, such as a Rust panic."""
 
 
 @router.post("/api/pull")
@@ -127,12 +124,8 @@ async def _lines(
         try:
             _pull(wanted, settings, say, client)
             say(_SUCCESS)
-        except Exception as error:
-            say(error)
-        except BaseException as error:
-            broke = PullBroke(f"{type(error).__name__}: {error}")
-            broke.__cause__ = error
-            say(broke)
+        except BaseException as error:  # a panic of Rust is no Exception
+            say(as_exception(error))
         finally:
             say(None)
 

@@ -72,7 +72,7 @@ class Worker:
         self._lost: Exception | None = None  # what the engine's GPU has failed with, for good
         self._prepared: list[Prepared] = []
         self._running: list[Running] = []
-        self._beginning = False  # a job is neither waiting nor running: its prompt is being made
+        self._beginning: Job | None = None  # neither waiting nor running: its prompt is being made
         self._free: list[Place] = []
         self.loaded = threading.Event()  # or failed to
         self.engine: Engine | None = None
@@ -117,14 +117,27 @@ class Worker:
 
         Returns whether it has ended; False after `seconds`: a native call has not returned.
         """
+        self._refuse_waiting(Unloaded("the model was unloaded"))
         with self._changed:
-            self._closing = True
-            jobs = [one.job for one in self._prepared] + [one.job for one in self._running]
+            jobs = [one.job for one in (*self._prepared, *self._running)]
+            jobs += [] if self._beginning is None else [self._beginning]
             for job in jobs:
                 job.cancelled.set()
             self._changed.notify()
         self._thread.join(seconds)
-        return not self._thread.is_alive()
+        ended = not self._thread.is_alive()
+        for job in jobs if seconds and not ended else ():  # the thread may never come to tell them
+            job.emit(Failed(Unloaded("the model was unloaded")))
+        return ended
+
+    def _refuse_waiting(self, why: Exception) -> None:
+        """Take no more requests, and tell those that wait."""
+        with self._changed:
+            self._closing = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for job in waiting:
+            job.emit(Failed(why))
 
     def _run(self) -> None:
         """Run the engine. Whatever ends it, every request gets its last event."""
@@ -135,9 +148,15 @@ class Worker:
                 self.engine = engine
                 self._say(*engine.choices, *engine.take_notes())
                 self.loaded.set()
-                while not self._closing and self._lost is None:
-                    self._admit(engine)
-                    self._round(engine)
+                try:
+                    while not self._closing and self._lost is None:
+                        self._admit(engine)
+                        self._round(engine)
+                except BaseException as error:
+                    end = as_exception(error)
+                    raise
+                finally:  # the engine may take long to close
+                    self._refuse_waiting(self._lost or end)
                 end = self._lost or end
                 for one in list(self._running):
                     self._fail(engine, one, end)
@@ -169,7 +188,7 @@ class Worker:
             for place, job in enumerate(self._waiting):
                 if not (full and job.constrain is not None):
                     del self._waiting[place]
-                    self._beginning = True
+                    self._beginning = job
                     return job
             return None
 
@@ -200,7 +219,7 @@ class Worker:
                 self._place(engine, one)
             except BaseException as error:
                 job.emit(Failed(as_exception(error)))
-            self._beginning = False
+            self._beginning = None
 
     def _prepare(self, engine: Engine, job: Job) -> Prepared:
         """Make the prompt, and begin to compile the grammar."""
@@ -333,7 +352,10 @@ class Worker:
         start = time.perf_counter()
         steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
         try:
-            logits = engine.step(steps)
+            with engine.stoppable(lambda: self._closing):
+                logits = engine.step(steps)
+        except Stopped:  # and so will all requests be
+            return
         except ExpertReadError as error:
             if len(group) == 1:
                 self._fail(engine, group[0], error)

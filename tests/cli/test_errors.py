@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import os
 import pkgutil
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import moeinf.cli
 import moeinf.models
 import moeinf.offload
 import moeinf.runtime
+from moeinf.cli import eval as evaluation
 from moeinf.cli.client import ServerError
 from moeinf.cli.errors import _WORDS, describe
 from moeinf.cli.main import answer
@@ -25,8 +27,9 @@ from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.config import Settings
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library import NoSuchModel
+from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
 from moeinf.runtime.repository import RepositoryError
@@ -164,3 +167,19 @@ def test_a_form_that_a_server_refuses_is_wrong_usage_as_it_is_here() -> None:
     assert there == describe(BadFormat("format: too much"))
     assert (there.code, there.exit_code) == ("bad_format", 2)
     assert describe(ServerError("lost")).exit_code == 1
+
+
+def test_a_text_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "_MOST_BYTES", 1000)
+    with pytest.raises(evaluation.Usage, match="more than"):
+        evaluation.evaluate_text("demo", Path("/dev/zero"))
+
+
+def test_a_manifest_that_is_not_a_file_is_damage(tmp_path: Path) -> None:
+    """A model whose manifest cannot be read is not pulled once more without a word."""
+    folder = tmp_path / "models" / "demo" / "bf16"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "manifest.json")
+    library = Library(Settings(tmp_path))
+    with pytest.raises(DamagedModel):
+        library.read("demo:bf16")

@@ -157,3 +157,11 @@ def test_a_child_that_does_not_read_is_killed_in_time(monkeypatch: pytest.Monkey
         process.ask({"text": "x" * (1 << 20)}, 1)
     assert time.monotonic() - begun < 10
     process.close()
+
+
+def test_the_time_of_a_long_request_begins_when_it_is_sent(child: LimitedProcess) -> None:
+    """The parent may do other work while a pipe is full."""
+    child.ask({"do": "said"}, 20)
+    child.start({"do": "said", "text": "x" * (4 << 20)}, 0.5)
+    time.sleep(1.0)
+    assert child.result() == [7]

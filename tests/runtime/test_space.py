@@ -73,3 +73,21 @@ def test_sizes_of_a_folder_that_is_going_away(tmp_path: Path) -> None:
         thread.join()
     assert min(sizes) >= 0
     assert taken_bytes(tmp_path / "absent") == 0
+
+
+@pytest.mark.parametrize(("repository", "kept"), [("org/one", True), ("org/two", False)])
+def test_what_was_fetched_stays_where_another_making_is_of_the_same_repository(
+    repository: str, kept: bool, tmp_path: Path
+) -> None:
+    """It is hashed before it is used. An earlier version said what it makes in other words."""
+    folder = tmp_path / "work"
+    work = Workplace(folder, {"source": {"repository": "org/one", "commit": "c"}, "tag": "q4"})
+    for name in ("source/a.incomplete", "experts/L000/E000.safetensors", "experts.parts"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    work.add_done("b")
+    work.commit()
+    work = Workplace(folder, {"source": {"repository": repository, "files": "f"}, "tag": "q4"})
+    assert not work.done
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {"journal.jsonl", *(["source/a.incomplete"] if kept else [])}
