@@ -83,15 +83,17 @@ def parse_form(text: str) -> Form:
     """`json`, a JSON schema as it is, or a file with one. Raises BadFormat or OSError."""
     if text == "json":
         return "json"
-    if text.lstrip().startswith("{"):
-        said = text
-    else:
-        with Path(text).expanduser().open(encoding="utf-8") as file:
-            said = file.read(_MOST_CHARACTERS + 1)
-    if len(said) > _MOST_CHARACTERS:
-        raise BadFormat(f"format: the schema has more than {_MOST_CHARACTERS} characters")
     try:
+        if text.lstrip().startswith("{"):
+            said = text
+        else:
+            with Path(text).expanduser().open(encoding="utf-8") as file:
+                said = file.read(_MOST_CHARACTERS + 1)
+        if len(said) > _MOST_CHARACTERS:
+            raise BadFormat(f"format: the schema has more than {_MOST_CHARACTERS} characters")
         schema = json.loads(said)
+    except BadFormat:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadFormat(f"format: this is not a JSON schema: {error}") from error
     if not isinstance(schema, dict):

@@ -21,6 +21,7 @@ from moeinf.runtime.device_plan import HEADROOM_BYTES
 from moeinf.runtime.devices import remember_gpu
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
+from moeinf.runtime.live import Registry
 from moeinf.runtime.sizes import format_bytes, parse_memory
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice
@@ -184,7 +185,8 @@ def test_what_lies_on_the_gpu_is_shown(
         here = dict(LocalPartner(Conversation(engine), engine).cache())
         arena = format_bytes(plan.arena_bytes)
         assert here["experts on the GPU"] == f"0 of 192, 0 B of {arena}"
-        client = Client.of(read_server_environment())
+        server = read_server_environment()
+        client = Client.of(server.host, server.port, None, Registry(settings.run))
         there = RemotePartner(client, {"model": "demo:bf16"}, settings)
         assert dict(there.cache())["experts on the GPU"] == "0 of 192, 0 B"
         assert ("experts on the GPU", "0 of 192, 0 B") in there.verbose()

@@ -44,7 +44,7 @@ def test_wrong_usage(
         monkeypatch.setenv("MOEINF_MEMORY", "x")
     assert answer([*arguments, "--json"]) == 2
     told = json.loads(capsys.readouterr().out)["error"]
-    assert told["code"] in ("usage", "invalid")
+    assert told["code"] in ("usage", "invalid", "bad_format")
     assert words in told["message"]
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from moeinf.models import FAMILIES
-from moeinf.runtime import hub, origins
+from moeinf.runtime import origins, repository
 from moeinf.runtime.config import Settings
 from moeinf.runtime.names import TAGS, ModelName, parse_name
 from moeinf.runtime.registry import Entry, entry_of, registry
@@ -37,16 +37,16 @@ def test_an_entrys_revision_is_what_a_pull_takes(
 ) -> None:
     seen = []
 
-    def look_up(name: str, revision: str | None, _: str | None) -> NoReturn:
+    def look_up(name: str, revision: str | None, *_: object) -> NoReturn:
         seen.append((name, revision))
-        raise hub.RepositoryError("enough")
+        raise repository.RepositoryError("enough")
 
     olmoe = entry_of("olmoe")
     assert olmoe is not None
     monkeypatch.setattr(origins, "entry_of", lambda _: replace(olmoe, revision="v2"))
-    monkeypatch.setattr(hub, "look_up", look_up)
-    monkeypatch.setattr(hub, "is_offline", lambda: False)
-    with pytest.raises(hub.RepositoryError):
+    monkeypatch.setattr(repository, "look_up", look_up)
+    monkeypatch.setattr(repository, "is_offline", lambda: False)
+    with pytest.raises(repository.RepositoryError):
         origins.find_source("olmoe", None, Settings(tmp_path), ignore, asked)
     assert seen == [(olmoe.repo, taken)]
 
