@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.runtime.asking import SamplingOptions as SamplingOptions
+from moeinf.runtime.recent_tokens import RecentTokens
 from moeinf.runtime.regular_files import read_regular
 
 _MASK = (1 << 64) - 1
@@ -86,14 +87,24 @@ class Sampler:
         seed = chosen.seed if chosen.seed is not None and chosen.seed >= 0 else secrets.randbits(63)
         self.options = replace(chosen, seed=seed)
         self._random = Random(seed)
+        self._recent = _recent_tokens(self.options)
+        self._only_lowers = (
+            (chosen.repeat_penalty is None or chosen.repeat_penalty >= 1)
+            and (chosen.presence_penalty or 0.0) >= 0
+            and (chosen.frequency_penalty or 0.0) >= 0
+        )
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The next token from logits [vocab]; `history` is every token before it."""
+        """The next token from logits [vocab]; `history` is every token before it.
+
+        It costs the same however long the history is, if it is the list of the call before, grown.
+        """
         options = self.options
-        recent = self._recent(history)
-        some = _candidates(logits, options.top_k if options.temperature else 1, recent)
+        if self._recent is not None:
+            self._recent.follow(history, len(logits))
+        some = self._candidates(logits, options.top_k if options.temperature else 1)
         scores = logits[some].astype(np.float64)
-        self._penalise(scores, some, recent)
+        self._penalise(scores, some)
         if not options.temperature:
             return int(some[scores.argmax()])
         order = _best(scores, options.top_k or len(scores))
@@ -111,52 +122,46 @@ class Sampler:
         place = int(np.searchsorted(sums, self._random.uniform() * sums[-1], side="right"))
         return int(some[order[min(place, len(sums) - 1)]])
 
-    def _recent(self, history: Sequence[int]) -> Sequence[int]:
-        """The tokens that are to be penalised."""
-        options = self.options
-        if options.repeat_penalty in (None, 1.0) and not (
-            options.presence_penalty or options.frequency_penalty
-        ):
-            return ()
-        last = 64 if options.repeat_last_n is None else options.repeat_last_n
-        return history if last < 0 else history[max(0, len(history) - last) :]
+    def _candidates(self, logits: NDArray[np.float32], count: int | None) -> NDArray[np.intp]:
+        """Tokens, ascending, among which the best `count` are once recent ones have been penalised.
 
-    def _penalise(
-        self, scores: NDArray[np.float64], tokens: NDArray[np.intp], recent: Sequence[int]
-    ) -> None:
-        """scores [n] of `tokens` [n], ascending, which include all of `recent`."""
-        if not recent:
+        These are the best `count` of the others, and the recent ones that are not surely below
+        those. A count of 0 or None means all tokens.
+        """
+        if not count or count >= len(logits):
+            return np.arange(len(logits))
+        seen = None if self._recent is None else self._recent.seen
+        others = logits if seen is None else np.where(seen, np.float32(-np.inf), logits)
+        # A group's maximum is a logit, so the `count` highest maxima bound the `count` highest
+        # logits from below; and partition is slow for a whole vocabulary.
+        groups = len(logits) // _GROUP
+        some = others
+        if count < groups:
+            some = others[: groups * _GROUP].reshape(_GROUP, groups).max(0)
+        edge = np.partition(some, len(some) - count)[len(some) - count]
+        high = logits >= edge
+        return np.flatnonzero(high if seen is None or self._only_lowers else high | seen)
+
+    def _penalise(self, scores: NDArray[np.float64], tokens: NDArray[np.intp]) -> None:
+        """Penalise the recent ones of `tokens` [n] in their scores [n]."""
+        if self._recent is None:
             return
         options = self.options
         repeat = options.repeat_penalty if options.repeat_penalty is not None else 1.0
-        found, counts = np.unique(np.asarray(recent), return_counts=True)
-        places = np.searchsorted(tokens, found)
+        places = np.flatnonzero(self._recent.seen[tokens])
         before = scores[places]
         after = np.where(before > 0, before / repeat, before * repeat)
-        frequency = (options.frequency_penalty or 0.0) * counts
+        frequency = (options.frequency_penalty or 0.0) * self._recent.counts[tokens[places]]
         scores[places] = after - (options.presence_penalty or 0.0) - frequency
 
 
-def _candidates(
-    logits: NDArray[np.float32], count: int | None, recent: Sequence[int]
-) -> NDArray[np.intp]:
-    """Tokens, ascending, among which the best `count` are once `recent` ones have been penalised.
-
-    At most so many of those that a penalty has moved stand before another, so the best
-    count + len(recent) and the moved ones are enough. A count of 0 or None means all.
-    """
-    moved = np.unique(np.asarray(recent, dtype=np.intp))
-    enough = (count or len(logits)) + len(moved)
-    if enough >= len(logits):
-        return np.arange(len(logits))
-    # A group's maximum is a logit, so the `enough` highest maxima bound the `enough` highest logits
-    # from below; and partition is slow for a whole vocabulary.
-    groups = len(logits) // _GROUP
-    some = logits
-    if enough < groups:
-        some = logits[: groups * _GROUP].reshape(_GROUP, groups).max(0)
-    edge = np.partition(some, len(some) - enough)[len(some) - enough]
-    return np.union1d(np.flatnonzero(logits >= edge), moved)
+def _recent_tokens(options: SamplingOptions) -> RecentTokens | None:
+    """The tokens that are to be penalised; None where no option penalises any."""
+    if options.repeat_penalty in (None, 1.0) and not (
+        options.presence_penalty or options.frequency_penalty
+    ):
+        return None
+    return RecentTokens(64 if options.repeat_last_n is None else options.repeat_last_n)
 
 
 def _best(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,7 @@ def _json(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_NEXT = re.compile(r"(</parameter>|<function=[^<>\n]+>)\s*</function>\s*(?=<function=([^<>\n]+)>)")
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )
@@ -114,10 +115,25 @@ _KEY = re.compile(
 
 
 def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
-    found = _FUNCTION.fullmatch(body)
-    if found is None:
-        raise Unfinished("</function> is missing")
-    return _typed(found[1], found[2], _PARAMETER, tools)
+    """One call, or more between the same marks. Raises Unfinished."""
+    calls: list[Call | None] = []
+    for part in _functions(body, tools):
+        found = _FUNCTION.fullmatch(part)
+        if found is None:
+            raise Unfinished("</function> is missing")
+        calls += _typed(found[1], found[2], _PARAMETER, tools) or [None]
+    return _all(calls)
+
+
+def _functions(body: str, tools: Sequence[Tool]) -> Iterator[str]:
+    """Cut a body where one function ends, and another that was offered begins."""
+    begin = 0
+    for found in _NEXT.finditer(body):
+        bare = not found[1].startswith("</")  # no parameters: nothing comes before its first mark
+        if (found.start() == begin or not bare) and _offered(found[2].strip(), tools) is not None:
+            yield body[begin : found.end()].rstrip()
+            begin = found.end()
+    yield body[begin:]
 
 
 def _bare(body: str, tools: Sequence[Tool]) -> list[Call]:

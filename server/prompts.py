@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.template import TemplateError
-from moeinf.runtime.thinking import thinking_variables
+from moeinf.runtime.thinking import is_harmony, thinking_variables
 from moeinf.server.answers import BadRequest
 from moeinf.server.bounds import Listed
 from moeinf.server.json_text import parse
@@ -111,13 +111,14 @@ def _with_calls(
 ) -> str:
     """DeepSeek's templates join arguments as text, where all others write values as JSON."""
     assert engine.template is not None
-    values = _guarded(_complete(messages, null), engine.tokenizer)
+    harmony = is_harmony(engine.tokenizer.chat_template)
+    values = _guarded(_complete(messages, null, harmony), engine.tokenizer)
     try:
         return engine.template.render(values, add_generation_prompt=True, **extra)
     except TemplateError:
         if not any(message.get("tool_calls") for message in values):
             raise
-    text = _guarded(_complete(messages, null, arguments_as_text=True), engine.tokenizer)
+    text = _guarded(_complete(messages, null, harmony, arguments_as_text=True), engine.tokenizer)
     return engine.template.render(text, add_generation_prompt=True, **extra)
 
 
@@ -139,18 +140,21 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
 
 
 def _complete(
-    messages: Sequence[Message], null: bool, arguments_as_text: bool = False
+    messages: Sequence[Message], null: bool, harmony: bool, arguments_as_text: bool = False
 ) -> list[dict[str, Any]]:
     """Messages with all that templates look for, whichever API they were written for.
 
     Calls without an id get one, and so do, in the same order, results that do not say whose they
     are. Thoughts are there under all names that templates have for them. null: whether the content
-    of a call that has none is null, and not "".
+    of a call that has none is null, and not "". harmony: gpt-oss's template raises where calls
+    have both thoughts and content, so the content becomes the end of the thoughts.
     """
     found, open_ids, number = [], deque[str](), 0
     for message in messages:
         about = {**message, "content": str(message.get("content") or "")}
         thinking = next((said for key in _THOUGHTS if (said := about.get(key))), None)
+        if harmony and thinking and about["content"] and about.get("tool_calls"):
+            thinking, about["content"] = f"{thinking}\n{about['content']}", ""
         if thinking:
             about |= dict.fromkeys(_THOUGHTS, thinking)
         if calls := about.get("tool_calls"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from moeinf.runtime.sampler import Random, Sampler, SamplingOptions, model_defaults
@@ -228,3 +232,77 @@ def test_a_shortlist_chooses_like_the_whole_vocabulary(vocab: int, temperature: 
         left = SamplingOptions(temperature=1, top_k=0, top_p=0.95, repeat_penalty=1, seed=seed)
         same = Sampler(left, NOTHING).choose(scores[best[:12]], [])
         assert chosen == best[same]
+
+
+def chosen_by_formula(options: SamplingOptions, logits: np.ndarray, history: list[int]) -> int:
+    """The choice at temperature 0, from all logits and all of the window at once."""
+    last = 64 if options.repeat_last_n is None else options.repeat_last_n
+    recent = history if last < 0 else history[max(0, len(history) - last) :]
+    scores = logits.astype(np.float64)
+    if recent:
+        found, counts = np.unique(recent, return_counts=True)
+        repeat, before = options.repeat_penalty or 1.0, scores[found]
+        after = np.where(before > 0, before / repeat, before * repeat)
+        frequency = (options.frequency_penalty or 0.0) * counts
+        scores[found] = after - (options.presence_penalty or 0.0) - frequency
+    return int(scores.argmax())
+
+
+@given(
+    st.lists(st.integers(0, 199), max_size=40),
+    st.sampled_from([-1, 0, 1, 5, 64]),
+    st.sampled_from([0.5, 1.0, 1.3]),
+    st.sampled_from([-1.0, 0.0, 0.5]),
+    st.sampled_from([-0.5, 0.0, 0.25]),
+    st.integers(0, 2**32 - 1),
+)
+def test_counts_that_grow_choose_like_all_tokens_counted_again(
+    history: list[int], last: int, repeat: float, presence: float, frequency: float, seed: int
+) -> None:
+    options = SamplingOptions(
+        temperature=0,
+        repeat_penalty=repeat,
+        repeat_last_n=last,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+    )
+    draw = np.random.default_rng(seed)
+    sampler = Sampler(options, NOTHING)
+    for _ in range(20):
+        logits = draw.normal(0, 2, 200).round(1).astype(np.float32)
+        token = sampler.choose(logits, history)
+        assert token == chosen_by_formula(options, logits, history)
+        history.append(token)
+    other = draw.integers(0, 200, len(history)).tolist()
+    assert sampler.choose(logits, other) == chosen_by_formula(options, logits, other)
+
+
+class Counted(Sequence[int]):
+    """A history that counts how many of its tokens are read."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self.tokens[place]
+        self.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("length", [1000, 32_000])
+@pytest.mark.parametrize("last", [-1, 500])
+def test_a_token_costs_the_same_after_any_history(length: int, last: int) -> None:
+    options = SamplingOptions(temperature=1, top_k=50, repeat_penalty=1.1, repeat_last_n=last)
+    draw = np.random.default_rng(length)
+    logits = draw.normal(size=2000).astype(np.float32)
+    history = Counted(draw.integers(0, 2000, length).tolist())
+    sampler = Sampler(options, NOTHING)
+    history.tokens.append(sampler.choose(logits, history))
+    history.read = 0
+    for _ in range(10):
+        history.tokens.append(sampler.choose(logits, history))
+    assert history.read == (10 if last < 0 else 20)

@@ -109,6 +109,46 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (TAGS, "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
     (TAGS, "<tool_call><function=rm></function></tool_call>", None),
     (TAGS, "<tool_call><function=add>", [answer("<tool_call><function=add>")]),
+    # Qwen3-Coder: more than one between the same marks
+    (
+        TAGS,
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+        "<function=now>\n</function>\n<function=add>\n<parameter=note>\nx\n</parameter>\n"
+        "</function>\n</tool_call> y",
+        [ADD, Call("now", {}), Call("add", {"note": "x"}), answer("y")],
+    ),
+    (
+        CODER,
+        "<tool_call><function=now></function><function=now></function><function=add>"
+        "<parameter=note></tool_call></parameter></function></tool_call>",
+        [Call("now", {}), Call("now", {}), Call("add", {"note": "</tool_call>"})],
+    ),
+    (
+        TAGS,
+        "<tool_call><function=add><parameter=a>1</parameter></function><function=now>?"
+        "<parameter=a>1</parameter></function></tool_call>",
+        None,
+    ),
+    (
+        TAGS,
+        "<tool_call><function=add><parameter=note></function><function=now><function=now>"
+        "</function><function=now></function></parameter></function></tool_call>",
+        [
+            Call(
+                "add",
+                {
+                    "note": "</function><function=now><function=now></function><function=now>"
+                    "</function>"
+                },
+            )
+        ],
+    ),
+    (
+        TAGS,
+        "<tool_call><function=add><parameter=note>a</parameter></function><function=NAME>"
+        "</parameter></function></tool_call>",
+        [Call("add", {"note": "a</parameter></function><function=NAME>"})],
+    ),
     # Qwen3-Coder without its first mark, and with
     (
         CODER,

@@ -35,6 +35,19 @@ OTHER = """{%- for message in messages %}
 {%- if message.name is not none %}{% endif %}
 {%- endfor %}"""
 THOUGHTS = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }}"
+# How gpt-oss writes calls: one text before them, which is either content or thoughts.
+HARMONY = """{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- if message.content and message.thinking %}
+{{- raise_exception('both content and thinking') }}
+{%- elif message.content or message.thinking %}
+{{- '<|channel|>analysis<|message|>' + (message.content or message.thinking) + '.' }}
+{%- endif %}
+{{- '[call ' + message.tool_calls[0].function.name + ']' }}
+{%- else %}
+{{- message.role + ':' + message.content + '|' + (message.thinking or '') }}
+{%- endif %}
+{%- endfor %}"""
 CALL = {"function": {"name": "add", "arguments": {"a": None}}}
 
 
@@ -81,3 +94,19 @@ def test_thoughts_have_three_names(name: str) -> None:
     assert found == "hm|hm|hm"
     with pytest.raises(ValueError, match=name):
         MessageExtras.model_validate({name: {"a": 1}})
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content", "reasoning"])
+def test_harmony_takes_thoughts_and_a_preamble_beside_a_call(name: str) -> None:
+    called = {"role": "assistant", "content": "I add.", "tool_calls": [CALL], name: "hm"}
+    begin, end = "<|channel|>analysis<|message|>", ".[call add]"
+    assert prompt(HARMONY, [called]) == f"{begin}hm\nI add.{end}"
+    assert prompt(HARMONY, [{**called, name: None}]) == f"{begin}I add.{end}"
+    assert prompt(HARMONY, [{**called, "content": None}]) == f"{begin}hm{end}"
+    answered = {**called, "tool_calls": None}
+    assert prompt(HARMONY, [answered]) == "assistant:I add.|hm"
+
+
+def test_other_templates_get_thoughts_and_a_preamble_apart() -> None:
+    called = {"role": "assistant", "content": "Yes", "tool_calls": [CALL], "thinking": "hm"}
+    assert prompt(OTHER, [called]) == 'assistant:Yes[call add {"a": null}]'
