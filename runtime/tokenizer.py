@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.regular_files import read_regular
+from moeinf.runtime.special_spans import SpecialSpans
 from moeinf.runtime.thinking import is_harmony
 from moeinf.runtime.tools import format_of
 
@@ -99,7 +100,7 @@ class Tokenizer:
         self._added = {t.content: t.special for t in added.values()}  # whether it is special
         special = {number: t for number, t in added.items() if t.special and t.content}
         self._special = sorted((t.content for t in special.values()), key=len, reverse=True)
-        self._exact = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
+        self._exact = SpecialSpans(self._special)
         # The unknown token comes of unknown characters: it is no special one to take care of.
         self._reserved = frozenset(special) - self._made(_UNKNOWN)
         normalized = any(token.normalized for token in special.values())
@@ -159,8 +160,7 @@ class Tokenizer:
         Raises PromptTooLong, TokenizerFailed.
         """
         text = _whole(text).replace(_GUARD, "\ufffd")
-        spans = [found.span() for found in self._exact.finditer(text)]
-        return self._fenced(text, spans, _CUTS if self._disguises else 0)
+        return self._fenced(text, list(self._exact.find(text)), _CUTS if self._disguises else 0)
 
     def _fenced(self, text: str, spans: list[tuple[int, int]], cuts: int) -> str:
         """Text with fences around `spans`, and around what a normalizer makes a special token of.

@@ -34,8 +34,9 @@ Written by `python scripts/api_docs.py` from what the server checks; do not edit
 listens on `127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's APIs; errors are
 `{"error", "code"}` under `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
 A body has at most 8 MiB, of which no value nests more than 100 levels deep; all bodies that the
-server holds have 64 MiB together, beyond the first 64 KiB of each (503, `Retry-After`). Numbers
-that JSON lacks (NaN, infinity) are refused, and are null in answers.
+server holds have 64 MiB together, beyond the first 64 KiB of each (503, `Retry-After`). There each
+object or list beyond the first 128 of a body counts as 1 KiB more. Numbers that JSON lacks (NaN,
+infinity) are refused, and are null in answers.
 Fields without a default must be given; one that is null counts as not given.
 The whole as an OpenAPI document: `GET /openapi.json`.
 """

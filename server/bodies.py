@@ -1,7 +1,7 @@
 """How much of a body may arrive, how long that may take, and what all bodies together may hold.
 
-Does not know endpoints. A body counts from its first bytes until its request has been answered:
-what was parsed from it lives as long.
+Does not know endpoints. A body counts from its first bytes until its request has been answered, and
+so do the objects and lists that are parsed from it: they may take 65 times its length.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MOST_BODY_BYTES = 8 << 20
 BODY_SECONDS = 60.0  # for all of a request's body to arrive
 ALL_BODIES_BYTES = 64 << 20
 FREE_BYTES = 64 << 10  # of each body: short requests are taken however many long ones there are
+FREE_CONTAINERS, CONTAINER_BYTES = 128, 1 << 10  # objects and lists, checked and rendered
+_MOST_CONTAINERS_BYTES = ALL_BODIES_BYTES - MOST_BODY_BYTES  # one body alone is always taken
 
 
 class TooMuch(HTTPException):
@@ -28,7 +30,7 @@ class TooMuch(HTTPException):
 
 
 class Budget:
-    """The bytes that bodies hold now, each beyond its first FREE_BYTES."""
+    """The bytes that bodies hold now, each beyond FREE_BYTES and FREE_CONTAINERS."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -68,6 +70,11 @@ class Body:
             self._count()
         return message
 
+    def admit(self, containers: int) -> None:
+        """Count the objects and lists that are about to be made of it. Raises TooMuch."""
+        beyond = max(0, containers - FREE_CONTAINERS) * CONTAINER_BYTES
+        self._take(min(beyond, _MOST_CONTAINERS_BYTES))
+
     def close(self) -> None:
         self._budget.give_back(self._taken)
         self._taken = 0
@@ -75,7 +82,9 @@ class Body:
     def _count(self) -> None:
         if self._bytes > MOST_BODY_BYTES:
             raise TooMuch(413, f"a body has at most {MOST_BODY_BYTES} bytes")
-        more = max(0, self._bytes - FREE_BYTES) - self._taken
+        self._take(max(0, self._bytes - FREE_BYTES) - self._taken)
+
+    def _take(self, more: int) -> None:
         if not self._budget.take(more):
             words = "the requests of all clients are too long together: try again"
             raise TooMuch(503, words, {"Retry-After": "1"})
@@ -83,13 +92,14 @@ class Body:
 
 
 class JsonRequest(Request):
-    """A request whose JSON is bounded before it is parsed."""
+    """A request whose JSON is bounded before it is parsed. The Guard gives its state a Body."""
 
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException (400)."""
+        """The body's value. Raises HTTPException (400), TooMuch."""
         body = await self.body()
         try:
-            return parse(body.decode(json.detect_encoding(body), "surrogatepass"))
+            text = body.decode(json.detect_encoding(body), "surrogatepass")
+            return parse(text, self.state.body.admit)
         except UnicodeDecodeError as error:
             raise HTTPException(400, "the body is not text in UTF-8") from error
         except BadJson as error:

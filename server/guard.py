@@ -52,6 +52,7 @@ class Guard:
             others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
             scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
         body = bodies.Body(receive, self._budget)
+        scope = {**scope, "state": {**scope.get("state", {}), "body": body}}
         try:
             await self._app(scope, body.receive, send)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fastapi.responses import JSONResponse
@@ -29,9 +30,14 @@ class BadJson(InvalidValue):
     """The text is no JSON, or has more values than its length allows."""
 
 
-def parse(text: str) -> Any:
-    """The value. Raises BadJson, for NaN and infinite numbers too."""
-    _check(text)
+def parse(text: str, admit: Callable[[int], None] | None = None) -> Any:
+    """The value. Raises BadJson, for NaN and infinite numbers too.
+
+    admit: told how many objects and lists there are, before they are made; it may raise.
+    """
+    containers = _checked(text)
+    if admit is not None:
+        admit(containers)
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite_number)
     except json.JSONDecodeError as error:
@@ -55,8 +61,11 @@ class Answer(JSONResponse):
         return dump(content).encode()
 
 
-def _check(text: str) -> None:
-    """Raise BadJson for text that would take much more memory than its length, or nests deeply."""
+def _checked(text: str) -> int:
+    """Count objects and lists.
+
+    Raises BadJson for text that would take much more memory than its length, or nests deeply.
+    """
     most_containers = FREE_CONTAINERS + len(text) // BYTES_EACH_CONTAINER
     most_strings = FREE_STRINGS + len(text) // BYTES_EACH_STRING
     depth = containers = strings = values = end = 0
@@ -79,6 +88,7 @@ def _check(text: str) -> None:
             raise BadJson(f"the JSON has more than {most_strings} strings")
     if values + text.count(",", end) > MOST_VALUES:
         raise BadJson(f"the JSON has more than {MOST_VALUES} values")
+    return containers
 
 
 def _refuse(name: str) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -73,7 +73,7 @@ def chat_prompt(
 
     Raises TemplateError, BadRequest, PromptTooLong.
     """
-    _check(engine, *(str(message.get("content") or "") for message in messages))
+    _check(engine, *_texts([*messages, *tools]))  # before any of them is looked at for tokens
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -83,7 +83,7 @@ def chat_prompt(
         extra["tools"] = _guarded(list(tools), tokenizer)
     extra |= {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}
     rendered = _rendered(engine, messages, extra)
-    _check(engine, rendered)  # tools, calls and thoughts are long, too
+    _check(engine, rendered)  # a template may write a text more than once
     return tokenizer.encode_rendered(rendered)
 
 
@@ -137,6 +137,19 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
     if isinstance(value, dict):
         return {tokenizer.guard(k): _guarded(one, tokenizer) for k, one in value.items()}
     return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value, keys too, in no order."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, Mapping):
+            left += [*one.keys(), *one.values()]
 
 
 def _complete(

@@ -14,7 +14,7 @@ from moeinf.models.base import State
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.generate import Answer
-from moeinf.server.jobs import Job, TokenInfo
+from moeinf.server.jobs import Ended, Job, TokenInfo
 
 
 @dataclass(eq=False)
@@ -59,6 +59,18 @@ class Running:
     decode_seconds: float = 0.0
     logits: NDArray[np.float32] | None = None  # of the last pass, not yet chosen from
     states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
+
+    def ended(self, reason: str, load_seconds: float) -> Ended:
+        """Return the last event of the request."""
+        return Ended(
+            reason,  # type: ignore[arg-type]
+            self.prompt_tokens,
+            self.cached_tokens,
+            len(self.answer.tokens),
+            load_seconds,
+            self.prefill_seconds,
+            self.decode_seconds,
+        )
 
     def close(self) -> None:
         """Give back what the grammar has used."""

@@ -119,7 +119,7 @@ class Worker:
         """
         self._refuse_waiting(Unloaded("the model was unloaded"))
         with self._changed:
-            jobs = [one.job for one in (*self._prepared, *self._running)]
+            jobs = [one.job for one in self._prepared] + [one.job for one in self._running]
             jobs += [] if self._beginning is None else [self._beginning]
             for job in jobs:
                 job.cancelled.set()
@@ -342,9 +342,7 @@ class Worker:
             one.job.emit(Piece(text, info))
 
     def _decode(self, engine: Engine, group: list[Running]) -> None:
-        """One pass of all; each alone where a row would see the others, and where a read fails, so
-        that only the hit one fails.
-        """
+        """One pass of all; each alone if rows see each other, or if a read fails."""
         if len(group) > 1 and not engine.batches:
             for one in group:
                 self._decode(engine, [one])
@@ -377,17 +375,7 @@ class Worker:
             self._fail(engine, one, Unloaded("the model was unloaded"))  # for a whole answer
             return
         self._leave(engine, one)
-        one.job.emit(
-            Ended(
-                reason,  # type: ignore[arg-type]
-                one.prompt_tokens,
-                one.cached_tokens,
-                len(one.answer.tokens),
-                engine.load_seconds,
-                one.prefill_seconds,
-                one.decode_seconds,
-            )
-        )
+        one.job.emit(one.ended(reason, engine.load_seconds))
 
     def _fail(self, engine: Engine, one: Running, error: Exception) -> None:
         self._leave(engine, one)

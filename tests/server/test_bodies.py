@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import moeinf.server.bodies
 import moeinf.server.embeddings
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library
+from moeinf.server.bodies import Body, Budget, JsonRequest, TooMuch
 from moeinf.server.host import Host
 from tests.server.conftest import serving
 from tests.server.scripted import CHATML, talking
@@ -145,6 +147,75 @@ def test_bodies_that_are_too_long_together(
                 break
             time.sleep(0.05)
         assert again == 404
+
+
+def body_of(budget: Budget, value: Any) -> tuple[Body, Callable[[], Coroutine[Any, Any, Any]]]:
+    """A body that has arrived, and what parses it."""
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def parse() -> Any:
+        body._deadline = asyncio.get_running_loop().time() + 60
+        scope = {"type": "http", "state": {"body": body}, "headers": []}
+        return await JsonRequest(scope, body.receive).json()
+
+    async def made() -> Body:
+        return Body(receive, budget)
+
+    body = asyncio.run(made())
+    return body, parse
+
+
+def test_what_is_parsed_counts_until_the_end() -> None:
+    """100 bodies of 64 KiB, free and with 4,085 messages each, took 426 MB while they waited."""
+    budget, wasteful = Budget(), {"messages": [{"role": "user"}] * 2000}  # 34 KB
+    bodies, refused = [], []
+    for _ in range(100):
+        body, parse = body_of(budget, wasteful)
+        bodies.append(body)
+        try:
+            assert asyncio.run(parse()) == wasteful
+        except TooMuch as error:
+            refused.append((error.status_code, (error.headers or {})["Retry-After"]))
+    assert refused == [(503, "1")] * (100 - (64 << 20) // (1874 << 10))
+    assert (64 << 20) - (1874 << 10) < budget.held_bytes <= 64 << 20
+    for body in bodies:
+        body.close()
+    assert budget.held_bytes == 0
+
+
+def test_an_ordinary_request_is_parsed_when_there_is_no_room() -> None:
+    budget = Budget()
+    assert budget.take(64 << 20)
+    messages = [{"role": "user", "content": "hello " * 100}] * 50
+    chat = {"model": "demo", "messages": messages, "tools": [{"function": {"name": "f"}}] * 10}
+    body, parse = body_of(budget, chat)
+    assert asyncio.run(parse()) == chat
+    body.close()
+    assert budget.held_bytes == 64 << 20
+
+
+def test_any_body_is_parsed_alone() -> None:
+    budget, most = Budget(), b"[" + b"[],[]," * 35_000 + b"[]" + b" " * (8_388_607 - 210_004) + b"]"
+    body, parse = body_of(budget, most)
+    assert len(asyncio.run(parse())) == 70_001
+    body.close()
+    assert budget.held_bytes == 0
+
+
+def test_a_body_that_is_refused_for_what_is_in_it(
+    demo_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moeinf.server.bodies, "ALL_BODIES_BYTES", 1 << 20)
+    with serving(demo_home) as address:
+        for _ in range(3):
+            many = {"model": "nowhere", "messages": [{"role": "user"}] * 2000}
+            refused = httpx.post(f"{address}/api/chat", json=many)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            few = {"model": "nowhere", "messages": [{"role": "user"}] * 900}
+            assert httpx.post(f"{address}/api/chat", json=few).status_code == 404
 
 
 def test_a_body_of_more_than_8_mib(address: str) -> None:

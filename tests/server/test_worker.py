@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from moeinf.offload.budget import DoesNotFit
-from moeinf.offload.store import Stopped
 from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine import Engine
@@ -391,44 +389,3 @@ def test_others_go_on_while_a_grammar_is_slow(demo_home: Path) -> None:
     assert worker.close()
     assert isinstance(last_one.last(), Failed)
     assert all(constraint.closed for constraint in slow)
-
-
-def test_all_are_told_of_an_engine_that_does_not_end(worker: Worker) -> None:
-    stuck, waiting = Asked(), Asked()
-    worker.submit(stuck.job)
-    assert stuck.begun.wait(20)
-    worker.submit(waiting.job)
-    try:
-        assert not worker.close(0.1)
-        for one in (stuck, waiting):
-            event = one.heard.get(timeout=5)
-            assert isinstance(event, Failed)
-            assert isinstance(event.error, Unloaded)
-    finally:
-        stuck.may.set()
-    assert worker.close(20)
-
-
-def test_a_decode_pass_ends_with_its_engine(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the next layer, as a prefill does: an engine on a slow drive is not stuck."""
-    decoding = threading.Event()
-
-    def step(self: Engine, _steps: object) -> object:
-        decoding.set()
-        for _ in range(200):
-            if self.store.stopped():
-                raise Stopped
-            time.sleep(0.05)
-        raise AssertionError("the pass was not stopped")
-
-    monkeypatch.setattr(Engine, "step", step)
-    asked = Asked()
-    asked.may.set()
-    worker.submit(asked.job)
-    assert decoding.wait(20)
-    assert worker.close(5)
-    event = asked.last()
-    assert isinstance(event, Failed)
-    assert isinstance(event.error, Unloaded)

@@ -1,0 +1,56 @@
+"""An engine that is unloaded while it works, or does not end: every request is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from moeinf.offload.store import Stopped
+from moeinf.runtime.engine import Engine
+from moeinf.server.jobs import Failed, Unloaded
+from moeinf.server.worker import Worker
+from tests.server.test_worker import Asked
+from tests.server.test_worker import worker as worker
+
+
+def test_all_are_told_of_an_engine_that_does_not_end(worker: Worker) -> None:
+    stuck, waiting = Asked(), Asked()
+    worker.submit(stuck.job)
+    assert stuck.begun.wait(20)
+    worker.submit(waiting.job)
+    try:
+        assert not worker.close(0.1)
+        for one in (stuck, waiting):
+            event = one.heard.get(timeout=5)
+            assert isinstance(event, Failed)
+            assert isinstance(event.error, Unloaded)
+    finally:
+        stuck.may.set()
+    assert worker.close(20)
+
+
+def test_a_decode_pass_ends_with_its_engine(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next layer, as a prefill does: an engine on a slow drive is not stuck."""
+    decoding = threading.Event()
+
+    def step(self: Engine, _steps: object) -> object:
+        decoding.set()
+        for _ in range(200):
+            if self.store.stopped():
+                raise Stopped
+            time.sleep(0.05)
+        raise AssertionError("the pass was not stopped")
+
+    monkeypatch.setattr(Engine, "step", step)
+    asked = Asked()
+    asked.may.set()
+    worker.submit(asked.job)
+    assert decoding.wait(20)
+    assert worker.close(5)
+    event = asked.last()
+    assert isinstance(event, Failed)
+    assert isinstance(event.error, Unloaded)
