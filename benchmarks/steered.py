@@ -38,7 +38,7 @@ from benchmarks.shapes import SHAPES, shape
 from moeinf.native import SlotPool
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource, ModelledHints
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel

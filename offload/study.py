@@ -13,11 +13,11 @@ from typing import Any
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource
 from moeinf.offload.outcome import Outcome
-from moeinf.offload.policy import POLICIES
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay

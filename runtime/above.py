@@ -15,7 +15,8 @@ from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
-from moeinf.offload.policy import POLICIES, USE_PAST, Policy, Setup
+from moeinf.offload.policy.base import Policy, Setup
+from moeinf.offload.policy.table import POLICIES, USE_PAST
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import Contended, Miss

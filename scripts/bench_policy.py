@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.eamc import Eamc, Matcher
-from moeinf.offload.policy import POLICIES, Setup
+from moeinf.offload.policy.base import Setup
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.trace import PassBuilder, RoutingShape
 
 SHAPES = {

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import RecordedHints
 from moeinf.offload.outcome import Outcome
-from moeinf.offload.policy import POLICIES
 from moeinf.offload.policy.requests import RunningRequest
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.recording_file import recording_from_bytes
 from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.study import Case, interleaved, run_case, shifted

@@ -15,8 +15,9 @@ import numpy as np
 
 from moeinf.offload.hints import HintSource, ModelledHints, RecordedHints
 from moeinf.offload.outcome import Outcome
-from moeinf.offload.policy import POLICIES, Policy, Setup
+from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.trace import Recording
 from scripts.study_policies import ABLATED, COMPARED, Case, Way, knobs
 

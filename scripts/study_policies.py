@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource
 from moeinf.offload.outcome import Outcome
-from moeinf.offload.policy import POLICIES
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Evictable, Passive, Policy, Setup, Wish, chosen_cells, lowest
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.lru import Lru
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Phase, Recording

@@ -14,11 +14,11 @@ from moeinf.offload import route_csv
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import ModelledHints, RecordedHints
 from moeinf.offload.outcome import Outcome
-from moeinf.offload.policy import POLICIES
 from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.lru import Lru
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.route_csv import BadRouteTrace, read_route_csv
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel

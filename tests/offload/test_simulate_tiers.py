@@ -12,7 +12,7 @@ import pytest
 
 from moeinf.offload.hints import ModelledHints
 from moeinf.offload.outcome import Outcome
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above

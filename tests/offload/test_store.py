@@ -18,7 +18,8 @@ from moeinf.models.moe import ResidentExperts, TorchMath
 from moeinf.native import SlotPool
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.layout import ExpertKey, ExpertLayout
-from moeinf.offload.policy import POLICIES, USE_HINTS, USE_PAST, Setup
+from moeinf.offload.policy.base import Setup
+from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.offload.store import ExpertStore, Stopped

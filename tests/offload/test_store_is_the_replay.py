@@ -21,7 +21,8 @@ from moeinf.native import SlotPool
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource, ModelledHints
 from moeinf.offload.layout import ExpertLayout
-from moeinf.offload.policy import POLICIES, Policy, Setup
+from moeinf.offload.policy.base import Policy, Setup
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency
 from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.simulate import Conditions, Replay

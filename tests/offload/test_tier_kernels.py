@@ -18,7 +18,8 @@ from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.layout import ExpertKey, ExpertLayout
 from moeinf.offload.page_lock import PageLocking
-from moeinf.offload.policy import POLICIES, Setup
+from moeinf.offload.policy.base import Setup
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency
 from moeinf.offload.shards import shard_header, shard_path, write_file
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn

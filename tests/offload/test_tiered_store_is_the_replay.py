@@ -24,7 +24,8 @@ from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.hints import HintSource, ModelledHints
 from moeinf.offload.page_lock import PageLocking
-from moeinf.offload.policy import POLICIES, Policy, Setup
+from moeinf.offload.policy.base import Policy, Setup
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency
 from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.simulate import Conditions

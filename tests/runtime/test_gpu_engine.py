@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moeinf.native import DeviceError, OutOfDeviceMemory
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.config import EngineConfig, Settings

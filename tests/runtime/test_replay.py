@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moeinf.offload.hints import ModelledHints
-from moeinf.offload.policy import POLICIES
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
 from moeinf.runtime.bench import bench_replay

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeinf.offload.eamc import Eamc
-from moeinf.offload.policy import POLICIES, Policy, Setup, Wish
 from moeinf.offload.policy.adaptive import Adaptive
+from moeinf.offload.policy.base import Policy, Setup, Wish
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.policy.lfu import Lfu
 from moeinf.offload.policy.lru import Lru
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.trace import RoutingShape
 
 ONE = RoutingShape(layers=1, experts=6, top_k=1)
