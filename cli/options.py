@@ -13,11 +13,10 @@ import typer
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.policy_names import POLICY_NAMES
 from moeinf.offload.split import MISSES, Miss
-from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.config import WANTED, EngineConfig, Settings, Wanted, read_environment
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import DEMO, TAGS
-from moeinf.runtime.processor import WANTED, Wanted
 from moeinf.runtime.registry import registry
 from moeinf.runtime.sizes import MemorySize, parse_memory
 

@@ -6,12 +6,12 @@ moeinf.log.1, and that one goes.
 
 from __future__ import annotations
 
+import datetime
 import os
 import traceback
 from pathlib import Path
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.devices import now
 from moeinf.runtime.regular_files import open_regular
 from moeinf.runtime.visible import visible
 
@@ -28,7 +28,8 @@ def note_bug(settings: Settings, error: BaseException) -> Path | None:
             path.replace(path.with_name("moeinf.log.1"))
         descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-            out.write(f"{now()} process {os.getpid()}\n{text}\n")
+            moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            out.write(f"{moment} process {os.getpid()}\n{text}\n")
     except OSError:
         return None
     return path

@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from moeinf.offload.split import Miss
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.processor import Wanted
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
+Wanted = Literal["auto", "cpu", "cuda"]  # the values of --device
+WANTED: tuple[Wanted, ...] = get_args(Wanted)
 MOST_PARALLEL = 16  # rows of a pass whose results do not depend on each other
 _MOST_DURATION = 64  # characters
 _PIECE = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")

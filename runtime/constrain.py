@@ -8,7 +8,7 @@ begun.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from moeinf.runtime.grammars import Matching
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.grammars import Grammars
+    from moeinf.runtime.tokenizer import Tokenizer
 
 _ANY_JSON = {"type": "object"}
 # One space at most, after a comma or a colon: models write "a": 1 as well as "a":1, and one that is
@@ -29,6 +30,19 @@ _ANY_JSON = {"type": "object"}
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _MOST_GRAMMAR_BYTES = 2 * MOST_BYTES  # of all tools' schemas, escapes included
 Logits: TypeAlias = "NDArray[np.float32]"
+
+
+class Answering(Protocol):
+    """The parts of an engine that hold its answers to a grammar."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def grammars(self) -> Grammars: ...
+
+    @property
+    def ends(self) -> Collection[int]: ...
 
 
 class Constraint(Protocol):
@@ -51,7 +65,7 @@ class Constraint(Protocol):
         ...
 
 
-Constrain: TypeAlias = "Callable[[Engine, Sequence[int]], Constraint]"  # after a prompt's tokens
+Constrain: TypeAlias = "Callable[[Answering, Sequence[int]], Constraint]"  # after a prompt's tokens
 
 
 def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Constrain | None:
@@ -65,7 +79,7 @@ def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Co
         return None
     grammar = grammar_of(_ANY_JSON if isinstance(form, str) else form)
 
-    def constrain(engine: Engine, prompt: Sequence[int]) -> Constraint:
+    def constrain(engine: Answering, prompt: Sequence[int]) -> Constraint:
         mark = format_of(engine.tokenizer.chat_template) if tools else None
         call = engine.tokenizer.token_id(mark.open) if mark is not None else None
         return _Grammar(engine, prompt, grammar, call)
@@ -84,7 +98,7 @@ def call_of_one(tools: Sequence[Tool]) -> Constrain:
     ]
     _checked(arguments)
 
-    def constrain(engine: Engine, prompt: Sequence[int]) -> Constraint:
+    def constrain(engine: Answering, prompt: Sequence[int]) -> Constraint:
         template = engine.tokenizer.chat_template or ""
         form = format_of(template)
         if form is None or form.write is None or any(mark in template for mark in form.unless):
@@ -107,7 +121,7 @@ class _Grammar:
     """
 
     def __init__(
-        self, engine: Engine, prompt: Sequence[int], grammar: str, call: int | None = None
+        self, engine: Answering, prompt: Sequence[int], grammar: str, call: int | None = None
     ) -> None:
         self._matching = Matching(engine.grammars, grammar)
         tokenizer = engine.tokenizer

@@ -6,14 +6,12 @@ Does not know how any of them computes, nor how much goes where (plan.py, device
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from moeinf.runtime import gpu as gpus
+from moeinf.runtime.config import Wanted
 from moeinf.runtime.gpu import Gpu, NoGpu, find_gpu, is_there
 from moeinf.runtime.sizes import MemorySize
-
-Wanted = Literal["auto", "cpu", "cuda"]
-WANTED: tuple[Wanted, ...] = get_args(Wanted)
 
 
 class DeviceUnavailable(ValueError):
