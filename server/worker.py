@@ -6,19 +6,13 @@ Does not know HTTP, nor which other engines there are.
                (FIFO,      (prompt,     (KV cache)       the oldest first            all at once
                bounded)    grammar)
 
-A round is one chunk of prefill, if anybody needs one, and one decode pass of everybody who answers,
-so that shared experts are loaded once and a long prompt delays others by a chunk at most. What a
-request gets is bit for bit what it would get alone, whatever the tag: rows of a decode pass do not
-depend on each other, prefill is not batched, and neither is decoding with the tag f32, whose
-products are torch's and have other bits for other numbers of rows. (On a GPU so have torch's
-products in float32 of the other tags.)
+A round is one chunk of prefill and one decode pass of all requests that answer: shared experts are
+loaded once, and a long prompt delays others by a chunk. A request gets the same bits as alone: rows
+of a decode pass are independent, prefill is not batched, and torch's float32 products run one by
+one. No round waits for a slow grammar: its request is passed over.
 
-A grammar is compiled and matched in a process of its own. Nothing here waits for it longer than a
-moment: a request whose grammar is slow is passed over, and fails when its grammar takes too long.
-
-A place keeps its KV cache when its request has ended. The next request whose prompt begins in the
-same way takes over the whole prefill chunks that both share: those bytes are what its own prefill
-would have written.
+A place keeps its KV cache when its request ends. A request that shares whole prefill chunks of its
+prompt takes them over.
 """
 
 from __future__ import annotations
