@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from moeinf.cli.errors import INTERNAL, describe
 from moeinf.cli.output import Output, OutputFailed
-from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.crash_log import note_bug
 from moeinf.runtime.invalid import InvalidValue
 
 

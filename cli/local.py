@@ -10,11 +10,11 @@ from dataclasses import fields
 from typing import Any
 
 from moeinf.cli.partner import Fields, Pieces
-from moeinf.runtime.asking import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation
 from moeinf.runtime.report import statistics, verbose_lines
+from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import format_bytes
 
 

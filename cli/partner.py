@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from moeinf.runtime.asking import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.schema_limits import MOST_BYTES, BadFormat, check_schema
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]

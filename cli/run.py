@@ -36,9 +36,9 @@ from moeinf.cli.plan import print_plan
 from moeinf.cli.pull import ensure
 from moeinf.cli.remote import RemotePartner
 from moeinf.offload.policy_names import DEFAULT_POLICY
-from moeinf.runtime.asking import Form, Limits, SamplingOptions
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
 from moeinf.runtime.live import Registry
+from moeinf.runtime.requests import Form, Limits, SamplingOptions
 from moeinf.runtime.speeds import remember_speed
 from moeinf.runtime.thinking import thinks
 

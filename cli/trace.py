@@ -24,9 +24,9 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.offload.policy_names import DEFAULT_POLICY
-from moeinf.runtime.asking import SamplingOptions
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library import Library
+from moeinf.runtime.requests import SamplingOptions
 
 if TYPE_CHECKING:
     from moeinf.runtime.trace_run import Traced

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moeinf.models.base import State
-from moeinf.runtime.asking import Form
-from moeinf.runtime.asking import Message as Message
-from moeinf.runtime.asking import PromptTooLong as PromptTooLong
 from moeinf.runtime.constrain import json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.requests import Form
+from moeinf.runtime.requests import Message as Message
+from moeinf.runtime.requests import PromptTooLong as PromptTooLong
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.thinking import Kind, Parser, parser_for, thinking_variables
 

@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 from typing import Protocol
 
-from moeinf.runtime.asking import Message
+from moeinf.runtime.atomic_files import make_folder_durably, write_text_durably
 from moeinf.runtime.config import Settings
-from moeinf.runtime.durable import make_folder_durably, write_text_durably
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular
+from moeinf.runtime.requests import Message
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ROLES = ("user", "assistant")

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.config import Settings
-from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.manifest import write_manifest
 from moeinf.runtime.names import BadName, ModelName, parse_name

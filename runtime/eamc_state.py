@@ -18,8 +18,8 @@ import numpy as np
 from moeinf.offload.container import BadContainer
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import RequestEam
+from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings
-from moeinf.runtime.durable import write_bytes_durably
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.record_log import RecordLog
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.runtime.atomic_files import sync_folder
 from moeinf.runtime.config import Settings
-from moeinf.runtime.durable import sync_folder
 from moeinf.runtime.live import LiveEngine, Registry
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
 from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moeinf.native import crc32c
-from moeinf.runtime.durable import make_folder_durably, sync_folder
+from moeinf.runtime.atomic_files import make_folder_durably, sync_folder
 from moeinf.runtime.regular_files import open_regular
 
 MAGIC = b"MOEINFL\n"

@@ -24,6 +24,7 @@ from moeinf.offload.layout import LAYOUT_VERSIONS, ExpertKey
 from moeinf.offload.older_layouts import older_bytes, retiled
 from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.runtime.assemble import Slice, dense_header, hash_file
+from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoint import (
     CONFIG,
     SourceTensor,
@@ -32,7 +33,6 @@ from moeinf.runtime.checkpoint import (
     read_header,
     read_json,
 )
-from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.inventory import WantedParts
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import (

@@ -10,8 +10,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from moeinf.runtime.atomic_files import write_text_durably
 from moeinf.runtime.config import Settings
-from moeinf.runtime.durable import write_text_durably
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import read_regular
 

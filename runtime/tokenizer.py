@@ -20,9 +20,9 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
-from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.regular_files import read_regular
+from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.special_spans import SpecialSpans
 from moeinf.runtime.thinking import is_harmony
 from moeinf.runtime.tools import format_of

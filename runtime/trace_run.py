@@ -13,9 +13,9 @@ from pathlib import Path
 
 from moeinf.offload.recording_file import recording_to_bytes
 from moeinf.offload.trace import Recording
+from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.datasets import Item
-from moeinf.runtime.durable import write_bytes_durably
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.sampler import SamplingOptions

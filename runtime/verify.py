@@ -15,6 +15,7 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
+from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoint import (
     BadCheckpoint,
     Checkpoint,
@@ -22,7 +23,6 @@ from moeinf.runtime.checkpoint import (
     max_json_bytes,
     read_small,
 )
-from moeinf.runtime.durable import sync_filesystem
 from moeinf.runtime.fp8 import sources
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest

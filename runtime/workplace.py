@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.offload.shards import FileRecord
-from moeinf.runtime.durable import sync_filesystem
+from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.regular_files import open_regular, read_regular
 
 JOURNAL = "journal.jsonl"

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-import moeinf.runtime.durable as durable
+import moeinf.runtime.atomic_files as durable
 import moeinf.runtime.workplace as workplace_module
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.chat import Message

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import moeinf.runtime.durable as durable
+import moeinf.runtime.atomic_files as durable
 import moeinf.runtime.workplace as workplace_module
 from moeinf.runtime.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings

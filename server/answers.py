@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from fastapi import Request
 
-from moeinf.runtime.bug_log import note_bug
 from moeinf.runtime.config import Settings
+from moeinf.runtime.crash_log import note_bug
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.server.host import Loaded
 from moeinf.server.jobs import Ended, Event, Failed, Job

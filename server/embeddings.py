@@ -17,8 +17,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
-from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import parse_duration
+from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.answers import BadRequest, events
 from moeinf.server.bodies import JsonRoute
 from moeinf.server.bounds import Inputs, Tokens

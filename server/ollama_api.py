@@ -16,10 +16,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.constrain import json_of
 from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tools import knows_tools
 from moeinf.runtime.version import version

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moeinf.runtime.asking import MAX_TEXT_BYTES, PromptTooLong
+from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.thinking import is_harmony, thinking_variables
 from moeinf.server.answers import BadRequest

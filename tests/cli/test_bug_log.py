@@ -10,7 +10,7 @@ import pytest
 
 from moeinf.cli import list_models
 from moeinf.cli.main import answer
-from moeinf.runtime import bug_log
+from moeinf.runtime import crash_log
 
 
 class Panic(BaseException):
@@ -78,7 +78,7 @@ def test_no_control_characters_in_the_log(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bug_log, "_MOST_BYTES", 100)
+    monkeypatch.setattr(crash_log, "_MOST_BYTES", 100)
     for _ in range(3):
         answer(["list"])
     kept = sorted(path.name for path in (tmp_path / "logs").iterdir())

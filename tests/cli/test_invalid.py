@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moeinf.cli.main import answer
-from moeinf.runtime.asking import SamplingOptions
 from moeinf.runtime.config import EngineConfig, parse_duration, read_server_environment
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.requests import SamplingOptions
 from moeinf.runtime.sizes import parse_memory, parse_size
 
 

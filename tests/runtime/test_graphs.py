@@ -19,12 +19,12 @@ from torch import Tensor
 from moeinf.models.base import State
 from moeinf.models.kv_cache import KvCache
 from moeinf.runtime import graphs
-from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
 from moeinf.runtime.report import verbose_lines
+from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.native.fake_cuda import Fake
 from tests.runtime.test_dense_on_gpu import config_of
 from tests.strict_fake import StrictFake

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.checkpoint import BadCheckpoint
 from moeinf.runtime.config import Settings
+from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.tokenizer import Tokenizer, TokenizerFailed
 from moeinf.runtime.tokenizer_trial import Trial, try_tokenizer
 from tests.conftest import pull

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
+from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.jobs import Ended, Event, Job, Piece, TokenInfo
 from moeinf.server.worker import Worker

@@ -12,9 +12,9 @@ import pytest
 
 from moeinf.native import DeviceError
 from moeinf.runtime import gpu as gpus
-from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.answers import status_of, words_of
 from moeinf.server.host import Host, Loaded

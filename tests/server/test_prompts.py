@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.asking import PromptTooLong
 from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.server.prompts import MessageExtras, chat_prompt

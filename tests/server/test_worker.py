@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from moeinf.offload.budget import DoesNotFit
-from moeinf.runtime.asking import Limits, SamplingOptions
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library
 from moeinf.runtime.panic import Panic
+from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server import host as host_module
 from moeinf.server.host import Host

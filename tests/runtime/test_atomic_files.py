@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime.durable import write_bytes_durably
+from moeinf.runtime.atomic_files import write_bytes_durably
 
 
 def test_several_that_write_the_same_file(tmp_path: Path) -> None:
