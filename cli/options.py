@@ -14,10 +14,10 @@ from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.policy_names import POLICY_NAMES
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import WANTED, EngineConfig, Settings, Wanted, read_environment
+from moeinf.runtime.hub.aliases import registry
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import DEMO, TAGS
-from moeinf.runtime.registry import registry
 from moeinf.runtime.sizes import MemorySize, parse_memory
 
 _PICTURES = (".png", ".jpg", ".pdf", ".svg")

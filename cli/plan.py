@@ -28,12 +28,12 @@ from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.devices import remembered_bus
+from moeinf.runtime.hub.resolve import can_be_had, find_source
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import Registry
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
-from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.plan import Placement, place, seconds_per_token
 from moeinf.runtime.processor import why_unusable
 from moeinf.runtime.sizes import format_bytes

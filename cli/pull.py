@@ -10,10 +10,10 @@ import typer
 from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
+from moeinf.runtime.hub.resolve import can_be_had, find_source
 from moeinf.runtime.library import Library, ModelInUse, NoSuchModel
 from moeinf.runtime.manifest import Manifest, is_current
 from moeinf.runtime.names import DEMO, TAGS, ModelName, parse_name
-from moeinf.runtime.origins import can_be_had, find_source
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.workplace import PullInProgress
 

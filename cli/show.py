@@ -7,9 +7,9 @@ from dataclasses import asdict
 from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.hub.aliases import Entry, entry_of
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.manifest import Manifest
-from moeinf.runtime.registry import Entry, entry_of
 from moeinf.runtime.sizes import format_bytes
 
 

@@ -63,9 +63,9 @@ def verify(
 
 def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:
     """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
-    from moeinf.runtime.cached import cached_checkpoint, lacking
-    from moeinf.runtime.hub import HubSource
-    from moeinf.runtime.repository import is_offline, look_up
+    from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
+    from moeinf.runtime.hub.listing import is_offline, look_up
+    from moeinf.runtime.hub.repository import HubSource
     from moeinf.runtime.torch_file import open_folder
     from moeinf.runtime.verify import LocalRepair
 

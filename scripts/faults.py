@@ -37,7 +37,10 @@ class Row:
 ROWS = (
     Row(
         "kill -9 of a pull (folder, hub) at every write, fsync, rename, unlink; disk full there",
-        ("tests/runtime/test_kill_points.py", "tests/cli/test_pull_hub.py::test_kill_and_rerun"),
+        (
+            "tests/runtime/hub/test_kill_points.py",
+            "tests/cli/test_pull_hub.py::test_kill_and_rerun",
+        ),
     ),
     Row(
         "kill -9 of pull, cp, rm, EAMC, conversation save",
@@ -126,7 +129,7 @@ ROWS = (
     ),
     Row(
         "redirects and tokens; a hub that lies, stalls, cuts",
-        ("tests/runtime/test_download.py",),
+        ("tests/runtime/hub/test_download.py",),
     ),
 )
 

@@ -31,12 +31,12 @@ import moeinf.runtime.workplace as workplace_module
 from moeinf.runtime.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.copy_model import ModelExists, copy_model
-from moeinf.runtime.hub import HubSource
+from moeinf.runtime.hub.listing import look_up
+from moeinf.runtime.hub.repository import HubSource
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.manifest import read_manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.repack import LocalSource, Source, repack
-from moeinf.runtime.repository import look_up
 from moeinf.runtime.verify import verify
 from moeinf.runtime.workplace import downloads_of
 from scripts.make_checkpoint import config, make_checkpoint

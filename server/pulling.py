@@ -139,7 +139,7 @@ async def _lines(
 
 
 def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: _Client) -> None:
-    from moeinf.runtime.origins import find_source
+    from moeinf.runtime.hub.resolve import find_source
     from moeinf.runtime.repack import repack  # these import torch
     from moeinf.runtime.retile import retile
 

@@ -77,5 +77,5 @@ def test_it_imports_no_torch(tmp_path: Path) -> None:
     )
     assert "olmoe" in done.stdout
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "moeinf.runtime.registry" in modules
+    assert "moeinf.runtime.hub.aliases" in modules
     assert not {"torch", "transformers", "tokenizers"} & modules

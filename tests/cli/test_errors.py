@@ -28,11 +28,11 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.config import Settings
+from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library import Library, NoSuchModel
 from moeinf.runtime.live import NotStopped
 from moeinf.runtime.manifest import DamagedModel
-from moeinf.runtime.repository import RepositoryError
 from moeinf.runtime.schema_limits import BadFormat
 from moeinf.server.serve import CannotListen
 

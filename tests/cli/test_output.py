@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moeinf.cli.failure import tell
 from moeinf.cli.output import Output
-from moeinf.runtime.repository import RepositoryError
+from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.visible import visible
 from moeinf.server.log_lines import VisibleFormatter
 from tests.cli.conftest import COMMAND, environment

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moeinf.cli.show import show
-from moeinf.runtime.registry import Entry, registry
+from moeinf.runtime.hub.aliases import Entry, registry
 from moeinf.runtime.sizes import format_bytes
 from tests.cli.conftest import check_document
 

@@ -27,9 +27,9 @@ import torch
 from safetensors.torch import save
 
 from moeinf.runtime.checkpoint import BadCheckpoint
-from moeinf.runtime.download import DownloadFailed, Patience
-from moeinf.runtime.hub import HubSource
-from moeinf.runtime.repository import Repository, RepositoryError, look_up, read_listing
+from moeinf.runtime.hub.download import DownloadFailed, Patience
+from moeinf.runtime.hub.listing import Repository, RepositoryError, look_up, read_listing
+from moeinf.runtime.hub.repository import HubSource
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _REFUSES = (RepositoryError, DownloadFailed, BadCheckpoint)
@@ -53,7 +53,7 @@ def _answers(data: bytes, folder: Path) -> None:
         return
     place = folder / "source"
     shutil.rmtree(place, ignore_errors=True)  # that of another script
-    with mock.patch("moeinf.runtime.hub_requests.get_session", return_value=_Session(script)):
+    with mock.patch("moeinf.runtime.hub.http.get_session", return_value=_Session(script)):
         found = look_up("org/x", None, "token")
         source = HubSource(found, place, None, 2, Patience(1, 1.0, 0.0, lambda *_: None))
         _check(found, *source.small_files().iterdir())

@@ -20,10 +20,10 @@ from moeinf.models import ModelDataError
 from moeinf.runtime.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
+from moeinf.runtime.hub.listing import RepositoryError, read_listing
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.repack import LocalSource, repack
-from moeinf.runtime.repository import RepositoryError, read_listing
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.template import TemplateError
 from moeinf.runtime.verify import verify

@@ -14,11 +14,11 @@ from huggingface_hub import constants
 from moeinf.models import family_of
 from moeinf.models.quantisation import UnsupportedQuantisation
 from moeinf.runtime.checkpoint import QUANTISED, open_checkpoint
-from moeinf.runtime.hub import HubSource
+from moeinf.runtime.hub.listing import look_up
+from moeinf.runtime.hub.repository import HubSource
 from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.repack import LocalSource, Source
-from moeinf.runtime.repository import look_up
 from moeinf.runtime.torch_file import open_folder
 from tests.hub_server import Hub, serve
 

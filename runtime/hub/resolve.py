@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moeinf.runtime.config import Settings
+from moeinf.runtime.hub.aliases import entry_of, registry
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.names import DEMO, ModelName, expand, is_path, parse_name
-from moeinf.runtime.registry import entry_of, registry
 from moeinf.runtime.workplace import downloads_of
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def find_source(
     if asked.name == DEMO:
         return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
 
-    from moeinf.runtime.cached import cached_snapshot
-    from moeinf.runtime.hub import HubSource
-    from moeinf.runtime.repository import is_offline, look_up
+    from moeinf.runtime.hub.hf_cache import cached_snapshot
+    from moeinf.runtime.hub.listing import is_offline, look_up
+    from moeinf.runtime.hub.repository import HubSource
 
     repository = model.partition(":")[0]
     entry = entry_of(model)
@@ -87,9 +87,9 @@ def find_source(
 
 def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:
     """A repository in the Hugging Face cache. Raises RepositoryError when it is not there."""
-    from moeinf.runtime.cached import cached_checkpoint, lacking  # these import torch
+    from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # these import torch
+    from moeinf.runtime.hub.listing import RepositoryError
     from moeinf.runtime.repack import LocalSource
-    from moeinf.runtime.repository import RepositoryError
 
     cached = cached_checkpoint(repository, revision)
     if cached is None:

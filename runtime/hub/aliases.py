@@ -1,4 +1,4 @@
-"""The models that have a short name: registry.yaml, read and checked.
+"""The models that have a short name: aliases.yaml, read and checked.
 
 Does not know the hub, nor what is on this machine.
 """
@@ -20,7 +20,7 @@ _BITS = {"f32": 32.0, "bf16": 16.0, "q8": 8.5, "q4": 4.5, "mxfp4": 4.25}
 
 @dataclass(frozen=True)
 class Entry:
-    """One model: see the head of registry.yaml."""
+    """One model: see the head of aliases.yaml."""
 
     name: str
     repo: str
@@ -40,7 +40,7 @@ class Entry:
 @cache
 def registry() -> Mapping[str, Entry]:
     """Every entry by its name."""
-    text = resources.files("moeinf.runtime").joinpath("registry.yaml").read_text("utf-8")
+    text = resources.files("moeinf.runtime.hub").joinpath("aliases.yaml").read_text("utf-8")
     return {
         name: Entry(name=name, **{**raw, "aliases": tuple(raw["aliases"])})
         for name, raw in yaml.safe_load(text).items()

@@ -17,10 +17,10 @@ import pytest
 
 from moeinf.runtime.checkpoint import BadCheckpoint
 from moeinf.runtime.config import Settings
-from moeinf.runtime.download import DownloadFailed
+from moeinf.runtime.hub.download import DownloadFailed
+from moeinf.runtime.hub.listing import RepositoryError, look_up
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repository import RepositoryError, look_up
 from moeinf.runtime.verify import verify
 from moeinf.runtime.workplace import downloads_of, partial_folder
 from tests.hub_server import Answer, Hub, Request, dumped
@@ -129,7 +129,7 @@ def test_answers_that_are_compressed_are_not_unpacked(hub: Hub) -> None:
 
 def test_long_answers_are_cut_off(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert look_up(REPO, None, None).files
-    monkeypatch.setattr("moeinf.runtime.hub_requests.MAX_BODY_BYTES", 500)
+    monkeypatch.setattr("moeinf.runtime.hub.http.MAX_BODY_BYTES", 500)
     with pytest.raises(RepositoryError, match="more than 500 bytes"):
         look_up(REPO, None, None)
 

@@ -1,6 +1,6 @@
 """The files of a repository on the hub as a source for repacking.
 
-Does not know how files travel (download.py), how the hub is asked (repository.py), nor what becomes
+Does not know how files travel (download.py), how the hub is asked (listing.py), nor what becomes
 of the files (repack.py). Config, index and other small files are whole and have their hashes before
 they are read. Headers of weights are read ahead, by ranges that nothing vouches for: a file is used
 only when it has its hash and its header is the one that was read.
@@ -38,7 +38,8 @@ from moeinf.runtime.checkpoint import (
     read_json,
     with_quantised,
 )
-from moeinf.runtime.download import (
+from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.hub.download import (
     RANGE_BYTES,
     DownloadFailed,
     Fetcher,
@@ -50,11 +51,10 @@ from moeinf.runtime.download import (
     has_promised_hash,
     is_promised,
 )
-from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.hub.listing import Repository
 from moeinf.runtime.picked import join_blocks
 from moeinf.runtime.remote_torch_file import check_table, read_remote_table
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
-from moeinf.runtime.repository import Repository
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
 from moeinf.runtime.workplace import Workplace

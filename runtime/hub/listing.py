@@ -23,8 +23,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from moeinf.runtime.bounded_json import BadJson, parse_json
-from moeinf.runtime.download import RemoteFile
-from moeinf.runtime.hub_requests import BadAnswer, get, read_body
+from moeinf.runtime.hub.download import RemoteFile
+from moeinf.runtime.hub.http import BadAnswer, get, read_body
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
 _COMMIT = re.compile(r"[0-9A-Za-z]{40}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_points.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_points.py"
 
 
 @pytest.mark.parametrize(

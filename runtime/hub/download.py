@@ -30,7 +30,7 @@ from typing import Any
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
 from moeinf.native import crc32c
-from moeinf.runtime.hub_requests import BadAnswer, get
+from moeinf.runtime.hub.http import BadAnswer, get
 
 PIECE_BYTES = 1 << 20  # what a kill can cost
 RANGE_BYTES = 32 << 20  # what one request asks for

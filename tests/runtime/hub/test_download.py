@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime import download
-from moeinf.runtime.download import (
+from moeinf.runtime.hub import download
+from moeinf.runtime.hub.download import (
     PIECE_BYTES,
     DownloadFailed,
     Fetcher,

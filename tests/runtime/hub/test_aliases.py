@@ -10,10 +10,10 @@ from typing import NoReturn
 import pytest
 
 from moeinf.models import FAMILIES
-from moeinf.runtime import origins, repository
 from moeinf.runtime.config import Settings
+from moeinf.runtime.hub import listing, resolve
+from moeinf.runtime.hub.aliases import Entry, entry_of, registry
 from moeinf.runtime.names import TAGS, ModelName, parse_name
-from moeinf.runtime.registry import Entry, entry_of, registry
 from tests.conftest import ignore
 
 
@@ -39,15 +39,15 @@ def test_an_entrys_revision_is_what_a_pull_takes(
 
     def look_up(name: str, revision: str | None, *_: object) -> NoReturn:
         seen.append((name, revision))
-        raise repository.RepositoryError("enough")
+        raise listing.RepositoryError("enough")
 
     olmoe = entry_of("olmoe")
     assert olmoe is not None
-    monkeypatch.setattr(origins, "entry_of", lambda _: replace(olmoe, revision="v2"))
-    monkeypatch.setattr(repository, "look_up", look_up)
-    monkeypatch.setattr(repository, "is_offline", lambda: False)
-    with pytest.raises(repository.RepositoryError):
-        origins.find_source("olmoe", None, Settings(tmp_path), ignore, asked)
+    monkeypatch.setattr(resolve, "entry_of", lambda _: replace(olmoe, revision="v2"))
+    monkeypatch.setattr(listing, "look_up", look_up)
+    monkeypatch.setattr(listing, "is_offline", lambda: False)
+    with pytest.raises(listing.RepositoryError):
+        resolve.find_source("olmoe", None, Settings(tmp_path), ignore, asked)
     assert seen == [(olmoe.repo, taken)]
 
 
