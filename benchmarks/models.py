@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.noise import span_of, write_noise
 from benchmarks.shapes import Config, tensors_of
-from moeinf.runtime.checkpoint import SINGLE, Checkpoint, SourceTensor
+from moeinf.runtime.checkpoints.checkpoint import SINGLE, Checkpoint, SourceTensor
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, read_manifest

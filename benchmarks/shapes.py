@@ -10,7 +10,7 @@ from typing import Any
 
 from moeinf.models import family_of
 from moeinf.models.base import ModelDataError
-from moeinf.runtime.inventory import WantedParts
+from moeinf.runtime.checkpoints.inventory import WantedParts
 
 Config = dict[str, Any]
 

@@ -44,7 +44,7 @@ from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Recording
 from moeinf.runtime.bench import machine, prefill, prompt_of, read_ceiling
-from moeinf.runtime.checkpoint import read_header
+from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.drive import WHOLE_BLOCKS, FileRange, read_once
 from moeinf.runtime.engine import Engine

@@ -63,10 +63,10 @@ def verify(
 
 def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:
     """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
+    from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
     from moeinf.runtime.hub.listing import is_offline, look_up
     from moeinf.runtime.hub.repository import HubSource
-    from moeinf.runtime.torch_file import open_folder
     from moeinf.runtime.verify import LocalRepair
 
     if manifest.source == DEMO:

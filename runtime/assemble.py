@@ -22,11 +22,11 @@ from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.direct_file import BLOCK_BYTES
 from moeinf.offload.layout import ITEM_BYTES, LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
 from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
-from moeinf.runtime.checkpoint import SourceTensor
-from moeinf.runtime.encode import Look, encoded, unseen
-from moeinf.runtime.finite import WeightCheck
-from moeinf.runtime.fp8 import files_of
-from moeinf.runtime.inventory import Inventory
+from moeinf.runtime.checkpoints.checkpoint import SourceTensor
+from moeinf.runtime.checkpoints.encode import Look, encoded, unseen
+from moeinf.runtime.checkpoints.finite import WeightCheck
+from moeinf.runtime.checkpoints.fp8 import files_of
+from moeinf.runtime.checkpoints.inventory import Inventory
 from moeinf.runtime.manifest import DENSE
 from moeinf.runtime.regular_files import check_regular
 from moeinf.runtime.workplace import Workplace, unfinished_path

@@ -26,7 +26,7 @@ from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import read_bandwidth
 from moeinf.offload.hints import HintSource
 from moeinf.offload.stats import StoreStats
-from moeinf.runtime.checkpoint import read_header
+from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.manifest import DENSE

@@ -14,7 +14,13 @@ from torch import Tensor
 from moeinf.models import family_of
 from moeinf.models.base import Embedding, Linear, ModelDataError, Piece
 from moeinf.offload.layout import stored_bytes
-from moeinf.runtime.checkpoint import CONFIG, TORCH_DTYPE, SourceTensor, read_header, read_json
+from moeinf.runtime.checkpoints.checkpoint import (
+    CONFIG,
+    TORCH_DTYPE,
+    SourceTensor,
+    read_header,
+    read_json,
+)
 from moeinf.runtime.linears import DenseMath, Rows
 from moeinf.runtime.manifest import DENSE, Manifest
 

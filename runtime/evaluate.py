@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.finite import check_logits
 
 WINDOW = 512  # tokens at most that see each other; a begin-of-text token begins anew, too
 _ROWS = 64  # logits rows at once

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from moeinf.models.base import State
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import Stopped
+from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.finite import check_logits
 from moeinf.runtime.requests import Limits as Limits
 from moeinf.runtime.sampler import Sampler
 from moeinf.runtime.thinking import overlap

@@ -28,7 +28,7 @@ from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
 from moeinf.runtime.above import Above, OpenGpu
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,
     memory_of,

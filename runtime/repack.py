@@ -21,23 +21,23 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.layout import LAYOUT_VERSIONS
 from moeinf.offload.shards import FileRecord, write_file
-from moeinf.runtime import sentencepiece
 from moeinf.runtime.assemble import Assembler, all_targets
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints import sentencepiece
+from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,
     Checkpoint,
     parse_object,
     read_small,
 )
+from moeinf.runtime.checkpoints.finite import WeightCheck
+from moeinf.runtime.checkpoints.fused_experts import MXFP4
+from moeinf.runtime.checkpoints.inventory import Inventory, take_inventory
 from moeinf.runtime.dense_views import check_opens
-from moeinf.runtime.finite import WeightCheck
-from moeinf.runtime.inventory import Inventory, take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import Manifest, write_manifest
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.picked import MXFP4
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.tokenizer_trial import convert, try_tokenizer

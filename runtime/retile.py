@@ -25,7 +25,7 @@ from moeinf.offload.older_layouts import older_bytes, retiled
 from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.runtime.assemble import Slice, dense_header, hash_file
 from moeinf.runtime.atomic_files import sync_filesystem
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     SourceTensor,
     header_length,
@@ -33,7 +33,7 @@ from moeinf.runtime.checkpoint import (
     read_header,
     read_json,
 )
-from moeinf.runtime.inventory import WantedParts
+from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.library import Library
 from moeinf.runtime.manifest import (
     DENSE,

@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
-from moeinf.runtime.checkpoint import BadCheckpoint, read_json
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.special_spans import SpecialSpans

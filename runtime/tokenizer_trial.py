@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moeinf.runtime.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.sentencepiece import MAX_BYTES, NAMES
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
-from moeinf.runtime.sentencepiece import MAX_BYTES, NAMES
 
 TRIAL_SECONDS = 60.0  # of wall time; a vocabulary of 250,000 takes some 3 s
 

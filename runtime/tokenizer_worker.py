@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from moeinf.runtime.checkpoints.sentencepiece import tokenizer_json
 from moeinf.runtime.limited_process import serve
-from moeinf.runtime.sentencepiece import tokenizer_json
 
 _ADDRESS_SPACE_BYTES = 4 << 30
 _LONGEST_TOKEN = 1024  # characters

@@ -16,15 +16,15 @@ from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
 from moeinf.runtime.assemble import all_targets, hash_file
 from moeinf.runtime.atomic_files import sync_filesystem
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     Checkpoint,
     SourceTensor,
     max_json_bytes,
     read_small,
 )
-from moeinf.runtime.fp8 import sources
-from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.checkpoints.fp8 import sources
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER

@@ -39,7 +39,7 @@ import moeinf.runtime.atomic_files as durable
 import moeinf.runtime.workplace as workplace_module
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.chat import Message
-from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
 from moeinf.runtime.copy_model import copy_model

@@ -114,13 +114,13 @@ ROWS = (
         "hostile repositories: names, sizes, headers, configs, tokenizers",
         (
             "tests/faults/test_hostile_repository.py",
-            "tests/runtime/test_checkpoint.py",
+            "tests/runtime/checkpoints/test_checkpoint.py",
             "tests/models/test_config.py",
             "tests/runtime/test_names.py",
             "tests/cli/test_pull_hub.py -k hostile",
         ),
     ),
-    Row("pickles that execute", ("tests/runtime/test_torch_file.py",)),
+    Row("pickles that execute", ("tests/runtime/checkpoints/test_torch_bin.py",)),
     Row("template bombs and escapes", ("tests/runtime/test_template.py",)),
     Row("the fuzzer's corpus", ("tests/faults/test_corpus.py",)),
     Row(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import moeinf.runtime.atomic_files as durable
 import moeinf.runtime.workplace as workplace_module
-from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.copy_model import ModelExists, copy_model
 from moeinf.runtime.hub.listing import look_up

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.names import parse_name

@@ -240,7 +240,7 @@ def answers_of(home: Path) -> dict[str, str]:
 
 
 def pull_demo(home: Path) -> None:
-    from moeinf.runtime.checkpoint import open_checkpoint
+    from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
     from moeinf.runtime.library import DEMO_CHECKPOINT, Library
     from moeinf.runtime.names import ModelName
     from moeinf.runtime.repack import LocalSource, repack

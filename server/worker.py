@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from moeinf.native import DeviceError
 from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
+from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.finite import check_logits
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.panic import as_exception

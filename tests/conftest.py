@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moeinf.runtime import gpu as gpus
-from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library

@@ -14,7 +14,7 @@ from benchmarks.calibrated import Calibration, calibrated, named
 from benchmarks.models import GGUF_BITS, GGUF_OF_TAG, RaceModel
 from benchmarks.peers.table import Weights
 from benchmarks.shapes import Config, shape
-from moeinf.runtime.checkpoint import SINGLE
+from moeinf.runtime.checkpoints.checkpoint import SINGLE
 from moeinf.runtime.manifest import Manifest
 from moeinf.runtime.memory import physical_bytes
 

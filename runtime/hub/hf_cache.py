@@ -10,10 +10,10 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from moeinf.runtime.checkpoint import CONFIG, BadCheckpoint, Checkpoint
+from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, Checkpoint
+from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES
 from moeinf.runtime.tokenizer import TOKENIZER
-from moeinf.runtime.torch_file import open_folder
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:

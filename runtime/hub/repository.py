@@ -20,7 +20,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_token
 
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     BIN,
     CONFIG,
     INDEX,
@@ -38,7 +38,9 @@ from moeinf.runtime.checkpoint import (
     read_json,
     with_quantised,
 )
-from moeinf.runtime.fp8 import files_of, join_scales
+from moeinf.runtime.checkpoints.fp8 import files_of, join_scales
+from moeinf.runtime.checkpoints.fused_experts import join_blocks
+from moeinf.runtime.checkpoints.remote_torch_bin import check_table, read_remote_table
 from moeinf.runtime.hub.download import (
     RANGE_BYTES,
     DownloadFailed,
@@ -52,8 +54,6 @@ from moeinf.runtime.hub.download import (
     is_promised,
 )
 from moeinf.runtime.hub.listing import Repository
-from moeinf.runtime.picked import join_blocks
-from moeinf.runtime.remote_torch_file import check_table, read_remote_table
 from moeinf.runtime.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER

@@ -44,8 +44,8 @@ def find_source(
 
     Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
+    from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.repack import LocalSource  # these import torch
-    from moeinf.runtime.torch_file import open_folder
 
     if is_path(model):
         folder = expand(model)

@@ -19,7 +19,7 @@ from benchmarks.overhead import measure as measure_overhead
 from benchmarks.report import capped_markdown
 from benchmarks.shapes import shape
 from benchmarks.worker import Worker
-from moeinf.runtime.checkpoint import read_header
+from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.manifest import DENSE

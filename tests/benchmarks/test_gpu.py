@@ -26,7 +26,7 @@ from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.split import Contended
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.bus import measure_contended
-from moeinf.runtime.checkpoint import Checkpoint, SourceTensor
+from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceBudget
 from moeinf.runtime.gpu import Gpu
 from moeinf.runtime.names import ModelName

@@ -14,7 +14,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.live import Registry
 from tests.cli.conftest import COMMAND, Command, command_in, environment
-from tests.runtime.test_finite import demo, one
+from tests.runtime.checkpoints.test_finite import demo, one
 
 
 @pytest.fixture

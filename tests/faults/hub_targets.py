@@ -26,7 +26,7 @@ from urllib.parse import unquote
 import torch
 from safetensors.torch import save
 
-from moeinf.runtime.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.hub.download import DownloadFailed, Patience
 from moeinf.runtime.hub.listing import Repository, RepositoryError, look_up, read_listing
 from moeinf.runtime.hub.repository import HubSource

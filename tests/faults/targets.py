@@ -31,19 +31,24 @@ from moeinf.offload.eamc import Eamc
 from moeinf.offload.recording_file import recording_from_bytes, recording_to_bytes
 from moeinf.offload.route_csv import BadRouteTrace, read_route_csv
 from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
-from moeinf.runtime.checkpoint import BadCheckpoint, Checkpoint, open_checkpoint, read_header
+from moeinf.runtime.checkpoints.checkpoint import (
+    BadCheckpoint,
+    Checkpoint,
+    open_checkpoint,
+    read_header,
+)
+from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.checkpoints.torch_bin import read_torch_file
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import BadConversation, load_conversation
 from moeinf.runtime.datasets.items import BadDataset, Wanted
 from moeinf.runtime.datasets.local import read_file
 from moeinf.runtime.eamc_state import EamcState, ForeignEamc, import_eamc
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.manifest import MANIFEST, DamagedModel, read_manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
-from moeinf.runtime.torch_file import read_torch_file
 from moeinf.runtime.workplace import JOURNAL, Workplace
 from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeinf.models import ModelDataError
-from moeinf.runtime.checkpoint import BadCheckpoint, open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.hub.listing import RepositoryError, read_listing

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.checkpoint import BadCheckpoint, parse_header
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_header
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.generate import _StopFinder
 from moeinf.runtime.names import BadName, parse_name

@@ -24,7 +24,7 @@ from moeinf.native import (
     quantise_rows,
     set_compute_threads,
 )
-from moeinf.runtime.picked import tile_blocks
+from moeinf.runtime.checkpoints.fused_experts import tile_blocks
 
 FORMATS = ["q4", "q8", "mxfp4", "bf16"]
 PATHS = ["portable", "avx2", "avx512"]

@@ -19,7 +19,7 @@ from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import ITEM_BYTES, is_tiled
 from moeinf.runtime import assemble
 from moeinf.runtime.assemble import Slice, dense_header
-from moeinf.runtime.checkpoint import TORCH_DTYPE, read_header
+from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import Library

@@ -24,7 +24,7 @@ from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.routing import SoftmaxRouter
 from moeinf.offload import device_attention, device_prefill, device_router, device_rows
 from moeinf.offload.slot_math import MOST_ROWS
-from moeinf.runtime.checkpoint import read_json
+from moeinf.runtime.checkpoints.checkpoint import read_json
 from moeinf.runtime.device_cores import DeviceGqa, DeviceMla
 from moeinf.runtime.device_pieces import DevicePieces
 from tests.fake_device import FakeDevice

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
+from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
@@ -19,7 +20,6 @@ from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.sources import BadLanguage, Languages, converse
-from moeinf.runtime.torch_file import open_folder
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.encoder_decoders import pair_reference, save_pair

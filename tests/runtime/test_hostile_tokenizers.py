@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.tokenizer import Tokenizer, TokenizerFailed

@@ -18,7 +18,7 @@ PULL = """
 import sys
 from pathlib import Path
 import moeinf.runtime.repack
-from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.memory import peak_rss_bytes, rss_bytes

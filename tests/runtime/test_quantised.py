@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.runtime.checkpoint import open_checkpoint, read_header
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.evaluate import CannotCompare, evaluate

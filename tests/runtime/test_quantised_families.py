@@ -26,11 +26,11 @@ from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.models.moe import Done, combine
 from moeinf.offload.layout import ExpertKey
 from moeinf.offload.quantise import dequantise, quantise
-from moeinf.runtime.checkpoint import SourceTensor, open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import SourceTensor, open_checkpoint
+from moeinf.runtime.checkpoints.encode import encoded
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.encode import encoded
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime.checkpoint import BadCheckpoint, open_checkpoint, read_json
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint, read_json
+from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular
 from moeinf.runtime.repack import LocalSource, repack
-from moeinf.runtime.torch_file import open_folder
 from moeinf.runtime.verify import LocalRepair
 from tests.runtime.hub_pulls import write_repository
 

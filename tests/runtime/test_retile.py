@@ -15,7 +15,7 @@ import torch
 from moeinf.offload.layout import ExpertKey, stored_bytes
 from moeinf.offload.shards import padded_header, shard_path, write_file
 from moeinf.runtime import retile as retiling
-from moeinf.runtime.checkpoint import open_checkpoint, read_header
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library

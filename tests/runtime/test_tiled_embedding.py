@@ -16,10 +16,15 @@ from moeinf.models import family_of
 from moeinf.native import gather_rows
 from moeinf.offload.layout import stored_bytes
 from moeinf.offload.quantise import dequantise, quantise
-from moeinf.runtime.checkpoint import Checkpoint, SourceTensor, open_checkpoint, read_header
+from moeinf.runtime.checkpoints.checkpoint import (
+    Checkpoint,
+    SourceTensor,
+    open_checkpoint,
+    read_header,
+)
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.loader import DenseWeights
 from moeinf.runtime.manifest import DENSE, read_manifest

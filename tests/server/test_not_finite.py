@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.runtime.test_finite import added, demo, one
+from tests.runtime.checkpoints.test_finite import added, demo, one
 from tests.server.conftest import serving
 
 

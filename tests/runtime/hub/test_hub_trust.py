@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.download import DownloadFailed
 from moeinf.runtime.hub.listing import RepositoryError, look_up

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moeinf.models import family_of
-from moeinf.runtime.checkpoint import open_checkpoint
-from moeinf.runtime.inventory import take_inventory
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.repack import LocalSource, check_space
 from moeinf.runtime.workplace import Workplace, taken_bytes

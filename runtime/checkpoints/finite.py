@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
 # The largest magnitude that a format holds: q8 and q4 have float16 scales of 127 and of 8 steps.

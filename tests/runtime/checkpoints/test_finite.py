@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.runtime.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
+from moeinf.runtime.checkpoints.finite import NotFiniteLogits, NotFiniteWeights, check_logits
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.evaluate import evaluate
-from moeinf.runtime.finite import NotFiniteLogits, NotFiniteWeights, check_logits
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.names import parse_name
@@ -25,7 +25,7 @@ from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.workplace import Workplace
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore
-from tests.runtime.test_fp8 import save_fp8
+from tests.runtime.checkpoints.test_fp8 import save_fp8
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
-from moeinf.runtime.remote_torch_file import check_table, read_remote_table
-from moeinf.runtime.torch_file import MAX_PICKLE_BYTES, read_torch_file
-from tests.runtime.test_torch_file import Canary
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
+from moeinf.runtime.checkpoints.remote_torch_bin import check_table, read_remote_table
+from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, read_torch_file
+from tests.runtime.checkpoints.test_torch_bin import Canary
 
 
 class Remote:

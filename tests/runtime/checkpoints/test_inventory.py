@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from moeinf.models import Family, family_of
 from moeinf.models.base import FusedPart
-from moeinf.runtime.checkpoint import BadCheckpoint, blocks, open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, blocks, open_checkpoint
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.repack import LocalSource, prospects
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     TORCH_DTYPE,
     BadCheckpoint,

@@ -13,13 +13,13 @@ from huggingface_hub import constants
 
 from moeinf.models import family_of
 from moeinf.models.quantisation import UnsupportedQuantisation
-from moeinf.runtime.checkpoint import QUANTISED, open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import QUANTISED, open_checkpoint
+from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.hub.listing import look_up
 from moeinf.runtime.hub.repository import HubSource
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import DEMO_CHECKPOINT
 from moeinf.runtime.repack import LocalSource, Source
-from moeinf.runtime.torch_file import open_folder
 from tests.hub_server import Hub, serve
 
 NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}

@@ -15,15 +15,15 @@ from moeinf.native import BLOCK_ROWS
 from moeinf.offload.direct_file import BLOCK_BYTES
 from moeinf.offload.layout import is_tiled
 from moeinf.offload.quantise import quantise
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     SourceTensor,
     blocks,
     memory_of,
     read_exactly,
 )
-from moeinf.runtime.fp8 import wide_rows
-from moeinf.runtime.picked import mxfp4_tiles, picked_values
+from moeinf.runtime.checkpoints.fp8 import wide_rows
+from moeinf.runtime.checkpoints.fused_experts import mxfp4_tiles, picked_values
 
 Look = Callable[[SourceTensor, Tensor, str], None]  # at values, before they take a format
 

@@ -4,7 +4,7 @@ Does not know hubs. Its directory, at the end, says where every record's header 
 long that is, and there are as many records as tensors. torch pads each header so that the bytes
 begin at a multiple of 64 (getPadding in caffe2/serialize/inline_container.cc): so headers are
 written as torch has written them, into a stub, an otherwise empty file of the same size that
-torch_file.py reads like any other. One real header is compared at once, and the whole table when
+torch_bin.py reads like any other. One real header is compared at once, and the whole table when
 the file is there, as `check_table` does.
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, cast
 
-from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor
-from moeinf.runtime.torch_file import MAX_PICKLE_BYTES, read_torch_file
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
+from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, read_torch_file
 
 _STORAGE = re.compile(r"[^/]+/data/[0-9]+")
 _HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of what is added

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     blocks,
     open_checkpoint,

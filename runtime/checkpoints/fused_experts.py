@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeinf.native import BLOCK_ROWS
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     BadCheckpoint,
     Checkpoint,

@@ -83,7 +83,7 @@ class SourceTensor:
     size_bytes: int
     scales: SourceTensor | None = None  # see fp8.py; the factors of blocks of `block` weights
     block: tuple[int, int] = (1, 1)
-    pick: Pick | None = None  # see picked.py
+    pick: Pick | None = None  # see fused_experts.py
 
     @property
     def elements(self) -> int:

@@ -22,15 +22,15 @@ from moeinf.offload.layout import (
     plain_form,
     stored_bytes,
 )
-from moeinf.runtime.checkpoint import (
+from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     BadCheckpoint,
     Checkpoint,
     Pick,
     SourceTensor,
 )
-from moeinf.runtime.fp8 import join_scales
-from moeinf.runtime.picked import MXFP4, join_blocks
+from moeinf.runtime.checkpoints.fp8 import join_scales
+from moeinf.runtime.checkpoints.fused_experts import MXFP4, join_blocks
 
 _HEAD = "lm_head.weight"
 # What only chooses experts: in bfloat16 the biases of DeepSeek-V3 would choose others. And rates

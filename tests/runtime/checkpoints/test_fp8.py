@@ -13,11 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.runtime.checkpoint import BadCheckpoint, SourceTensor, open_checkpoint, read_header
+from moeinf.runtime.checkpoints.checkpoint import (
+    BadCheckpoint,
+    SourceTensor,
+    open_checkpoint,
+    read_header,
+)
+from moeinf.runtime.checkpoints.encode import encoded
+from moeinf.runtime.checkpoints.fp8 import join_scales
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings
-from moeinf.runtime.encode import encoded
-from moeinf.runtime.fp8 import join_scales
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.repack import repack
@@ -74,7 +79,7 @@ def read(tensor: SourceTensor, dtype: str, as_torch: torch.dtype) -> Tensor:
 
 def test_every_weight_is_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meaning = save_fp8(tmp_path)
-    monkeypatch.setattr("moeinf.runtime.fp8._ITEMS", 200)  # a few rows at a time
+    monkeypatch.setattr("moeinf.runtime.checkpoints.fp8._ITEMS", 200)  # a few rows at a time
     checkpoint = open_checkpoint(tmp_path)
     found = take_inventory(family_of(checkpoint.config), checkpoint)
     assert found.unused == []

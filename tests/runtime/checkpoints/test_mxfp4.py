@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from moeinf.models import family_of
 from moeinf.offload.layout import ExpertKey
-from moeinf.runtime.checkpoint import BadCheckpoint, open_checkpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
+from moeinf.runtime.checkpoints.fused_experts import picked_values
+from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
-from moeinf.runtime.inventory import take_inventory
 from moeinf.runtime.library import Library
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.picked import picked_values
 from moeinf.runtime.repack import repack
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory

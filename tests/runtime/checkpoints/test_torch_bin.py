@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.runtime.checkpoint import BadCheckpoint, blocks
-from moeinf.runtime.torch_file import open_folder, read_torch_file
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, blocks
+from moeinf.runtime.checkpoints.torch_bin import open_folder, read_torch_file
 
 
 def test_every_byte_is_where_the_table_says(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Read published checkpoints: headers, tensor bytes, number formats, the tensors a family needs."""
