@@ -33,7 +33,7 @@ from benchmarks.shapes import SHAPES, shape
 from benchmarks.worker import Worker, WorkerFailed
 from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.measure import measure
 from moeinf.runtime.memory import physical_bytes
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.models import files_of
 from benchmarks.worker import Worker
-from moeinf.runtime.manifest import DENSE, Manifest
+from moeinf.runtime.library.manifest import DENSE, Manifest
 
 _BLOCK_BYTES = 4 << 20
 Result = dict[str, Any]

@@ -47,7 +47,7 @@ from moeinf.runtime.bench import decode, machine, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.devices import now
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.measure import measure as measure_drive
 from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.plan import place

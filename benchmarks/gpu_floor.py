@@ -22,7 +22,7 @@ from moeinf.offload.timing import DeviceSpeeds
 from moeinf.runtime import gpu as gpus
 from moeinf.runtime.bench import read_ceiling
 from moeinf.runtime.bus import measure_bus, measure_contended
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 
 _BYTES, _SUMS, _ROUNDS = 512 << 20, 16, 3
 

@@ -23,7 +23,7 @@ from benchmarks.worker import Worker, WorkerFailed
 from moeinf.native import DRIVER_LIBRARY, DeviceError, Driver, NoDriver
 from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.held import HeldMemory
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sizes import MemorySize
 
 PROGRAMS = {

@@ -25,10 +25,10 @@ from benchmarks.noise import span_of, write_noise
 from benchmarks.shapes import Config, tensors_of
 from moeinf.runtime.checkpoints.checkpoint import SINGLE, Checkpoint, SourceTensor
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import Manifest, read_manifest
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest, read_manifest
+from moeinf.runtime.library.repack import LocalSource, prospects, repack
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, prospects, repack
 from moeinf.runtime.sizes import format_bytes
 from scripts.make_checkpoint import byte_tokenizer
 

@@ -16,7 +16,7 @@ from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.memory import peak_rss_bytes
 from moeinf.runtime.sizes import parse_memory
 

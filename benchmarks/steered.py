@@ -48,7 +48,7 @@ from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.drive import WHOLE_BLOCKS, FileRange, read_once
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.manifest import DENSE, Manifest
+from moeinf.runtime.library.manifest import DENSE, Manifest
 from moeinf.runtime.replay import ForcedRouting, Request, fitted, requests
 from moeinf.runtime.sizes import parse_memory
 

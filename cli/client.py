@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 
 _GOODBYE_SECONDS = 1.0
 _MOST_LINE_BYTES = 16 << 20

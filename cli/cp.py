@@ -9,7 +9,7 @@ import typer
 from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.copy_model import copy_model
+from moeinf.runtime.library.clone import copy_model
 
 
 def cp(

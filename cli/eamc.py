@@ -10,8 +10,8 @@ import typer
 from moeinf.cli.options import InstalledModel, Json, Quiet, Usage, picture_path
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest
 
 if TYPE_CHECKING:
     from moeinf.offload.eamc_groups import Summary

@@ -8,7 +8,7 @@ from typing import Any
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import Installed, Library
+from moeinf.runtime.library.library import Installed, Library
 from moeinf.runtime.sizes import format_bytes
 
 ID_DIGITS = 12  # of the digest; Ollama shows as many

@@ -16,7 +16,7 @@ from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import WANTED, EngineConfig, Settings, Wanted, read_environment
 from moeinf.runtime.hub.aliases import registry
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import DEMO, TAGS
 from moeinf.runtime.sizes import MemorySize, parse_memory
 

@@ -29,9 +29,9 @@ from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.devices import remembered_bus
 from moeinf.runtime.hub.resolve import can_be_had, find_source
-from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.live import Registry
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.measure import Speeds, measure
 from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.plan import Placement, place, seconds_per_token
@@ -136,7 +136,7 @@ def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
 
 def _prospects(model: str, settings: Settings, out: Output) -> tuple[Manifest, dict[str, Manifest]]:
     """The manifest that a pull would write, and that of every tag."""
-    from moeinf.runtime.repack import prospects  # imports torch
+    from moeinf.runtime.library.repack import prospects  # imports torch
 
     wanted, source = find_source(model, None, settings, out.note)
     tags = prospects(source, wanted)

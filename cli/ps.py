@@ -10,7 +10,7 @@ from moeinf.cli.list_models import ID_DIGITS, in_words
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.live import LiveEngine, Registry
+from moeinf.runtime.library.processes import LiveEngine, Registry
 from moeinf.runtime.sizes import format_bytes
 
 _COLUMNS = (

@@ -11,14 +11,14 @@ from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.hub.resolve import can_be_had, find_source
-from moeinf.runtime.library import Library, ModelInUse, NoSuchModel
-from moeinf.runtime.manifest import Manifest, is_current
+from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
+from moeinf.runtime.library.manifest import Manifest, is_current
+from moeinf.runtime.library.staging import PullInProgress
 from moeinf.runtime.names import DEMO, TAGS, ModelName, parse_name
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.workplace import PullInProgress
 
 if TYPE_CHECKING:
-    from moeinf.runtime.repack import Source
+    from moeinf.runtime.library.repack import Source
 
 Revision = Annotated[
     str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.", show_default=False)
@@ -100,7 +100,7 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
 def _in_todays_layout(library: Library, manifest: Manifest, out: Output) -> Manifest:
     if is_current(manifest):
         return manifest
-    from moeinf.runtime.retile import retile  # imports torch
+    from moeinf.runtime.library.retile import retile  # imports torch
 
     out.note(f"{manifest.model} has an older layout: re-tiling it, nothing is downloaded")
     with out.progress(str(manifest.model)) as progress:
@@ -131,14 +131,14 @@ def _pull(
     name: ModelName, source: Source, settings: Settings, out: Output, allow_nan: bool = False
 ) -> Manifest:
     """Repacks with progress bars; notes on stderr say what is left out or rounded."""
-    from moeinf.runtime.repack import repack
+    from moeinf.runtime.library.repack import repack
 
     with out.progress(str(name)) as progress:
         return repack(source, Library(settings), name, progress, out.note, allow_nan)
 
 
 def _print_sizes(name: ModelName, source: Source, out: Output) -> None:
-    from moeinf.runtime.repack import measure_source
+    from moeinf.runtime.library.repack import measure_source
 
     sizes = measure_source(source)
     if out.json:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from moeinf.cli.client import Client, ServerError
 from moeinf.cli.partner import Fields, Pieces
 from moeinf.runtime.config import Settings
-from moeinf.runtime.live import Figures, Registry
+from moeinf.runtime.library.processes import Figures, Registry
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import format_bytes

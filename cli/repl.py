@@ -22,7 +22,7 @@ from moeinf.cli.partner import Partner, parse_form
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.regular_files import open_regular
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.thinking import thinks

@@ -9,7 +9,7 @@ import typer
 from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 
 
 def rm(

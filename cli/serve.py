@@ -22,7 +22,7 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.processor import check_usable, choose_processor
 
 

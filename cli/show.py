@@ -8,8 +8,8 @@ from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.hub.aliases import Entry, entry_of
-from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sizes import format_bytes
 
 

@@ -11,8 +11,8 @@ from moeinf.cli.client import Client, ServerError
 from moeinf.cli.options import Json, Quiet, Usage, installed_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment, read_server_environment
-from moeinf.runtime.library import Library
-from moeinf.runtime.live import LiveServer, NotStopped, Registry
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.processes import LiveServer, NotStopped, Registry
 
 _UNLOAD_S = 15.0
 _LOOK_EVERY_S = 0.1

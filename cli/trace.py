@@ -25,7 +25,7 @@ from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import SamplingOptions
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def trace(
 
     from moeinf.runtime.datasets import Wanted, load_items  # these import torch
     from moeinf.runtime.engine import Engine
-    from moeinf.runtime.library import DEMO_CHECKPOINT
+    from moeinf.runtime.library.library import DEMO_CHECKPOINT
     from moeinf.runtime.sources import Languages
     from moeinf.runtime.trace_run import trace_items
 

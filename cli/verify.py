@@ -11,13 +11,13 @@ import typer
 from moeinf.cli.options import InstalledModel, Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.staging import only_maker, partial_folder
 from moeinf.runtime.names import DEMO
-from moeinf.runtime.workplace import only_maker, partial_folder
 
 if TYPE_CHECKING:
-    from moeinf.runtime.verify import Damage, RepairSource
+    from moeinf.runtime.library.verify import Damage, RepairSource
 
 
 def verify(
@@ -32,7 +32,7 @@ def verify(
 
     Example: moeinf verify demo --repair
     """
-    from moeinf.runtime import verify as checks  # imports torch
+    from moeinf.runtime.library import verify as checks  # imports torch
 
     out, library = Output(json=json, quiet=quiet), Library(read_environment())
     manifest, folder = library.read(model)
@@ -67,7 +67,7 @@ def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSou
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
     from moeinf.runtime.hub.listing import is_offline, look_up
     from moeinf.runtime.hub.repository import HubSource
-    from moeinf.runtime.verify import LocalRepair
+    from moeinf.runtime.library.verify import LocalRepair
 
     if manifest.source == DEMO:
         return LocalRepair(open_folder(DEMO_CHECKPOINT))

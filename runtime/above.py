@@ -31,7 +31,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_pieces import DevicePieces
 from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.devices import remember_gpu, remembered_contended
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.memory import available_bytes
 from moeinf.runtime.processor import DeviceUnavailable, check_usable
 from moeinf.runtime.promise import Promise

@@ -20,7 +20,7 @@ from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.record_log import RecordLog
 
 VERSION = 1

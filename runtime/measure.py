@@ -22,7 +22,7 @@ from moeinf.runtime.devices import (
     remembered_ram,
 )
 from moeinf.runtime.drive import FileRange, Progress, Sweep, sweep, written_files
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.memory import core_count
 
 _RAM_BYTES = 256 << 20  # far above any cache

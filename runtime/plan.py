@@ -13,7 +13,7 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.device_plan import DeviceBudget, DevicePlacement, most_tokens
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.measure import Speeds
 from moeinf.runtime.processor import choose_processor
 from moeinf.runtime.sizes import format_bytes

@@ -21,7 +21,7 @@ from torch import Tensor
 from moeinf.models.base import Experts, Pending, Phase
 from moeinf.offload.hints import HintSource
 from moeinf.offload.trace import Pass, Recording, RoutingShape
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 
 
 class OtherShape(ValueError):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
 from moeinf.offload.trace import Pass, PassBuilder, Recording, RequestEam, RoutingShape, Tracer
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 
 _PASSES = 64  # counted together: between two tokens every line of counting code is out of cache
 

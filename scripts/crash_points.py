@@ -36,19 +36,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 import moeinf.runtime.atomic_files as durable
-import moeinf.runtime.workplace as workplace_module
+import moeinf.runtime.library.staging as workplace_module
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.chat import Message
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
-from moeinf.runtime.copy_model import copy_model
 from moeinf.runtime.eamc_state import EamcState, export_eamc, import_eamc
-from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.manifest import read_manifest
+from moeinf.runtime.library.clone import copy_model
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.manifest import read_manifest
+from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, repack
-from moeinf.runtime.verify import verify
 from scripts.make_checkpoint import config, make_checkpoint
 
 POINTS = (

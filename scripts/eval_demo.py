@@ -29,7 +29,7 @@ from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 

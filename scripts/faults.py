@@ -87,7 +87,7 @@ ROWS = (
     ),
     Row(
         "memory budget through a conversation, under a cgroup limit",
-        ("tests/faults/test_budget.py", "tests/runtime/test_memory_bounds.py"),
+        ("tests/faults/test_budget.py", "tests/runtime/library/test_memory_bounds.py"),
     ),
     Row(
         "GPU out of memory, failed copies, a device that dies (fake driver)",
@@ -103,7 +103,7 @@ ROWS = (
         (
             "tests/faults/test_many_processes.py",
             "tests/cli/test_pull_hub.py::test_two_pulls_at_once",
-            "tests/runtime/test_live.py",
+            "tests/runtime/library/test_processes.py",
         ),
     ),
     Row(

@@ -27,18 +27,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import moeinf.runtime.atomic_files as durable
-import moeinf.runtime.workplace as workplace_module
+import moeinf.runtime.library.staging as workplace_module
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
-from moeinf.runtime.copy_model import ModelExists, copy_model
 from moeinf.runtime.hub.listing import look_up
 from moeinf.runtime.hub.repository import HubSource
-from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.manifest import read_manifest
+from moeinf.runtime.library.clone import ModelExists, copy_model
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.manifest import read_manifest
+from moeinf.runtime.library.repack import LocalSource, Source, repack
+from moeinf.runtime.library.staging import downloads_of
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, Source, repack
-from moeinf.runtime.verify import verify
-from moeinf.runtime.workplace import downloads_of
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.hub_server import Hub, serve
 

@@ -48,7 +48,12 @@ LANES = (
 )
 STEPS = (
     Message(0, 1, "options → EngineConfig", "cli/run.py"),
-    Message(1, 1, "the model's folder, its manifest", "runtime/library.py, runtime/manifest.py"),
+    Message(
+        1,
+        1,
+        "the model's folder, its manifest",
+        "runtime/library/library.py, runtime/library/manifest.py",
+    ),
     Message(1, 1, "where bytes go, or DoesNotFit", "runtime/plan.py"),
     Message(
         1, 3, "dense weights are read, the store opens", "runtime/loader.py, runtime/engine.py"

@@ -22,7 +22,7 @@ from moeinf.native import compute_threads
 from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 
 _spent: dict[str, float] = defaultdict(float)  # seconds, by piece

@@ -227,7 +227,7 @@ def answers_of(home: Path) -> dict[str, str]:
     from moeinf.runtime.chat import Conversation
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.generate import Limits
-    from moeinf.runtime.library import Library
+    from moeinf.runtime.library.library import Library
     from moeinf.runtime.sampler import SamplingOptions
 
     manifest, folder = Library(Settings(home)).read("demo")
@@ -241,9 +241,9 @@ def answers_of(home: Path) -> dict[str, str]:
 
 def pull_demo(home: Path) -> None:
     from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
-    from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+    from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+    from moeinf.runtime.library.repack import LocalSource, repack
     from moeinf.runtime.names import ModelName
-    from moeinf.runtime.repack import LocalSource, repack
 
     def ignore(*_: object) -> None:
         """No progress, no notes."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.device_plan import DeviceDoesNotFit
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.memory import return_free_pages
 from moeinf.runtime.names import ModelName
 from moeinf.server.jobs import Unloaded

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.constrain import json_of
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.thinking import thinks
 from moeinf.runtime.tools import knows_tools
@@ -315,7 +315,7 @@ def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
 
 @router.post("/api/copy")
 def copy(asked: CopyRequest, request: Request) -> Response:
-    from moeinf.runtime.copy_model import copy_model
+    from moeinf.runtime.library.clone import copy_model
 
     copy_model(request.app.state.settings, asked.source, asked.destination)
     return Response()

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.constrain import call_of_one, json_of
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
 from moeinf.server.bodies import JsonRoute

@@ -17,8 +17,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import is_current
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import is_current
 from moeinf.runtime.names import is_path
 from moeinf.runtime.panic import as_exception
 from moeinf.server.answers import BadRequest, noted, words_of
@@ -140,8 +140,8 @@ async def _lines(
 
 def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: _Client) -> None:
     from moeinf.runtime.hub.resolve import find_source
-    from moeinf.runtime.repack import repack  # these import torch
-    from moeinf.runtime.retile import retile
+    from moeinf.runtime.library.repack import repack  # these import torch
+    from moeinf.runtime.library.retile import retile
 
     def note(text: str) -> None:
         say({"status": text})

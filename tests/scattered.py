@@ -13,9 +13,9 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.runtime.repack import LocalSource
+from moeinf.runtime.library.repack import LocalSource
+from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
-from moeinf.runtime.workplace import Workplace
 
 
 def split_scales(folder: Path, suffix: str) -> None:

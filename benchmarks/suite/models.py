@@ -15,7 +15,7 @@ from benchmarks.models import GGUF_BITS, GGUF_OF_TAG, RaceModel
 from benchmarks.peers.table import Weights
 from benchmarks.shapes import Config, shape
 from moeinf.runtime.checkpoints.checkpoint import SINGLE
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.memory import physical_bytes
 
 _CONTEXT = 8192

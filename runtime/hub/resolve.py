@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.aliases import entry_of, registry
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.staging import downloads_of
 from moeinf.runtime.names import DEMO, ModelName, expand, is_path, parse_name
-from moeinf.runtime.workplace import downloads_of
 
 if TYPE_CHECKING:
-    from moeinf.runtime.repack import Source
+    from moeinf.runtime.library.repack import Source
 
 
 class UnknownSource(ValueError):
@@ -45,7 +45,7 @@ def find_source(
     Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
     from moeinf.runtime.checkpoints.torch_bin import open_folder
-    from moeinf.runtime.repack import LocalSource  # these import torch
+    from moeinf.runtime.library.repack import LocalSource  # these import torch
 
     if is_path(model):
         folder = expand(model)
@@ -89,7 +89,7 @@ def _offline(repository: str, revision: str | None, note: Callable[[str], None])
     """A repository in the Hugging Face cache. Raises RepositoryError when it is not there."""
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # these import torch
     from moeinf.runtime.hub.listing import RepositoryError
-    from moeinf.runtime.repack import LocalSource
+    from moeinf.runtime.library.repack import LocalSource
 
     cached = cached_checkpoint(repository, revision)
     if cached is None:

@@ -29,8 +29,8 @@ from moeinf.runtime.bus import measure_contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceBudget
 from moeinf.runtime.gpu import Gpu
+from moeinf.runtime.library.repack import LocalSource, prospects
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, prospects
 from moeinf.runtime.sizes import parse_memory
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

@@ -30,9 +30,9 @@ from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.live import NotStopped
-from moeinf.runtime.manifest import DamagedModel
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.manifest import DamagedModel
+from moeinf.runtime.library.processes import NotStopped
 from moeinf.runtime.schema_limits import BadFormat
 from moeinf.server.serve import CannotListen
 

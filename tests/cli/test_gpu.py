@@ -20,8 +20,8 @@ from moeinf.runtime.config import EngineConfig, Settings, read_server_environmen
 from moeinf.runtime.device_plan import HEADROOM_BYTES
 from moeinf.runtime.devices import remember_gpu
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.sizes import format_bytes, parse_memory
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice

@@ -16,7 +16,7 @@ from moeinf.cli import look as looking
 from moeinf.cli.client import Client, ServerError
 from moeinf.cli.look import look
 from moeinf.cli.main import answer
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.version import version
 
 KEY = "a-secret-key"

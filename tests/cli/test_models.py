@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import DEMO_CHECKPOINT
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.processes import Registry
 from tests.cli.conftest import COMMAND, Command, command_in, environment
 from tests.runtime.checkpoints.test_finite import demo, one
 

@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import DEMO_CHECKPOINT
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.processes import Registry
 from tests.cli.conftest import COMMAND, Result, command_in, environment
 from tests.hub_server import COMMIT, Answer, Hub, Request, serve
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from moeinf.cli.main import app
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli.conftest import COMMAND, environment
 from tests.hub_server import Hub, serve
 

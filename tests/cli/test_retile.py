@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.cli.conftest import command_in
-from tests.runtime.test_retile import fabricate
+from tests.runtime.library.test_retile import fabricate
 
 
 def test_an_older_layout_is_retiled_and_a_newer_one_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 from tests.cli.conftest import COMMAND, Command, command_in, environment
 
 

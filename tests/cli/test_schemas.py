@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from moeinf.cli.main import answer, app
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli.conftest import SCHEMAS, check_document
 
 # In this order, in one home: later ones use what earlier ones left. FOLDER is a checkpoint.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
 
 KEY = "a-secret-key"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli.conftest import Command, command_in
 from tests.hub_server import Hub, serve
 

@@ -19,7 +19,7 @@ import numpy as np
 from moeinf.cli.partner import parse_form
 from moeinf.runtime.constrain import grammar_of
 from moeinf.runtime.grammars import Grammars, Matching
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.schema_limits import BadFormat
 from moeinf.runtime.tokenizer import Tokenizer
 

@@ -44,12 +44,12 @@ from moeinf.runtime.conversations import BadConversation, load_conversation
 from moeinf.runtime.datasets.items import BadDataset, Wanted
 from moeinf.runtime.datasets.local import read_file
 from moeinf.runtime.eamc_state import EamcState, ForeignEamc, import_eamc
-from moeinf.runtime.library import DEMO_CHECKPOINT
-from moeinf.runtime.manifest import MANIFEST, DamagedModel, read_manifest
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, read_manifest
+from moeinf.runtime.library.staging import JOURNAL, Workplace
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.tokenizer import Tokenizer, end_tokens
-from moeinf.runtime.workplace import JOURNAL, Workplace
 from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files
 from tests.faults.hub_targets import HUB_TARGETS

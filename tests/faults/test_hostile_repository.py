@@ -21,12 +21,12 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.hub.listing import RepositoryError, read_listing
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.template import TemplateError
-from moeinf.runtime.verify import verify
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.faults.conftest import FULL, Tally
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.live import Registry
-from moeinf.runtime.manifest import read_manifest
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.manifest import read_manifest
+from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.verify import verify
 from tests.cli.conftest import COMMAND, command_in, environment
 from tests.faults.conftest import FULL, Tally
 

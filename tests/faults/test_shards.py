@@ -14,11 +14,11 @@ from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import DamagedModel
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import DamagedModel
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.runtime.verify import verify
 from tests.faults.conftest import FULL, Tally
 
 PROMPT = "sort owl, fig, zebra, ant"

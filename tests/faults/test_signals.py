@@ -18,7 +18,7 @@ from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.sampler import SamplingOptions
 from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import FULL, Tally

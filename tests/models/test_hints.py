@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models.moe import SparseFfn
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.tokenizer import Tokenizer
 from tests.fakes import Loaded, WatchedExperts, load_resident
 from tests.models.conftest import Pair

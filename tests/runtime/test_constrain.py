@@ -14,7 +14,7 @@ import pytest
 
 from moeinf.runtime.constrain import BadFormat, Constrain, call_of_one, json_of
 from moeinf.runtime.grammars import Grammars
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.tokenizer import Tokenizer
 from tests.runtime.test_tools import GRANITE, HARMONY, MISTRAL, TAGS, TOOLS
 

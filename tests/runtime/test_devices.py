@@ -25,7 +25,7 @@ from moeinf.runtime.devices import (
 )
 from moeinf.runtime.drive import WHOLE_BLOCKS, FileRange, Reading, read_once, sweep, written_files
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.measure import drive_of, measure
 
 READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9, in_flight=4)

@@ -19,8 +19,8 @@ from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc_state import EamcState, ForeignEamc, export_eamc, import_eamc
-from moeinf.runtime.library import Library, NoModelUsed
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library, NoModelUsed
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import ModelName
 
 

@@ -13,10 +13,10 @@ from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.sources import BadLanguage, Languages, converse

@@ -17,8 +17,8 @@ from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.manifest import DamagedModel
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.plan import BadContext, place
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory

@@ -23,7 +23,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceDoesNotFit, workspace_bytes
 from moeinf.runtime.devices import remembered_contended
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.runtime.sizes import MemorySize, parse_memory
 from tests.conftest import Open, forget_gpus

@@ -16,7 +16,7 @@ import pytest
 
 from moeinf.runtime import grammars as module
 from moeinf.runtime.grammars import MOST_IDLE, Grammars, Matching
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.schema_limits import BadFormat
 
 END = 4

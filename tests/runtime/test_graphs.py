@@ -22,7 +22,7 @@ from moeinf.runtime import graphs
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.report import verbose_lines
 from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.native.fake_cuda import Fake

@@ -35,7 +35,7 @@ from moeinf.runtime import gpu as gpus
 from moeinf.runtime import graphs, linears
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake

@@ -13,9 +13,9 @@ from moeinf.models.base import ModelDataError
 from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.devices import DEFAULT_READING
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.loader import DenseWeights
-from moeinf.runtime.manifest import DENSE, DamagedModel, Manifest
 
 
 @pytest.fixture

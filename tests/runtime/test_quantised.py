@@ -14,12 +14,12 @@ from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.evaluate import CannotCompare, evaluate
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.manifest import DENSE, MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.manifest import DENSE, MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sizes import parse_memory
-from moeinf.runtime.verify import LocalRepair, repair, verify
 
 ALL = EngineConfig(memory=parse_memory("100%"), threads=1)
 PER_KIND = 12

@@ -31,7 +31,7 @@ from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull

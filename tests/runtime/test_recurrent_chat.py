@@ -10,8 +10,8 @@ from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory

@@ -13,11 +13,11 @@ import pytest
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint, read_json
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.verify import LocalRepair
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular
-from moeinf.runtime.repack import LocalSource, repack
-from moeinf.runtime.verify import LocalRepair
 from tests.runtime.hub_pulls import write_repository
 
 INDEX = "model.safetensors.index.json"

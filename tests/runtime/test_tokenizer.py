@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.tokenizer import Tokenizer
 
 BEGIN, USER, END = 1, 2, 4

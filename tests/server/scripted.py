@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.server import worker
 from tests.conftest import pull

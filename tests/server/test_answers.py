@@ -8,7 +8,7 @@ from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.manifest import DamagedModel, NewerModel
+from moeinf.runtime.library.manifest import DamagedModel, NewerModel
 from moeinf.runtime.processor import DeviceUnavailable
 from moeinf.server.answers import status_of, words_of
 

@@ -11,7 +11,7 @@ import torch
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.jobs import Ended, Event, Job, Piece, TokenInfo

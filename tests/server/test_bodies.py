@@ -18,7 +18,7 @@ import pytest
 import moeinf.server.bodies
 import moeinf.server.embeddings
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.server.bodies import Body, Budget, JsonRequest, TooMuch
 from moeinf.server.host import Host
 from tests.server.conftest import serving

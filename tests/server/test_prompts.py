@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.template import TemplateWorker
 from moeinf.runtime.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ import ollama
 import pytest
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.names import parse_name
 from tests.hub_server import Answer, Hub, Request, serve
 from tests.server.conftest import serving
@@ -107,7 +107,7 @@ def test_whatever_a_pull_raises_is_told(
     def raise_it(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("moeinf.runtime.repack.repack", raise_it)
+    monkeypatch.setattr("moeinf.runtime.library.repack.repack", raise_it)
     body = {"model": "demo"}
     whole = httpx.post(f"{address}/api/pull", json={**body, "stream": False}, timeout=60)
     assert whole.status_code == 500

@@ -18,11 +18,11 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.evaluate import evaluate
 from moeinf.runtime.generate import Generation, Limits
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.repack import LocalSource, repack
 from moeinf.runtime.sampler import Sampler, SamplingOptions
-from moeinf.runtime.workplace import Workplace
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore
 from tests.runtime.checkpoints.test_fp8 import save_fp8

@@ -23,9 +23,9 @@ from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.fp8 import join_scales
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.repack import repack
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.repack import repack
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore, pull
 from tests.scattered import OneByOne, split_scales

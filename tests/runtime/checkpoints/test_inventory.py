@@ -18,8 +18,8 @@ from moeinf.models.base import FusedPart
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, blocks, open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.repack import LocalSource, prospects
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.repack import LocalSource, prospects
 
 FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 

@@ -17,9 +17,9 @@ from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.repack import repack
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.repack import repack
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer

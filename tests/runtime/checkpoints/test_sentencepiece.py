@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Library
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.sentencepiece import BadVocabulary, tokenizer_json
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library as Models
+from moeinf.runtime.library.library import Library as Models
+from moeinf.runtime.library.verify import LocalRepair, repair, verify
 from moeinf.runtime.tokenizer import Tokenizer
 from moeinf.runtime.tokenizer_trial import convert
-from moeinf.runtime.verify import LocalRepair, repair, verify
 from tests.conftest import ignore, pull
 from tests.tiny import save_tiny
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moeinf.runtime.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
 from moeinf.runtime.datasets.rows import parquet_rows
-from moeinf.runtime.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.conftest import ignore
 
 

@@ -19,10 +19,10 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.download import DownloadFailed
 from moeinf.runtime.hub.listing import RepositoryError, look_up
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.staging import downloads_of, partial_folder
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.verify import verify
-from moeinf.runtime.workplace import downloads_of, partial_folder
 from tests.hub_server import Answer, Hub, Request, dumped
 from tests.runtime.hub_pulls import REPO, pull, serving, shas, write_repository
 

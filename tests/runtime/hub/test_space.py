@@ -12,9 +12,9 @@ import pytest
 from moeinf.models import family_of
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.inventory import take_inventory
-from moeinf.runtime.library import DEMO_CHECKPOINT
-from moeinf.runtime.repack import LocalSource, check_space
-from moeinf.runtime.workplace import Workplace, taken_bytes
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.repack import LocalSource, check_space
+from moeinf.runtime.library.staging import Workplace, taken_bytes
 
 MIB = 1 << 20
 Usage = namedtuple("Usage", ["total", "used", "free"])

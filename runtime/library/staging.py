@@ -10,7 +10,7 @@ can go on from them:
     {"done": name}        a source file is no longer needed
     {"broken": name}      a source tensor that has been written, with NaN or infinity in it
 
-The bytes of a part may change before the rerun: assemble.py compares them with the CRC-32C.
+The bytes of a part may change before the rerun: shard_writer.py compares them with the CRC-32C.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from moeinf.models.base import ModelDataError
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import ITEM_BYTES, is_tiled
-from moeinf.runtime import assemble
-from moeinf.runtime.assemble import Slice, dense_header
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import DENSE, Manifest
+from moeinf.runtime.library import shard_writer
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import DENSE, Manifest
+from moeinf.runtime.library.shard_writer import Slice, dense_header
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.tiny import TINY, save_tiny
@@ -92,7 +92,7 @@ def test_odd_vectors_before_exact_ones(
     for tensor in read_header(tmp_path / "home/models/odd" / tag / DENSE).values():
         assert tensor.dtype == "U8" or tensor.offset % TORCH_DTYPE[tensor.dtype].itemsize == 0
     with monkeypatch.context() as patch:  # the order of version 0.1, which models on disk have
-        patch.setattr(assemble, "ITEM_BYTES", defaultdict(int))
+        patch.setattr(shard_writer, "ITEM_BYTES", defaultdict(int))
         manifest = make(tag)
     tensors = read_header(tmp_path / "home/models/odd" / tag / DENSE).values()
     assert any(tensor.dtype == "F32" and tensor.offset % 4 for tensor in tensors)
@@ -107,7 +107,7 @@ def test_pull_opens_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return header.replace(b'"model.norm.weight"', b'"model.mron.weight"'), order
 
     with monkeypatch.context() as patch:
-        patch.setattr(assemble, "dense_header", renamed)
+        patch.setattr(shard_writer, "dense_header", renamed)
         with pytest.raises(ModelDataError, match=r"lacks model\.norm\.weight"):
             make("q8")
     assert not Library(Settings(tmp_path / "home")).installed()

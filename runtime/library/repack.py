@@ -21,7 +21,6 @@ from typing import Protocol
 from moeinf.models import family_of
 from moeinf.offload.layout import LAYOUT_VERSIONS
 from moeinf.offload.shards import FileRecord, write_file
-from moeinf.runtime.assemble import Assembler, all_targets
 from moeinf.runtime.checkpoints import sentencepiece
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
@@ -33,15 +32,16 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.inventory import Inventory, take_inventory
-from moeinf.runtime.dense_views import check_opens
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import Manifest, write_manifest
+from moeinf.runtime.library.dense_views import check_opens
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest, write_manifest
+from moeinf.runtime.library.shard_writer import Assembler, all_targets
+from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
 from moeinf.runtime.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.tokenizer_trial import convert, try_tokenizer
-from moeinf.runtime.workplace import Workplace, discard, taken_bytes, workplace
 
 DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (

@@ -17,13 +17,13 @@ MIB = 1 << 20
 PULL = """
 import sys
 from pathlib import Path
-import moeinf.runtime.repack
+import moeinf.runtime.library.repack
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.repack import LocalSource, repack
+from moeinf.runtime.library.repack import LocalSource, repack
 imported = rss_bytes()
 source = LocalSource(open_checkpoint(Path(sys.argv[1])), "x")
 library = Library(Settings(Path(sys.argv[2])))
@@ -38,7 +38,7 @@ from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.library import Library
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory

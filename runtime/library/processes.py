@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moeinf.runtime.entries import Entry, figures_path, live_entries, started_ticks
+from moeinf.runtime.library.process_entries import Entry, figures_path, live_entries, started_ticks
 from moeinf.runtime.regular_files import read_regular
 
 _FIGURES_EVERY_S = 1.0

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime.live import Figures, LiveEngine, NotStopped, Registry
+from moeinf.runtime.library.processes import Figures, LiveEngine, NotStopped, Registry
 
 ENGINE = """
 import sys, time
 from pathlib import Path
-from moeinf.runtime.live import Registry
+from moeinf.runtime.library.processes import Registry
 entry = Registry(Path(sys.argv[1])).register("demo:bf16", lambda claimed: 10 << 40)
 print("ready", flush=True)
 time.sleep(60)

@@ -1,7 +1,7 @@
 """Files by which live processes know each other: each is locked as long as its process lives.
 
 Does not know what an entry says. A file whose lock can be taken belongs to a process that has
-died; the first process that notices removes it. Used within the lock of the folder (live.py).
+died; the first process that notices removes it. Used within the lock of the folder (processes.py).
 """
 
 from __future__ import annotations

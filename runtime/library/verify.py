@@ -14,7 +14,6 @@ from typing import Protocol
 
 from moeinf.models import family_of
 from moeinf.offload.shards import FileRecord, write_file
-from moeinf.runtime.assemble import all_targets, hash_file
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
@@ -25,7 +24,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.fp8 import sources
 from moeinf.runtime.checkpoints.inventory import take_inventory
-from moeinf.runtime.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.shard_writer import all_targets, hash_file
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.tokenizer import TOKENIZER
 from moeinf.runtime.tokenizer_trial import convert

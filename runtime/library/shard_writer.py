@@ -27,9 +27,9 @@ from moeinf.runtime.checkpoints.encode import Look, encoded, unseen
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fp8 import files_of
 from moeinf.runtime.checkpoints.inventory import Inventory
-from moeinf.runtime.manifest import DENSE
+from moeinf.runtime.library.manifest import DENSE
+from moeinf.runtime.library.staging import Workplace, unfinished_path
 from moeinf.runtime.regular_files import check_regular
-from moeinf.runtime.workplace import Workplace, unfinished_path
 
 _DENSE_ALIGNMENT = 64  # bytes: where matrices and tiles of the one dense buffer begin
 _WORKERS = 4

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library import Library, NoSuchModel
-from moeinf.runtime.manifest import write_manifest
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.manifest import write_manifest
+from moeinf.runtime.library.staging import JOURNAL, discard, only_maker, partial_folder
 from moeinf.runtime.names import BadName, ModelName, parse_name
-from moeinf.runtime.workplace import JOURNAL, discard, only_maker, partial_folder
 
 
 class ModelExists(FileExistsError):

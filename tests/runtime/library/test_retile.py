@@ -14,16 +14,22 @@ import torch
 
 from moeinf.offload.layout import ExpertKey, stored_bytes
 from moeinf.offload.shards import padded_header, shard_path, write_file
-from moeinf.runtime import retile as retiling
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.manifest import DENSE, DamagedModel, NewerModel, read_manifest, write_manifest
+from moeinf.runtime.library import retile as retiling
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.manifest import (
+    DENSE,
+    DamagedModel,
+    NewerModel,
+    read_manifest,
+    write_manifest,
+)
+from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.retile import retile
+from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.repack import LocalSource, repack
-from moeinf.runtime.retile import retile
-from moeinf.runtime.verify import verify
 
 
 def untiled(tiles: torch.Tensor, form: str, rows: int, columns: int) -> bytes:

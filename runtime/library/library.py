@@ -15,10 +15,9 @@ from pathlib import Path
 
 from moeinf.runtime.atomic_files import sync_folder
 from moeinf.runtime.config import Settings
-from moeinf.runtime.live import LiveEngine, Registry
-from moeinf.runtime.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
-from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
-from moeinf.runtime.workplace import (
+from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.library.processes import LiveEngine, Registry
+from moeinf.runtime.library.staging import (
     OLD,
     PARTIAL,
     PullInProgress,
@@ -27,9 +26,10 @@ from moeinf.runtime.workplace import (
     only_maker,
     taken_bytes,
 )
+from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
 
 _LAST_USED = "last_used"  # an empty file: its time is what counts
-DEMO_CHECKPOINT = Path(__file__).parents[1] / "models" / "demo"
+DEMO_CHECKPOINT = Path(__file__).parents[2] / "models" / "demo"
 
 
 class NoSuchModel(LookupError):

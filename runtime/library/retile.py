@@ -23,7 +23,6 @@ from moeinf.models import family_of
 from moeinf.offload.layout import LAYOUT_VERSIONS, ExpertKey
 from moeinf.offload.older_layouts import older_bytes, retiled
 from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
-from moeinf.runtime.assemble import Slice, dense_header, hash_file
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
@@ -34,8 +33,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_json,
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts
-from moeinf.runtime.library import Library
-from moeinf.runtime.manifest import (
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import (
     DENSE,
     DamagedModel,
     Manifest,
@@ -43,9 +42,10 @@ from moeinf.runtime.manifest import (
     read_manifest,
     write_manifest,
 )
+from moeinf.runtime.library.shard_writer import Slice, dense_header, hash_file
+from moeinf.runtime.library.staging import only_maker
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import Progress
-from moeinf.runtime.workplace import only_maker
 
 _BATCH_BYTES = 256 << 20
 _WORKERS = 4
