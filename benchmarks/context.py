@@ -27,7 +27,7 @@ from moeinf.models.kv_cache import KvCache
 from moeinf.runtime.bench import machine, read_ceiling, token_bytes
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import Engine
-from moeinf.runtime.memory import rss_bytes
+from moeinf.runtime.machine.memory import rss_bytes
 from moeinf.runtime.sizes import parse_memory
 
 Result = dict[str, Any]

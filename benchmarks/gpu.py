@@ -42,14 +42,14 @@ from benchmarks.gpu_peers import PROGRAMS, Asked
 from benchmarks.gpu_peers import run as run_program
 from benchmarks.shapes import shape
 from moeinf.offload.split import MISSES
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime.bench import decode, machine, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.devices import now
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.machine.measurements import now
+from moeinf.runtime.machine.memory import available_bytes, core_count
 from moeinf.runtime.measure import measure as measure_drive
-from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.plan import place
 from moeinf.runtime.sizes import parse_memory
 

@@ -19,10 +19,10 @@ import torch
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, set_compute_threads
 from moeinf.offload.timing import DeviceSpeeds
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime.bench import read_ceiling
-from moeinf.runtime.bus import measure_bus, measure_contended
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.machine.bus_bench import measure_bus, measure_contended
 
 _BYTES, _SUMS, _ROUNDS = 512 << 20, 16, 3
 

@@ -22,8 +22,8 @@ from benchmarks.peers.table import PEERS
 from benchmarks.worker import Worker, WorkerFailed
 from moeinf.native import DRIVER_LIBRARY, DeviceError, Driver, NoDriver
 from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
-from moeinf.runtime.held import HeldMemory
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.machine.nvml import HeldMemory
 from moeinf.runtime.sizes import MemorySize
 
 PROGRAMS = {

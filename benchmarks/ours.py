@@ -17,7 +17,7 @@ from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.memory import peak_rss_bytes
+from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import parse_memory
 
 _IMPORTED_AT = time.monotonic()

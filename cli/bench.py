@@ -91,7 +91,7 @@ def bench(
 
     from moeinf.runtime import bench as measuring  # imports torch
     from moeinf.runtime.engine import Engine
-    from moeinf.runtime.memory import forget_peak_rss
+    from moeinf.runtime.machine.memory import forget_peak_rss
     from moeinf.runtime.replay import first_requests, fitted, requests
 
     context, passes = prompt_tokens + new_tokens, []

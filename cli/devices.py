@@ -12,12 +12,12 @@ from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.native import DeviceError
 from moeinf.runtime.config import Settings, read_environment
-from moeinf.runtime.devices import Drive, Ram, drive_key, remember, remember_gpu
-from moeinf.runtime.drive import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sweep, written_files
-from moeinf.runtime.gpu import NoGpu, all_gpus, find_gpu, open_context
 from moeinf.runtime.invalid import InvalidValue
+from moeinf.runtime.machine.disk_bench import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sweep, written_files
+from moeinf.runtime.machine.gpu import NoGpu, all_gpus, find_gpu, open_context
+from moeinf.runtime.machine.measurements import Drive, Ram, drive_key, remember, remember_gpu
+from moeinf.runtime.machine.memory import available_bytes, core_count
 from moeinf.runtime.measure import measure_ram, thorough_drive
-from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.sizes import format_bytes, parse_memory
 
 _EXPERT = "4MiB"
@@ -91,7 +91,7 @@ class _Bus:
 
 def _bus(settings: Settings) -> _Bus:
     """Measured and noted."""
-    from moeinf.runtime.bus import measure_bus  # imports torch
+    from moeinf.runtime.machine.bus_bench import measure_bus  # imports torch
 
     gpu = find_gpu(settings.libcuda)
     if isinstance(gpu, NoGpu):

@@ -27,15 +27,15 @@ from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.device_plan import DeviceDoesNotFit
-from moeinf.runtime.devices import remembered_bus
 from moeinf.runtime.hub.resolve import can_be_had, find_source
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.machine.device_choice import why_unusable
+from moeinf.runtime.machine.measurements import remembered_bus
+from moeinf.runtime.machine.memory import available_bytes, core_count
 from moeinf.runtime.measure import Speeds, measure
-from moeinf.runtime.memory import available_bytes, core_count
 from moeinf.runtime.plan import Placement, place, seconds_per_token
-from moeinf.runtime.processor import why_unusable
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.speeds import remembered_speed
 

@@ -23,7 +23,7 @@ from moeinf.cli.output import Output
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library.processes import Registry
-from moeinf.runtime.processor import check_usable, choose_processor
+from moeinf.runtime.machine.device_choice import check_usable, choose_processor
 
 
 def serve(

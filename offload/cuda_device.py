@@ -1,7 +1,7 @@
 """torch's CUDA device as the tier sees it: its stream, its memory, our kernels.
 
 Does not know slots' meaning, nor what is resident. Imported only where torch has CUDA and Triton is
-installed (runtime/gpu.py asks first).
+installed (runtime/machine/gpu.py asks first).
 """
 
 from __future__ import annotations

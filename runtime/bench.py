@@ -30,8 +30,8 @@ from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.manifest import DENSE
+from moeinf.runtime.machine.memory import core_count, peak_rss_bytes, physical_bytes
 from moeinf.runtime.measure import measure
-from moeinf.runtime.memory import core_count, peak_rss_bytes, physical_bytes
 from moeinf.runtime.replay import ForcedRouting, Request
 from moeinf.runtime.report import foresight, on_device
 

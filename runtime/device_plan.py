@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.gpu import Gpu
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.machine.gpu import Gpu
 from moeinf.runtime.sizes import MemorySize, format_bytes
 
 CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded, where nobody says

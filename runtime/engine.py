@@ -34,16 +34,16 @@ from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.trace import Recording
 from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
-from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.eamc_state import EamcState
-from moeinf.runtime.gpu import device_faults
 from moeinf.runtime.grammars import Grammars
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.library.processes import Figures, Registry
 from moeinf.runtime.loader import check_small_files, load_model, open_store
+from moeinf.runtime.machine.gpu import device_faults
+from moeinf.runtime.machine.measurements import DEFAULT_READING
+from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes
 from moeinf.runtime.measure import drive_of
-from moeinf.runtime.memory import available_bytes, core_count, keep_heap_small, rss_bytes
 from moeinf.runtime.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.sizes import format_bytes

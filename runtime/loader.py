@@ -37,11 +37,11 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.cpu_math import CpuMath
-from moeinf.runtime.drive import Reading
 from moeinf.runtime.library.dense_views import DenseViews
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.linears import DenseMath
-from moeinf.runtime.page_cache import cached_share
+from moeinf.runtime.machine.disk_bench import Reading
+from moeinf.runtime.machine.page_cache import cached_share
 from moeinf.runtime.plan import Placement
 from moeinf.runtime.regular_files import check_regular, read_regular
 

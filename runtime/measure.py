@@ -13,7 +13,9 @@ from pathlib import Path
 
 from moeinf.native import read_bandwidth
 from moeinf.runtime.config import Settings
-from moeinf.runtime.devices import (
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.machine.disk_bench import FileRange, Progress, Sweep, sweep, written_files
+from moeinf.runtime.machine.measurements import (
     Drive,
     Ram,
     now,
@@ -21,9 +23,7 @@ from moeinf.runtime.devices import (
     remembered_drive,
     remembered_ram,
 )
-from moeinf.runtime.drive import FileRange, Progress, Sweep, sweep, written_files
-from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.memory import core_count
+from moeinf.runtime.machine.memory import core_count
 
 _RAM_BYTES = 256 << 20  # far above any cache
 _RAM_ROUNDS = 8

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moeinf.native import DeviceContext
 from moeinf.runtime.device_plan import DevicePlacement
-from moeinf.runtime.held import HeldMemory
+from moeinf.runtime.machine.nvml import HeldMemory
 
 _MARGIN_BYTES = 32 << 20  # for the next graphs and kernels of CUDA's
 

@@ -11,7 +11,7 @@ from moeinf.offload.stats import StoreStats
 from moeinf.runtime.above import OpenGpu
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation
-from moeinf.runtime.memory import peak_rss_bytes
+from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import format_bytes
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.shards import FileRecord
 from moeinf.offload.transfer import Transfer
-from moeinf.runtime.drive import (
+from moeinf.runtime.machine.disk_bench import (
     IN_FLIGHT,
     WHOLE_BLOCKS,
     FileRange,

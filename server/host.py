@@ -19,7 +19,7 @@ from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.memory import return_free_pages
+from moeinf.runtime.machine.memory import return_free_pages
 from moeinf.runtime.names import ModelName
 from moeinf.server.jobs import Unloaded
 

@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.memory import keep_heap_small
+from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.server.app import create_app
 from moeinf.server.guard import HEADER_BYTES
 from moeinf.server.log_lines import log_config

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake

@@ -16,7 +16,7 @@ from benchmarks.peers.table import Weights
 from benchmarks.shapes import Config, shape
 from moeinf.runtime.checkpoints.checkpoint import SINGLE
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.memory import physical_bytes
+from moeinf.runtime.machine.memory import physical_bytes
 
 _CONTEXT = 8192
 THIN: Config = {

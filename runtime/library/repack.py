@@ -37,7 +37,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, write_manifest
 from moeinf.runtime.library.shard_writer import Assembler, all_targets
 from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
-from moeinf.runtime.memory import keep_heap_small
+from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer

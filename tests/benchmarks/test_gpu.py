@@ -24,12 +24,12 @@ from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.split import Contended
-from moeinf.runtime import gpu as gpus
-from moeinf.runtime.bus import measure_contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceBudget
-from moeinf.runtime.gpu import Gpu
 from moeinf.runtime.library.repack import LocalSource, prospects
+from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.machine.bus_bench import measure_contended
+from moeinf.runtime.machine.gpu import Gpu
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import parse_memory
 from tests.fake_device import FakeDevice

@@ -9,7 +9,7 @@ import pytest
 
 from moeinf.cli import devices as command
 from moeinf.cli.main import answer
-from moeinf.runtime.drive import IN_FLIGHT
+from moeinf.runtime.machine.disk_bench import IN_FLIGHT
 from tests.cli.conftest import check_document
 
 

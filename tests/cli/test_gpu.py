@@ -14,14 +14,14 @@ from moeinf.cli.local import LocalPartner
 from moeinf.cli.main import answer
 from moeinf.cli.remote import RemotePartner
 from moeinf.offload.split import Contended
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
 from moeinf.runtime.device_plan import HEADROOM_BYTES
-from moeinf.runtime.devices import remember_gpu
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.machine.measurements import remember_gpu
 from moeinf.runtime.sizes import format_bytes, parse_memory
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice
@@ -241,7 +241,7 @@ def test_devices_measure_the_bus(
     measured = plan["device_memory"]["provenance"]["bus_bytes_per_s"]
     assert measured.startswith("`moeinf devices`, ")
     assert (gpu["bus_page_locked"], gpu["bus_note"]) == (True, None)
-    monkeypatch.setattr("moeinf.runtime.devices.now", lambda: "later")
+    monkeypatch.setattr("moeinf.runtime.machine.measurements.now", lambda: "later")
     remember_gpu(Settings(home), "Fake GPU", contended=("BF16", Contended(1.0, 1.0)))
     assert answer(["plan", "demo", "--device", "cuda", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)  # another measurement has another date

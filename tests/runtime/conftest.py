@@ -7,8 +7,8 @@ from itertools import accumulate, cycle
 
 import pytest
 
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime import graphs
+from moeinf.runtime.machine import gpu as gpus
 from tests.native.fake_cuda import Fake
 from tests.strict_device import Strict
 from tests.strict_fake import StrictFake

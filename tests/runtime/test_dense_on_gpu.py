@@ -24,9 +24,9 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
-from moeinf.runtime.gpu import device_faults
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull

@@ -31,11 +31,11 @@ from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import TorchFfn
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime import graphs, linears
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.machine import gpu as gpus
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from moeinf.models.base import ModelDataError
 from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.devices import DEFAULT_READING
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.loader import DenseWeights
+from moeinf.runtime.machine.measurements import DEFAULT_READING
 
 
 @pytest.fixture

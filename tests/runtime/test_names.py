@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.devices import measured_path
+from moeinf.runtime.machine.measurements import measured_path
 from moeinf.runtime.names import BadName, ModelName, is_path, parse_name
 
 

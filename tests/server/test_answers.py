@@ -9,7 +9,7 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.manifest import DamagedModel, NewerModel
-from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.server.answers import status_of, words_of
 
 _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moeinf.native import DeviceError
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.processor import DeviceUnavailable
+from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.answers import status_of, words_of

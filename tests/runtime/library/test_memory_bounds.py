@@ -21,7 +21,7 @@ import moeinf.runtime.library.repack
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
+from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.library.repack import LocalSource, repack
 imported = rss_bytes()
@@ -39,7 +39,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.memory import peak_rss_bytes, rss_bytes
+from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 settings = Settings(Path(sys.argv[1]))

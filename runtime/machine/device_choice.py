@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moeinf.runtime import gpu as gpus
 from moeinf.runtime.config import Wanted
-from moeinf.runtime.gpu import Gpu, NoGpu, find_gpu, is_there
+from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.machine.gpu import Gpu, NoGpu, find_gpu, is_there
 from moeinf.runtime.sizes import MemorySize
 
 

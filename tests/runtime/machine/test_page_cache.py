@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime.page_cache import cached_share
+from moeinf.runtime.machine.page_cache import cached_share
 
 
 def _forget(path: Path) -> None:

@@ -33,7 +33,7 @@ _TRITONS = ("OutOfResources", "PTXASError")  # not RuntimeErrors
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
     from moeinf.runtime.device_pieces import DeviceMath
-    from moeinf.runtime.held import HeldMemory
+    from moeinf.runtime.machine.nvml import HeldMemory
 
     class TorchDevice(Device, DeviceMath, Protocol):
         """What computes on a GPU: experts in slots, and dense weights."""
@@ -177,7 +177,7 @@ class _Opened(NamedTuple):
 @cache
 def _opened(library: str) -> _Opened:
     """Made once, because that takes a good part of a second, and kept until the process ends."""
-    from moeinf.runtime.held import HeldMemory
+    from moeinf.runtime.machine.nvml import HeldMemory
 
     driver = _driver(library)
     held = HeldMemory(driver.info(0)[2])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime.memory import available_bytes, peak_rss_bytes, rss_bytes
+from moeinf.runtime.machine.memory import available_bytes, peak_rss_bytes, rss_bytes
 
 MIB = 1 << 20
 
@@ -72,7 +72,7 @@ def test_this_process() -> None:
 
 _HEAPS = """
 import ctypes, os, threading
-from moeinf.runtime.memory import keep_heap_small, return_free_pages, rss_bytes
+from moeinf.runtime.machine.memory import keep_heap_small, return_free_pages, rss_bytes
 
 keep_heap_small()
 kept, held = [], threading.Barrier(8)

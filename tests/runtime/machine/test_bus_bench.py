@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeinf.native import DeviceContext, Driver
-from moeinf.runtime import bus, memory
+from moeinf.runtime.machine import bus_bench, memory
 from tests.native.fake_cuda import Fake
 
 
@@ -17,15 +17,15 @@ def test_experts_do_not_fit_into_the_caches(
 ) -> None:
     """In MiB: twice what they hold, of a quarter of what is free, and never too little."""
     fake.reset("mode=at_once")
-    monkeypatch.setattr(bus, "cache_bytes", lambda: caches << 20)
-    monkeypatch.setattr(bus, "available_bytes", lambda: available)
-    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20, 9)
+    monkeypatch.setattr(bus_bench, "cache_bytes", lambda: caches << 20)
+    monkeypatch.setattr(bus_bench, "available_bytes", lambda: available)
+    bench = bus_bench._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20, 9)
     assert bench.pool.slots == wanted
 
 
 def test_a_batch_is_queued_before_the_last_is_waited_for(fake: Fake) -> None:
     fake.reset("mode=deferred,seed=6")
-    bench = bus._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20, 9)
+    bench = bus_bench._Bench(DeviceContext(Driver(fake.path)), 1 << 20, 1 << 20, 9)
     assert [bench.copy() for _ in range(5)] == [4 << 20] * 5
     assert fake.count("cuMemcpyBatchAsync") == 5
     assert fake.count("cuEventSynchronize") == 4
@@ -37,9 +37,9 @@ def test_large_experts_take_no_more_device_slots_than_there_are(
 ) -> None:
     """The host's pool grows with the caches (in MiB); the device's slots do not."""
     fake.reset("mode=deferred,seed=6")
-    monkeypatch.setattr(bus, "cache_bytes", lambda: caches << 20)
-    monkeypatch.setattr(bus, "available_bytes", lambda: 1 << 40)
-    bench = bus._Bench(DeviceContext(Driver(fake.path)), 48 << 20, 1 << 20, 3)
+    monkeypatch.setattr(bus_bench, "cache_bytes", lambda: caches << 20)
+    monkeypatch.setattr(bus_bench, "available_bytes", lambda: 1 << 40)
+    bench = bus_bench._Bench(DeviceContext(Driver(fake.path)), 48 << 20, 1 << 20, 3)
     assert bench.pool.slots == slots
     assert fake.count("allocated") == 2 * (48 << 20)
     assert [bench.copy() for _ in range(3)] == [1 << 20] * 3

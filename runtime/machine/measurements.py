@@ -27,7 +27,7 @@ from moeinf.native import MAX_READERS, PAGE_BYTES
 from moeinf.offload.split import Contended
 from moeinf.runtime.atomic_files import write_text_durably
 from moeinf.runtime.config import Settings
-from moeinf.runtime.drive import WHOLE_BLOCKS, Reading
+from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, Reading
 from moeinf.runtime.names import MACHINE_STATE
 from moeinf.runtime.regular_files import read_regular
 

@@ -18,7 +18,7 @@ from moeinf.native import DeviceContext, DeviceError, DeviceSlots, HostLock, Slo
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import SlotMath, TorchFfn
 from moeinf.offload.split import Contended
-from moeinf.runtime.memory import available_bytes, cache_bytes
+from moeinf.runtime.machine.memory import available_bytes, cache_bytes
 
 _LEAST_BYTES = 64 << 20
 _CACHES = (

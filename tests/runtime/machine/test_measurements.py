@@ -11,10 +11,20 @@ from pathlib import Path
 import pytest
 
 from moeinf.native import SlotPool
-from moeinf.runtime import drive as drives
 from moeinf.runtime import measure as measuring
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.devices import (
+from moeinf.runtime.engine import Engine
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.machine import disk_bench as drives
+from moeinf.runtime.machine.disk_bench import (
+    WHOLE_BLOCKS,
+    FileRange,
+    Reading,
+    read_once,
+    sweep,
+    written_files,
+)
+from moeinf.runtime.machine.measurements import (
     DEFAULT_READING,
     Drive,
     Ram,
@@ -23,9 +33,6 @@ from moeinf.runtime.devices import (
     remembered_drive,
     remembered_ram,
 )
-from moeinf.runtime.drive import WHOLE_BLOCKS, FileRange, Reading, read_once, sweep, written_files
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.library.library import Library
 from moeinf.runtime.measure import drive_of, measure
 
 READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9, in_flight=4)
