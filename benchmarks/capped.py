@@ -35,7 +35,7 @@ from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.memory import physical_bytes
-from moeinf.runtime.measure import measure
+from moeinf.runtime.placement.bandwidth import measure
 
 SPARE_BYTES = 300_000_000
 PEERS = ("default", "no-repack", "no-mmap", "accelerate")  # the first three are llama.cpp's

@@ -49,8 +49,8 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.measurements import now
 from moeinf.runtime.machine.memory import available_bytes, core_count
-from moeinf.runtime.measure import measure as measure_drive
-from moeinf.runtime.plan import place
+from moeinf.runtime.placement.bandwidth import measure as measure_drive
+from moeinf.runtime.placement.plan import place
 from moeinf.runtime.sizes import parse_memory
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures

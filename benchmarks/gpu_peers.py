@@ -2,7 +2,8 @@
 
 Does not know how a program is driven (peers/, worker.py), nor ours. Of the row's memory a program
 gets for its weights what ours has for them: all but what CUDA, a prefill chunk and the KV cache
-are counted at (runtime/device_plan.py). What it really held of the device is seen from outside.
+are counted at (runtime/placement/gpu_plan.py). What it really held of the device is seen from
+outside.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from benchmarks.models import GGUF_OF_TAG, RaceModel
 from benchmarks.peers.table import PEERS
 from benchmarks.worker import Worker, WorkerFailed
 from moeinf.native import DRIVER_LIBRARY, DeviceError, Driver, NoDriver
-from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.nvml import HeldMemory
+from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.sizes import MemorySize
 
 PROGRAMS = {

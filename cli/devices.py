@@ -17,7 +17,7 @@ from moeinf.runtime.machine.disk_bench import IN_FLIGHT, WHOLE_BLOCKS, Sweep, sw
 from moeinf.runtime.machine.gpu import NoGpu, all_gpus, find_gpu, open_context
 from moeinf.runtime.machine.measurements import Drive, Ram, drive_key, remember, remember_gpu
 from moeinf.runtime.machine.memory import available_bytes, core_count
-from moeinf.runtime.measure import measure_ram, thorough_drive
+from moeinf.runtime.placement.bandwidth import measure_ram, thorough_drive
 from moeinf.runtime.sizes import format_bytes, parse_memory
 
 _EXPERT = "4MiB"

@@ -26,7 +26,6 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
-from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.hub.resolve import can_be_had, find_source
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import Manifest
@@ -34,10 +33,11 @@ from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import why_unusable
 from moeinf.runtime.machine.measurements import remembered_bus
 from moeinf.runtime.machine.memory import available_bytes, core_count
-from moeinf.runtime.measure import Speeds, measure
-from moeinf.runtime.plan import Placement, place, seconds_per_token
+from moeinf.runtime.placement.bandwidth import Speeds, measure
+from moeinf.runtime.placement.decode_speed import remembered_speed
+from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
+from moeinf.runtime.placement.plan import Placement, place, seconds_per_token
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.speeds import remembered_speed
 
 _BOUND = "memory traffic alone, uniformly random routing"
 _BELOW = "RAM, bus and disk alone; the GPU's own time is not counted"

@@ -1,6 +1,6 @@
 """What `moeinf plan` says of a device's memory, and where each figure comes from.
 
-Does not know how it was decided (runtime/device_plan.py).
+Does not know how it was decided (runtime/placement/gpu_plan.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from moeinf.offload.split import Miss
-from moeinf.runtime.device_plan import DevicePlacement
+from moeinf.runtime.placement.gpu_plan import DevicePlacement
 from moeinf.runtime.sizes import format_bytes
 
 Bus = tuple[float, str]  # bytes per second, and when that was measured

@@ -38,8 +38,8 @@ from moeinf.cli.remote import RemotePartner
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
 from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.placement.decode_speed import remember_speed
 from moeinf.runtime.requests import Form, Limits, SamplingOptions
-from moeinf.runtime.speeds import remember_speed
 from moeinf.runtime.thinking import thinks
 
 _INTERRUPTED = 130

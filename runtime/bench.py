@@ -31,7 +31,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.machine.memory import core_count, peak_rss_bytes, physical_bytes
-from moeinf.runtime.measure import measure
+from moeinf.runtime.placement.bandwidth import measure
 from moeinf.runtime.replay import ForcedRouting, Request
 from moeinf.runtime.report import foresight, on_device
 

@@ -43,8 +43,8 @@ from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.machine.measurements import DEFAULT_READING
 from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes
-from moeinf.runtime.measure import drive_of
-from moeinf.runtime.plan import place
+from moeinf.runtime.placement.bandwidth import drive_of
+from moeinf.runtime.placement.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.template import TemplateWorker

@@ -42,7 +42,7 @@ from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.machine.disk_bench import Reading
 from moeinf.runtime.machine.page_cache import cached_share
-from moeinf.runtime.plan import Placement
+from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.regular_files import check_regular, read_regular
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights

@@ -1,7 +1,7 @@
 """Whether --device-memory is kept: what this process holds of a GPU, looked at after every request.
 
 Does not know slots. Arena and torch's part are allocated by us; what CUDA takes by itself, for its
-context and for the code of kernels, is counted beforehand (device_plan.py) and seen only here.
+context and for the code of kernels, is counted beforehand (gpu_plan.py) and seen only here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeinf.native import DeviceContext
-from moeinf.runtime.device_plan import DevicePlacement
 from moeinf.runtime.machine.nvml import HeldMemory
+from moeinf.runtime.placement.gpu_plan import DevicePlacement
 
 _MARGIN_BYTES = 32 << 20  # for the next graphs and kernels of CUDA's
 

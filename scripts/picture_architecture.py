@@ -54,7 +54,7 @@ STEPS = (
         "the model's folder, its manifest",
         "runtime/library/library.py, runtime/library/manifest.py",
     ),
-    Message(1, 1, "where bytes go, or DoesNotFit", "runtime/plan.py"),
+    Message(1, 1, "where bytes go, or DoesNotFit", "runtime/placement/plan.py"),
     Message(
         1, 3, "dense weights are read, the store opens", "runtime/loader.py, runtime/engine.py"
     ),

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.device_plan import DeviceDoesNotFit
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.memory import return_free_pages
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
 from moeinf.server.jobs import Unloaded
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ from benchmarks.suite.models import SuiteModel
 from benchmarks.suite.scenarios import SECOND_PROMPT, Scenario
 from benchmarks.worker import WorkerFailed
 from moeinf.runtime.bench import read_ceiling
-from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
-from moeinf.runtime.measure import measure
+from moeinf.runtime.placement.bandwidth import measure
+from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
 
 OURS = "moeinf"
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """Which processor computes the routed experts, and why: the one place that decides it.
 
-Does not know how any of them computes, nor how much goes where (plan.py, device_plan.py).
+Does not know how any of them computes, nor how much goes where (plan.py, gpu_plan.py).
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from moeinf.native import DeviceContext
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.split import Contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
-from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceBudget
 from moeinf.runtime.library.repack import LocalSource, prospects
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.bus_bench import measure_contended
 from moeinf.runtime.machine.gpu import Gpu
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, DeviceBudget
 from moeinf.runtime.sizes import parse_memory
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

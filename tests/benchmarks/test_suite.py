@@ -22,8 +22,8 @@ from benchmarks.suite.command import main
 from benchmarks.suite.report import OtherModel, Results, markdown
 from benchmarks.suite.row import Bench, Here, program
 from benchmarks.suite.scenarios import Scenario
-from moeinf.runtime.device_plan import DeviceBudget
 from moeinf.runtime.machine.gpu import Gpu
+from moeinf.runtime.placement.gpu_plan import DeviceBudget
 from moeinf.runtime.sizes import parse_memory
 
 _ABOUT = {"model": "thin:q4", "machine": {"cpu": "x"}, "command": "c", "when": "w", "threads": 1}

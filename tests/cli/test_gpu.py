@@ -16,12 +16,12 @@ from moeinf.cli.remote import RemotePartner
 from moeinf.offload.split import Contended
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
-from moeinf.runtime.device_plan import HEADROOM_BYTES
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.measurements import remember_gpu
+from moeinf.runtime.placement.gpu_plan import HEADROOM_BYTES
 from moeinf.runtime.sizes import format_bytes, parse_memory
 from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice

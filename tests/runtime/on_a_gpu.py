@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import Gpu, find_gpu
+from moeinf.runtime.placement.gpu_plan import CODE_BYTES, CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull

@@ -7,7 +7,7 @@ import pytest
 
 from moeinf.runtime.bench import bench, decode, prefill, prompt_of, report, token_bytes
 from moeinf.runtime.config import Settings
-from moeinf.runtime.measure import Speeds
+from moeinf.runtime.placement.bandwidth import Speeds
 from tests.conftest import Open
 
 _D, _F, _VOCAB, _LAYERS, _EXPERTS, _K = 128, 64, 272, 6, 32, 4

@@ -21,12 +21,12 @@ from moeinf.offload.split import MISSES, Miss
 from moeinf.offload.throttle import Throttle
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
+from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull

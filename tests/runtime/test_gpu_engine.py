@@ -19,12 +19,12 @@ from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_plan import CONTEXT_BYTES, DeviceDoesNotFit, workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.runtime.machine.measurements import remembered_contended
+from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, DeviceDoesNotFit, workspace_bytes
 from moeinf.runtime.sizes import MemorySize, parse_memory
 from tests.conftest import Open, forget_gpus
 from tests.fake_device import FakeDevice

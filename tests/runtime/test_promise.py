@@ -13,10 +13,10 @@ import pytest
 
 from moeinf.native import DeviceContext, Driver
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import gpu as gpus
+from moeinf.runtime.placement.gpu_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.promise import Held
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open

@@ -13,10 +13,10 @@ import torch
 
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.machine.gpu import Gpu, find_gpu
+from moeinf.runtime.placement.gpu_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull
 from tests.runtime import on_a_gpu

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from moeinf.native import SlotPool
-from moeinf.runtime import measure as measuring
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
@@ -33,7 +32,8 @@ from moeinf.runtime.machine.measurements import (
     remembered_drive,
     remembered_ram,
 )
-from moeinf.runtime.measure import drive_of, measure
+from moeinf.runtime.placement import bandwidth as measuring
+from moeinf.runtime.placement.bandwidth import drive_of, measure
 
 READING = Reading(readers=5, block_bytes=1 << 20, direct=True, bytes_per_s=2e9, in_flight=4)
 DRIVE = Drive(READING, True, 4 << 20, "2026-01-02T03:04:05+00:00", ("a note",))

@@ -12,10 +12,10 @@ from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
-from moeinf.runtime.device_plan import DeviceBudget, DevicePlacement, most_tokens
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
-from moeinf.runtime.measure import Speeds
+from moeinf.runtime.placement.bandwidth import Speeds
+from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
 from moeinf.runtime.sizes import format_bytes
 
 HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget

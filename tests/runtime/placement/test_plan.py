@@ -12,7 +12,7 @@ from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import MANIFEST, Manifest, read_manifest, write_manifest
-from moeinf.runtime.plan import HEADROOM_BYTES, Placement, place, threads_worth_having
+from moeinf.runtime.placement.plan import HEADROOM_BYTES, Placement, place, threads_worth_having
 
 LONG, ORIGINAL = 1 << 17, 4096
 

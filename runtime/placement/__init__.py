@@ -1,0 +1,1 @@
+"""Decide where a model's parts go, and what speed that allows."""
