@@ -1,7 +1,8 @@
 """Dense linear layers and embeddings on the device, over weights of any format.
 
-Does not know names of tensors or files. The faces are those of runtime/linears.py, and up to 16
-rows (with tiles, any number) get the bits that those give on the CPU, whatever travels with them.
+Does not know names of tensors or files. The faces are those of runtime/dense/cpu_linear.py, and up
+to 16 rows (with tiles, any number) get the bits that those give on the CPU, whatever travels with
+them.
 """
 
 from __future__ import annotations

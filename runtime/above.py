@@ -26,7 +26,7 @@ from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.device_pieces import DevicePieces
+from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.bus_bench import measure_contended

@@ -36,10 +36,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
-from moeinf.runtime.cpu_math import CpuMath
+from moeinf.runtime.dense.cpu_backend import CpuMath
+from moeinf.runtime.dense.cpu_linear import DenseMath
 from moeinf.runtime.library.dense_views import DenseViews
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
-from moeinf.runtime.linears import DenseMath
 from moeinf.runtime.machine.disk_bench import Reading
 from moeinf.runtime.machine.page_cache import cached_share
 from moeinf.runtime.placement.plan import Placement

@@ -25,8 +25,8 @@ from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
-from moeinf.runtime.cpu_math import CpuMath
-from moeinf.runtime.graphs import Graphs
+from moeinf.runtime.dense.cpu_backend import CpuMath
+from moeinf.runtime.dense.graphed_step import Graphs
 from moeinf.runtime.machine import gpu as gpus
 from tests.native.fake_cuda import Fake
 

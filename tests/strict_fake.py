@@ -16,7 +16,7 @@ from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.slot_math import TorchFfn
-from moeinf.runtime import linears
+from moeinf.runtime.dense import cpu_linear
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.strict_device import PLACE, laid_there, lies_there
@@ -52,10 +52,10 @@ class StrictFake(FakeDevice):
         return self.writing
 
     def tiled_linear(self, *given: Any) -> Linear:
-        return self.made_there(linears.tiled_linear, *given)
+        return self.made_there(cpu_linear.tiled_linear, *given)
 
     def plain_linear(self, *given: Any) -> Linear:
-        linear = self.made_there(linears.plain_linear, *given)
+        linear = self.made_there(cpu_linear.plain_linear, *given)
 
         def compute(x: Tensor) -> Tensor:
             if self.scarce > 0:
@@ -67,8 +67,8 @@ class StrictFake(FakeDevice):
 
         return compute
 
-    def tiled_embedding(self, *given: Any) -> linears.Rows:
-        return self.made_there(linears.tiled_embedding, *given)
+    def tiled_embedding(self, *given: Any) -> cpu_linear.Rows:
+        return self.made_there(cpu_linear.tiled_embedding, *given)
 
     def made_there(
         self, make: Callable[..., Callable[[Tensor], Tensor]], *given: Any

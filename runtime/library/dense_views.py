@@ -21,8 +21,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_header,
     read_json,
 )
+from moeinf.runtime.dense.cpu_linear import DenseMath, Rows
 from moeinf.runtime.library.manifest import DENSE, Manifest
-from moeinf.runtime.linears import DenseMath, Rows
 
 
 class DenseViews:

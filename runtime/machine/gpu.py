@@ -32,7 +32,7 @@ _TRITONS = ("OutOfResources", "PTXASError")  # not RuntimeErrors
 
 if TYPE_CHECKING:
     from moeinf.offload.device_tier import Device
-    from moeinf.runtime.device_pieces import DeviceMath
+    from moeinf.runtime.dense.gpu_backend import DeviceMath
     from moeinf.runtime.machine.nvml import HeldMemory
 
     class TorchDevice(Device, DeviceMath, Protocol):

@@ -1,4 +1,5 @@
-"""Dense layers and embeddings on the device: the bits of runtime/linears.py, from the same bytes.
+"""Dense layers and embeddings on the device: the bits of runtime/dense/cpu_linear.py, from the same
+bytes.
 
 In Triton's interpreter where there is no GPU (tests/conftest.py).
 """
@@ -8,7 +9,7 @@ import torch
 
 from moeinf.native import LinearKernel, _native
 from moeinf.offload import device_linears as on_device
-from moeinf.runtime import linears as on_cpu
+from moeinf.runtime.dense import cpu_linear as on_cpu
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
 

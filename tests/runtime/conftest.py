@@ -7,7 +7,7 @@ from itertools import accumulate, cycle
 
 import pytest
 
-from moeinf.runtime import graphs
+from moeinf.runtime.dense import graphed_step
 from moeinf.runtime.machine import gpu as gpus
 from tests.native.fake_cuda import Fake
 from tests.strict_device import Strict
@@ -32,7 +32,7 @@ def strict(
         return devices[-1]
 
     ticks = accumulate(cycle([1.0, 0.003, 1.0, 0.001]))
-    monkeypatch.setattr(graphs, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(graphed_step, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", device)
     with Strict() as mode:

@@ -31,8 +31,9 @@ from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import TorchFfn
-from moeinf.runtime import graphs, linears
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.dense import cpu_linear
+from moeinf.runtime.dense import graphed_step as graphs
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import gpu as gpus
@@ -58,7 +59,7 @@ class KernelFake(StrictFake):
     def plain_linear(self, *given: Any) -> Linear:
         return self.made_there(device_linears.plain_linear, *given)
 
-    def tiled_embedding(self, *given: Any) -> linears.Rows:
+    def tiled_embedding(self, *given: Any) -> cpu_linear.Rows:
         return self.made_there(device_linears.tiled_embedding, *given)
 
     def attend_newest(

@@ -34,7 +34,7 @@ from moeinf.offload import (
 from moeinf.offload.cuda_device import CudaDevice
 from moeinf.offload.layout import ExpertLayout
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.device_pieces import DevicePieces
+from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.placement.gpu_plan import _GRAPHS_BYTES, _TORCH_BYTES, dense_workspace_bytes
 
 META = torch.device("meta")

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from moeinf.models.base import State
 from moeinf.models.kv_cache import KvCache
-from moeinf.runtime import graphs
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
+from moeinf.runtime.dense import graphed_step
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.report import verbose_lines
 from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.native.fake_cuda import Fake
-from tests.runtime.test_dense_on_gpu import config_of
+from tests.runtime.dense.test_dense_on_gpu import config_of
 from tests.strict_fake import StrictFake
 
 PROMPTS = (b"17+25=", b"reverse: stone =", b"the largest of 3, 9, 4 is")
@@ -171,7 +171,7 @@ def test_what_is_slower_is_not_used(
     open_engine: Open, devices: list[StrictFake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = accumulate(cycle([1.0, 0.001, 1.0, 0.0015]))
-    monkeypatch.setattr(graphs, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(graphed_step, "perf_counter", lambda: next(ticks))
     engine = open_engine(slots=30, miss="fetch")
     expected = texts(open_engine(graphed=False, slots=30, miss="fetch"))
     assert texts(engine) == expected
@@ -179,7 +179,7 @@ def test_what_is_slower_is_not_used(
         "no CUDA graphs: the dense part of a token takes 1.50 ms so, 1.00 without"
     ]
     played = devices[0].writing.played
-    assert played == graphs._ROUNDS * (engine.manifest.layers + 1)
+    assert played == graphed_step._ROUNDS * (engine.manifest.layers + 1)
 
 
 def test_what_does_not_repeat_itself_is_not_used(
@@ -273,14 +273,14 @@ def test_nothing_is_left_for_a_garbage_collection(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text goes when it is let go of, its tapes when another needs room, the rest on close."""
-    tapes: list[weakref.ref[graphs._Tape]] = []
-    made = graphs._Tape.__init__
+    tapes: list[weakref.ref[graphed_step._Tape]] = []
+    made = graphed_step._Tape.__init__
 
-    def noted(self: graphs._Tape, *given: Any) -> None:
+    def noted(self: graphed_step._Tape, *given: Any) -> None:
         tapes.append(weakref.ref(self))
         made(self, *given)
 
-    monkeypatch.setattr(graphs._Tape, "__init__", noted)
+    monkeypatch.setattr(graphed_step._Tape, "__init__", noted)
     engine = open_engine()
     gc.disable()
     try:
@@ -303,16 +303,16 @@ def test_texts_in_turn_do_not_push_one_another_out(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six of them, and four have places; one that is not heard of for long loses its own."""
-    monkeypatch.setattr(graphs, "_IDLE", 10)
+    monkeypatch.setattr(graphed_step, "_IDLE", 10)
     rehearsals = 0
-    made = graphs._Tape.__init__
+    made = graphed_step._Tape.__init__
 
-    def counted(self: graphs._Tape, *given: Any) -> None:
+    def counted(self: graphed_step._Tape, *given: Any) -> None:
         nonlocal rehearsals
         rehearsals += 1
         made(self, *given)
 
-    monkeypatch.setattr(graphs._Tape, "__init__", counted)
+    monkeypatch.setattr(graphed_step._Tape, "__init__", counted)
     engine = open_engine()
     states = [engine.new_state() for _ in range(6)]
     for state in states:

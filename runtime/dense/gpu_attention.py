@@ -1,8 +1,8 @@
 """Attention's cores and norms on a device, for passes of few rows.
 
 Does not know kernels, nor what holds these pieces. A token takes its place in the text from a
-tensor, so that a decode step can be repeated without the host (graphs.py). Passes of more rows are
-torch's but for attention, where what else stands between the products counts for little.
+tensor, so that a decode step can be repeated without the host (graphed_step.py). Passes of more
+rows are torch's but for attention, where what else stands between the products counts for little.
 """
 
 from __future__ import annotations

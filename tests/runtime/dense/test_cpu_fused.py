@@ -18,7 +18,7 @@ from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 from moeinf.native import compute_threads, set_compute_threads
 from moeinf.offload.slot_math import MOST_ROWS
-from moeinf.runtime.tuned import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned
+from moeinf.runtime.dense.cpu_fused import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned
 
 BF16 = torch.bfloat16
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from moeinf.runtime import linears
-from moeinf.runtime.tuned import tuned
+from moeinf.runtime.dense import cpu_linear
+from moeinf.runtime.dense.cpu_fused import tuned
 
 
 class CpuMath:
     """A `linears.DenseMath`."""
 
     place = torch.device("cpu")
-    tiled_linear = staticmethod(linears.tiled_linear)
-    plain_linear = staticmethod(linears.plain_linear)
-    tiled_embedding = staticmethod(linears.tiled_embedding)
+    tiled_linear = staticmethod(cpu_linear.tiled_linear)
+    plain_linear = staticmethod(cpu_linear.plain_linear)
+    tiled_embedding = staticmethod(cpu_linear.tiled_embedding)
     tuned = staticmethod(tuned)

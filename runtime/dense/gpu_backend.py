@@ -21,9 +21,9 @@ from moeinf.models.norms import RmsNorm, WideRmsNorm
 from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import MOST_ROWS
-from moeinf.runtime.device_cores import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
-from moeinf.runtime.graphs import GraphedStep, Graphs
-from moeinf.runtime.linears import Products
+from moeinf.runtime.dense.cpu_linear import Products
+from moeinf.runtime.dense.gpu_attention import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
+from moeinf.runtime.dense.graphed_step import GraphedStep, Graphs
 
 _Router = SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter | SparseMixer
 

@@ -25,12 +25,12 @@ from moeinf.models.routing import SoftmaxRouter
 from moeinf.offload import device_attention, device_prefill, device_router, device_rows
 from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.runtime.checkpoints.checkpoint import read_json
-from moeinf.runtime.device_cores import DeviceGqa, DeviceMla
-from moeinf.runtime.device_pieces import DevicePieces
+from moeinf.runtime.dense.gpu_attention import DeviceGqa, DeviceMla
+from moeinf.runtime.dense.gpu_backend import DevicePieces
 from tests.fake_device import FakeDevice
 from tests.fakes import DictParts
 from tests.native.fake_cuda import Fake
-from tests.runtime.test_tuned import CASES, Draw, Made, gqa, play
+from tests.runtime.dense.test_cpu_fused import CASES, Draw, Made, gqa, play
 from tests.tiny import save_tiny
 
 

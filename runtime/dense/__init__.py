@@ -1,0 +1,1 @@
+"""Dense layers on the CPU and on the GPU."""
