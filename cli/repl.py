@@ -25,7 +25,7 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.regular_files import open_regular
 from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.runtime.thinking import thinks
+from moeinf.runtime.text.reasoning import thinks
 
 _HELP = (
     ("/set parameter NAME VALUE", "temperature, top_k, top_p, min_p, seed, num_predict, stop, …"),

@@ -40,7 +40,7 @@ from moeinf.runtime.config import Settings, read_environment, read_server_enviro
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.placement.decode_speed import remember_speed
 from moeinf.runtime.requests import Form, Limits, SamplingOptions
-from moeinf.runtime.thinking import thinks
+from moeinf.runtime.text.reasoning import thinks
 
 _INTERRUPTED = 130
 Stop = Annotated[

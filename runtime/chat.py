@@ -16,7 +16,7 @@ from moeinf.runtime.requests import Form
 from moeinf.runtime.requests import Message as Message
 from moeinf.runtime.requests import PromptTooLong as PromptTooLong
 from moeinf.runtime.sampler import Sampler, SamplingOptions
-from moeinf.runtime.thinking import Kind, Parser, parser_for, thinking_variables
+from moeinf.runtime.text.reasoning import Kind, Parser, parser_for, thinking_variables
 
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from moeinf.runtime.grammars import Matching
 from moeinf.runtime.schema_limits import MOST_BYTES, check_schema
 from moeinf.runtime.schema_limits import BadFormat as BadFormat
-from moeinf.runtime.thinking import CLOSE, OPEN, parser_for, thinks
-from moeinf.runtime.tools import Tool, format_of, names_of
+from moeinf.runtime.text.reasoning import CLOSE, OPEN, parser_for, thinks
+from moeinf.runtime.text.tool_calls import Tool, format_of, names_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from moeinf.runtime.grammars import Grammars
-    from moeinf.runtime.tokenizer import Tokenizer
+    from moeinf.runtime.text.tokenizer import Tokenizer
 
 _ANY_JSON = {"type": "object"}
 # One space at most, after a comma or a colon: models write "a": 1 as well as "a":1, and one that is

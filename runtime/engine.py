@@ -47,8 +47,8 @@ from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.plan import place
 from moeinf.runtime.sampler import model_defaults
 from moeinf.runtime.sizes import format_bytes
-from moeinf.runtime.template import TemplateWorker
-from moeinf.runtime.tokenizer import Tokenizer, end_tokens
+from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from moeinf.runtime.tracing import Recorder, routing_shape
 
 Result = TypeVar("Result")

@@ -20,7 +20,7 @@ from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.requests import Limits as Limits
 from moeinf.runtime.sampler import Sampler
-from moeinf.runtime.thinking import overlap
+from moeinf.runtime.text.reasoning import overlap
 
 FinishReason = Literal["stop", "length", "interrupted"]
 

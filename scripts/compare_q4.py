@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from moeinf.offload.quantise import dequantise, quantise
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.fakes import from_tensors
 
 GROUP, SUPER = 32, 8  # weights in a group, groups in a super-block

@@ -121,7 +121,7 @@ ROWS = (
         ),
     ),
     Row("pickles that execute", ("tests/runtime/checkpoints/test_torch_bin.py",)),
-    Row("template bombs and escapes", ("tests/runtime/test_template.py",)),
+    Row("template bombs and escapes", ("tests/runtime/text/test_chat_template.py",)),
     Row("the fuzzer's corpus", ("tests/faults/test_corpus.py",)),
     Row(
         "HTTP: slow headers, bodies, rubbish, Host, Origin, keys, queues, leaving",

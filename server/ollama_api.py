@@ -20,8 +20,8 @@ from moeinf.runtime.config import parse_duration
 from moeinf.runtime.constrain import json_of
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.runtime.thinking import thinks
-from moeinf.runtime.tools import knows_tools
+from moeinf.runtime.text.reasoning import thinks
+from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
 from moeinf.server.bodies import JsonRoute
@@ -285,7 +285,7 @@ def _living(loaded: Loaded) -> dict[str, Any]:
 def show(asked: ModelRequest, request: Request) -> dict[str, Any]:
     host: Host = request.app.state.host
     m, folder = host.library.read(asked.wanted)
-    from moeinf.runtime.tokenizer import chat_template
+    from moeinf.runtime.text.tokenizer import chat_template
 
     template = chat_template(folder) or ""
     capabilities = {

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
-from moeinf.runtime.template import TemplateError
-from moeinf.runtime.thinking import is_harmony, thinking_variables
+from moeinf.runtime.text.chat_template import TemplateError
+from moeinf.runtime.text.reasoning import is_harmony, thinking_variables
 from moeinf.server.answers import BadRequest
 from moeinf.server.bounds import Listed
 from moeinf.server.json_text import parse
@@ -23,7 +23,7 @@ from moeinf.server.nulls import Said
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine import Engine
-    from moeinf.runtime.tokenizer import Tokenizer
+    from moeinf.runtime.text.tokenizer import Tokenizer
 
 _TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
 _LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, so many of each more token

@@ -20,7 +20,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import is_current
 from moeinf.runtime.names import is_path
-from moeinf.runtime.panic import as_exception
+from moeinf.runtime.text.panic import as_exception
 from moeinf.server.answers import BadRequest, noted, words_of
 from moeinf.server.bodies import JsonRoute
 from moeinf.server.nulls import Said

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from moeinf.runtime.speech import Said, Speech
-from moeinf.runtime.thinking import thinks
-from moeinf.runtime.tools import Call, Tool, format_of, knows_tools
+from moeinf.runtime.text.answer_parser import Said, Speech
+from moeinf.runtime.text.reasoning import thinks
+from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
 from moeinf.server.answers import BadRequest
 from moeinf.server.jobs import Ended, Event, Failed, Piece, TokenInfo
 from moeinf.server.prompts import Message, chat_prompt, text_prompt

@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, Checkpoint
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.library.repack import CONVERTED_FILES, KEPT_FILES
-from moeinf.runtime.tokenizer import TOKENIZER
+from moeinf.runtime.text.tokenizer import TOKENIZER
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:

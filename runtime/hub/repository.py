@@ -57,7 +57,7 @@ from moeinf.runtime.hub.listing import Repository
 from moeinf.runtime.library.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
-from moeinf.runtime.tokenizer import TOKENIZER
+from moeinf.runtime.text.tokenizer import TOKENIZER
 
 WORKERS = 8  # ranges in flight
 

@@ -40,8 +40,8 @@ from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, work
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import Progress, format_bytes
-from moeinf.runtime.tokenizer import TOKENIZER, Tokenizer
-from moeinf.runtime.tokenizer_trial import convert, try_tokenizer
+from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
+from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
 
 DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 KEPT_FILES = (

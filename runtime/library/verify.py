@@ -27,8 +27,8 @@ from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.shard_writer import all_targets, hash_file
 from moeinf.runtime.sizes import Progress
-from moeinf.runtime.tokenizer import TOKENIZER
-from moeinf.runtime.tokenizer_trial import convert
+from moeinf.runtime.text.tokenizer import TOKENIZER
+from moeinf.runtime.text.tokenizer_trial import convert
 
 _WORKERS = 2
 

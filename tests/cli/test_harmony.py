@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.tokenizer import Tokenizer, end_tokens
+from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from scripts.make_checkpoint import byte_tokenizer
 from tests.cli.conftest import Command, command_in
 

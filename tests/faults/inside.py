@@ -23,7 +23,7 @@ from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.runtime.template import TemplateError
+from moeinf.runtime.text.chat_template import TemplateError
 
 # kind of shim_reads, and how many reads in a row: the reader itself tries twice more after an EIO
 KINDS = {"eio": (1, 1), "eio thrice": (1, 60), "short": (2, 4), "slow": (3, 4), "flip": (4, 60)}

@@ -22,8 +22,8 @@ from fastapi import FastAPI
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.template import TemplateWorker
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.app import create_app
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, Piece, TokenInfo, Vector

@@ -21,7 +21,7 @@ from moeinf.runtime.constrain import grammar_of
 from moeinf.runtime.grammars import Grammars, Matching
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.schema_limits import BadFormat
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer
 
 _END = 4
 _STEPS = 24

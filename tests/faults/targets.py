@@ -49,7 +49,7 @@ from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, read_manifes
 from moeinf.runtime.library.staging import JOURNAL, Workplace
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sampler import model_defaults
-from moeinf.runtime.tokenizer import Tokenizer, end_tokens
+from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files
 from tests.faults.hub_targets import HUB_TARGETS

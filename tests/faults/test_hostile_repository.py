@@ -26,7 +26,7 @@ from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import parse_memory
-from moeinf.runtime.template import TemplateError
+from moeinf.runtime.text.chat_template import TemplateError
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.faults.conftest import FULL, Tally
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from moeinf.runtime.tokenizer import Tokenizer, TokenizerFailed
-from moeinf.runtime.tokenizer_trial import Trial
+from moeinf.runtime.text.tokenizer import Tokenizer, TokenizerFailed
+from moeinf.runtime.text.tokenizer_trial import Trial
 from tests.tokenizer_files import LETTERS, good, hostile
 
 _TEXTS = ("17+25= hi", "a" * 100 + "!", " \n" * 100 + "x", "<s> é日\U0001f642\x00")

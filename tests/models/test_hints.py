@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeinf.models.moe import SparseFfn
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.fakes import Loaded, WatchedExperts, load_resident
 from tests.models.conftest import Pair
 

@@ -15,8 +15,8 @@ import pytest
 from moeinf.runtime.constrain import BadFormat, Constrain, call_of_one, json_of
 from moeinf.runtime.grammars import Grammars
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.tokenizer import Tokenizer
-from tests.runtime.test_tools import GRANITE, HARMONY, MISTRAL, TAGS, TOOLS
+from moeinf.runtime.text.tokenizer import Tokenizer
+from tests.runtime.text.test_tool_calls import GRANITE, HARMONY, MISTRAL, TAGS, TOOLS
 
 END = 4
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from moeinf.runtime.tokenizer import Tokenizer, end_tokens
+from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from scripts.make_checkpoint import byte_tokenizer
 
 END = 256  # of the tokenizer below

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server import worker
 from tests.conftest import pull
 from tests.server.conftest import serving

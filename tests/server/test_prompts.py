@@ -9,8 +9,8 @@ import pytest
 
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import PromptTooLong
-from moeinf.runtime.template import TemplateWorker
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.prompts import MessageExtras, chat_prompt
 
 # How DeepSeek-V2.5, V3 and R1 tell calls from answers.

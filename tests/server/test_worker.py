@@ -17,9 +17,9 @@ from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.panic import Panic
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
+from moeinf.runtime.text.panic import Panic
 from moeinf.server import host as host_module
 from moeinf.server.host import Host
 from moeinf.server.jobs import Busy, Ended, Event, Failed, Job, Piece, Unloaded

@@ -15,8 +15,8 @@ from moeinf.runtime.checkpoints.sentencepiece import BadVocabulary, tokenizer_js
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library as Models
 from moeinf.runtime.library.verify import LocalRepair, repair, verify
-from moeinf.runtime.tokenizer import Tokenizer
-from moeinf.runtime.tokenizer_trial import convert
+from moeinf.runtime.text.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer_trial import convert
 from tests.conftest import ignore, pull
 from tests.tiny import save_tiny
 

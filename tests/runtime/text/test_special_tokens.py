@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.tokenizer_files import document, padding, sequence, token, truncation, unigram
 
 SPECIAL = ["<|end|>", "END", "ab"]

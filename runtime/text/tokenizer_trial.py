@@ -24,7 +24,7 @@ class Trial:
 
     def __init__(self, seconds: float = TRIAL_SECONDS) -> None:
         self._seconds = seconds
-        self._process = LimitedProcess("moeinf.runtime.tokenizer_worker")
+        self._process = LimitedProcess("moeinf.runtime.text.tokenizer_worker")
 
     def __enter__(self) -> Trial:
         return self

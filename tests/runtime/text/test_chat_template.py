@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeinf.runtime.template import TemplateError, TemplateWorker
+from moeinf.runtime.text.chat_template import TemplateError, TemplateWorker
 
 MESSAGES = [{"role": "system", "content": "Be <brief> & kind."}, {"role": "user", "content": "hé"}]
 

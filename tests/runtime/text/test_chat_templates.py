@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moeinf.runtime.template import TemplateWorker
+from moeinf.runtime.text.chat_template import TemplateWorker
 
 CHATML = """
 {%- if tools %}

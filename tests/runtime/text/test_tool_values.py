@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeinf.runtime.speech import Speech
-from moeinf.runtime.template import TemplateWorker
-from moeinf.runtime.tool_values import load_value
-from moeinf.runtime.tools import Call
+from moeinf.runtime.text.answer_parser import Speech
+from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tool_calls import Call
+from moeinf.runtime.text.tool_values import load_value
 
 # As Qwen3-Coder (and with `sequence`, Qwen3.5) and GLM-4.5 write an earlier call.
 CODER = """{%- if tools %}{% endif %}{%- for call in messages[0].tool_calls %}

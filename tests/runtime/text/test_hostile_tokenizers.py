@@ -12,8 +12,8 @@ import pytest
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.requests import PromptTooLong
-from moeinf.runtime.tokenizer import Tokenizer, TokenizerFailed
-from moeinf.runtime.tokenizer_trial import Trial, try_tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer, TokenizerFailed
+from moeinf.runtime.text.tokenizer_trial import Trial, try_tokenizer
 from tests.conftest import pull
 from tests.tiny import save_tiny
 from tests.tokenizer_files import WORDS, document, good, hostile, replace, split

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeinf.runtime.speech import Speech
-from moeinf.runtime.tool_values import load_json
-from moeinf.runtime.tools import Call, knows_tools
+from moeinf.runtime.text.answer_parser import Speech
+from moeinf.runtime.text.tool_calls import Call, knows_tools
+from moeinf.runtime.text.tool_values import load_json
 
 TOOLS: list[dict[str, Any]] = [
     {

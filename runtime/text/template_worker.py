@@ -1,4 +1,4 @@
-"""The child process behind template.py: renders chat templates in Jinja's sandbox.
+"""The child process behind chat_template.py: renders chat templates in Jinja's sandbox.
 
 Does not import torch: it has 512 MB of address space for everything.
 """

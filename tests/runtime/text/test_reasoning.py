@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.runtime.thinking import HarmonyParser, Parser, ThinkParser, parser_for
+from moeinf.runtime.text.reasoning import HarmonyParser, Parser, ThinkParser, parser_for
 
 
 def parse(parser: Parser, pieces: list[str]) -> list[tuple[str, str]]:

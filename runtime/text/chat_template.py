@@ -21,7 +21,9 @@ class TemplateWorker:
     """A limited process with one template."""
 
     def __init__(self, template: str) -> None:
-        self._process = LimitedProcess("moeinf.runtime.template_worker", {"template": template})
+        self._process = LimitedProcess(
+            "moeinf.runtime.text.template_worker", {"template": template}
+        )
 
     def render(self, messages: list[dict[str, str]], **variables: Any) -> str:
         """Return the prompt text. Raises TemplateError if the template refuses or is too much."""

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text.tokenizer import Tokenizer
 
 BEGIN, USER, END = 1, 2, 4
 

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer as _Tokenizer
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
-from moeinf.runtime.special_spans import SpecialSpans
-from moeinf.runtime.thinking import is_harmony
-from moeinf.runtime.tools import format_of
+from moeinf.runtime.text.reasoning import is_harmony
+from moeinf.runtime.text.special_spans import SpecialSpans
+from moeinf.runtime.text.tool_calls import format_of
 
 TOKENIZER = "tokenizer.json"
 _UNKNOWN = "\U0010fffd"  # private use: no vocabulary has it

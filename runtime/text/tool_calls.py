@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeinf.runtime.thinking import is_harmony
-from moeinf.runtime.tool_values import Unfinished, load_json, load_value
+from moeinf.runtime.text.reasoning import is_harmony
+from moeinf.runtime.text.tool_values import Unfinished, load_json, load_value
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 

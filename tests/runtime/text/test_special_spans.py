@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.runtime import special_spans
-from moeinf.runtime.special_spans import SpecialSpans
-from moeinf.runtime.tokenizer import Tokenizer
+from moeinf.runtime.text import special_spans
+from moeinf.runtime.text.special_spans import SpecialSpans
+from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.tokenizer_files import document, token
 
 PLACEHOLDERS = [f"<｜place▁holder▁no▁{number}｜>" for number in range(1000)]
