@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
-from moeinf.runtime.schema_limits import MOST_BYTES, BadFormat, check_schema
+from moeinf.runtime.sampling.schema_limits import MOST_BYTES, BadFormat, check_schema
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]
 Fields = list[tuple[str, str]]

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moeinf.models.base import State
-from moeinf.runtime.constrain import json_of
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.requests import Form
 from moeinf.runtime.requests import Message as Message
 from moeinf.runtime.requests import PromptTooLong as PromptTooLong
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.grammar import json_of
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.text.reasoning import Kind, Parser, parser_for, thinking_variables
 
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped

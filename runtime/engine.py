@@ -35,7 +35,6 @@ from moeinf.offload.trace import Recording
 from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.eamc_state import EamcState
-from moeinf.runtime.grammars import Grammars
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.library.processes import Figures, Registry
@@ -45,7 +44,8 @@ from moeinf.runtime.machine.measurements import DEFAULT_READING
 from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes
 from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.plan import place
-from moeinf.runtime.sampler import model_defaults
+from moeinf.runtime.sampling.grammar_processes import Grammars
+from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.runtime.chat import Conversation, Message, PromptTooLong
-from moeinf.runtime.constrain import BadFormat
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.grammar import BadFormat
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 
 DEFAULT_LANGUAGE = "eng_Latn"
 _CODE = re.compile("[a-z]{3}_[A-Z][a-z]{3}")  # FLORES-200

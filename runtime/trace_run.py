@@ -18,7 +18,7 @@ from moeinf.runtime.chat import PromptTooLong
 from moeinf.runtime.datasets import Item
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sources import Languages, converse
 
 

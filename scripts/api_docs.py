@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.grammars import COMPILE_SECONDS
-from moeinf.runtime.schema_limits import (
+from moeinf.runtime.sampling.grammar_processes import COMPILE_SECONDS
+from moeinf.runtime.sampling.schema_limits import (
     MOST_BYTES,
     MOST_CHAIN,
     MOST_DEPTH,

@@ -66,7 +66,12 @@ STEPS = (
     Message(4, 3, "bytes, each expert checked", "native/copy_queue.h, native/crc32c.h"),
     Message(3, 2, "result(): hits first, misses as they come", "offload/slot_math.py"),
     Message(2, 1, "logits after the last layer", "models/decoder.py"),
-    Message(1, 0, "a token is chosen, a piece of text shown", "runtime/sampler.py, cli/output.py"),
+    Message(
+        1,
+        0,
+        "a token is chosen, a piece of text shown",
+        "runtime/sampling/sampler.py, cli/output.py",
+    ),
 )
 _LAYER, _TOKEN = (6, 10), (5, 12)  # steps that repeat: first and last
 

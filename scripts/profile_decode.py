@@ -23,7 +23,7 @@ from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 
 _spent: dict[str, float] = defaultdict(float)  # seconds, by piece
 _NAMES = {"RmsNorm": "norms", "GqaCore": "attention", "MlaCore": "attention"}

@@ -27,7 +27,7 @@ from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 
 

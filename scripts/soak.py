@@ -228,7 +228,7 @@ def answers_of(home: Path) -> dict[str, str]:
     from moeinf.runtime.engine import Engine
     from moeinf.runtime.generate import Limits
     from moeinf.runtime.library.library import Library
-    from moeinf.runtime.sampler import SamplingOptions
+    from moeinf.runtime.sampling.sampler import SamplingOptions
 
     manifest, folder = Library(Settings(home)).read("demo")
     found = {}

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from moeinf.runtime.constrain import Constrain
 from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.grammar import Constrain
 
 if TYPE_CHECKING:
     import numpy as np

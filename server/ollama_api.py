@@ -17,9 +17,9 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.constrain import json_of
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version

@@ -16,9 +16,9 @@ from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import Settings
-from moeinf.runtime.constrain import call_of_one, json_of
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
 from moeinf.server.bodies import JsonRoute
 from moeinf.server.bounds import Few, Inputs, Listed, StopText, Tokens

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from moeinf.models.base import State
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.constrain import Constraint
 from moeinf.runtime.generate import Answer
+from moeinf.runtime.sampling.grammar import Constraint
 from moeinf.server.jobs import Ended, Job, TokenInfo
 
 

@@ -35,7 +35,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Answer
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.requests import PromptTooLong
-from moeinf.runtime.sampler import Sampler
+from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, Unloaded, Vector
 from moeinf.server.running import Place, Prepared, Running, direction, shared_chunks, token_info

@@ -33,7 +33,7 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.library.processes import NotStopped
-from moeinf.runtime.schema_limits import BadFormat
+from moeinf.runtime.sampling.schema_limits import BadFormat
 from moeinf.server.serve import CannotListen
 
 # Caught by us before they reach the boundary: ends of work that was asked for, and retries.

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from moeinf.cli.partner import parse_form
-from moeinf.runtime.schema_limits import BadFormat
+from moeinf.runtime.sampling.schema_limits import BadFormat
 from tests.cli.conftest import Command
 
 SCHEMA = {

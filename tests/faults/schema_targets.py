@@ -17,10 +17,10 @@ from zlib import crc32
 import numpy as np
 
 from moeinf.cli.partner import parse_form
-from moeinf.runtime.constrain import grammar_of
-from moeinf.runtime.grammars import Grammars, Matching
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.schema_limits import BadFormat
+from moeinf.runtime.sampling.grammar import grammar_of
+from moeinf.runtime.sampling.grammar_processes import Grammars, Matching
+from moeinf.runtime.sampling.schema_limits import BadFormat
 from moeinf.runtime.text.tokenizer import Tokenizer
 
 _END = 4

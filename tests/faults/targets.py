@@ -48,7 +48,7 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, read_manifest
 from moeinf.runtime.library.staging import JOURNAL, Workplace
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.sampler import model_defaults
+from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files

@@ -32,7 +32,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 home, memory, limit, turns = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 settings = Settings(home)

@@ -17,7 +17,7 @@ import pytest
 from moeinf.server import host, serve
 from tests.cli.conftest import environment
 from tests.faults.conftest import Tally
-from tests.runtime.test_grammars import HOSTILE
+from tests.runtime.sampling.test_grammar_processes import HOSTILE
 from tests.server.conftest import serving
 
 ASK = {"model": "demo", "prompt": "17+25=", "stream": False, "options": {"temperature": 0}}

@@ -17,7 +17,7 @@ from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.library.verify import verify
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.faults.conftest import FULL, Tally
 

@@ -19,7 +19,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.processes import Registry
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import FULL, Tally
 

@@ -17,7 +17,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.sources import BadLanguage, Languages, converse
 from scripts.make_checkpoint import byte_tokenizer

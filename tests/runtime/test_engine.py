@@ -20,7 +20,7 @@ from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.placement.plan import BadContext, place
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
 

@@ -12,7 +12,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull

@@ -13,7 +13,7 @@ from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.placement.plan import place
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull

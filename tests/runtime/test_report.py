@@ -6,7 +6,7 @@ from moeinf.offload.stats import StoreStats
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.report import foresight, verbose_lines
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.conftest import Open
 
 _GREEDY = SamplingOptions(temperature=0)

@@ -18,7 +18,7 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.tracing import Recorder
 from tests.conftest import Open

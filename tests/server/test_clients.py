@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.generate import Limits
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 
 PROMPTS = [
     "17+25=", "sort owl, fig, zebra, ant", "reverse planet", "hi", "40917 in words", "upper fig",

@@ -22,7 +22,7 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore
 from tests.runtime.checkpoints.test_fp8 import save_fp8

@@ -20,7 +20,7 @@ from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.repack import repack
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore, pull

@@ -27,7 +27,7 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
-from moeinf.runtime.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake

@@ -40,7 +40,7 @@ from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
-from moeinf.runtime.sampler import SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 settings = Settings(Path(sys.argv[1]))
 manifest, folder = Library(settings).read(sys.argv[2])

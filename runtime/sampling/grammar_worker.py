@@ -1,4 +1,4 @@
-"""The child process behind grammars.py: holds an answer to a grammar, token by token.
+"""The child process behind grammar_processes.py: holds an answer to a grammar, token by token.
 
 Does not know engines or APIs. The first process reads the vocabulary; its copies compile one
 grammar each and keep it, so that the same grammar is compiled once.

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from moeinf.runtime.sampler import Random, Sampler, SamplingOptions, model_defaults
+from moeinf.runtime.sampling.sampler import Random, Sampler, SamplingOptions, model_defaults
 
 NOTHING = SamplingOptions()
 PLAIN = SamplingOptions(

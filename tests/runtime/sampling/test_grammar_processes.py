@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeinf.runtime import grammars as module
-from moeinf.runtime.grammars import MOST_IDLE, Grammars, Matching
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.schema_limits import BadFormat
+from moeinf.runtime.sampling import grammar_processes as module
+from moeinf.runtime.sampling.grammar_processes import MOST_IDLE, Grammars, Matching
+from moeinf.runtime.sampling.schema_limits import BadFormat
 
 END = 4
 LETTERS = "abcdefghijklmnopqrst"

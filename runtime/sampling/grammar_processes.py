@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeinf.runtime.limited_process import Channel, LimitedProcess, LimitExceeded, Refused
-from moeinf.runtime.schema_limits import BadFormat
+from moeinf.runtime.sampling.schema_limits import BadFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +57,7 @@ class Grammars:
         if vocabulary is not None and not (self._reading or vocabulary.usable()):
             vocabulary.close()  # it has died, of too little memory perhaps
         if vocabulary is None or vocabulary.closed:
-            vocabulary = self._vocabulary = LimitedProcess("moeinf.runtime.grammar_worker")
+            vocabulary = self._vocabulary = LimitedProcess("moeinf.runtime.sampling.grammar_worker")
             vocabulary.start(self._begin, VOCABULARY_SECONDS)
             self._reading = True
         if self._reading:

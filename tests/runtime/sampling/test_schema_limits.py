@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime import schema_limits
-from moeinf.runtime.schema_limits import MOST_DEPTH, BadFormat, check_schema
+from moeinf.runtime.sampling import schema_limits
+from moeinf.runtime.sampling.schema_limits import MOST_DEPTH, BadFormat, check_schema
 
 Schema = dict[str, Any]
 

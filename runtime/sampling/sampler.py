@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.runtime.recent_tokens import RecentTokens
 from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.requests import SamplingOptions as SamplingOptions
+from moeinf.runtime.sampling.recent_tokens import RecentTokens
 
 _MASK = (1 << 64) - 1
 _GROUP = 64  # logits that share a maximum

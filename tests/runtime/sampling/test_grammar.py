@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeinf.runtime.constrain import BadFormat, Constrain, call_of_one, json_of
-from moeinf.runtime.grammars import Grammars
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.sampling.grammar import BadFormat, Constrain, call_of_one, json_of
+from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.runtime.text.test_tool_calls import GRANITE, HARMONY, MISTRAL, TAGS, TOOLS
 

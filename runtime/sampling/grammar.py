@@ -1,7 +1,8 @@
 """Answers that must follow a grammar: JSON, JSON of a schema, or a call of a tool.
 
-Does not know APIs. Grammars are compiled and matched in processes of their own (grammars.py).
-Thinking is free: the grammar begins where the answer does, and an answer cannot end before it has
+Does not know APIs. Grammars are compiled and matched in processes of their own
+(grammar_processes.py). Thinking is free: the grammar begins where the answer does, and an answer
+cannot end before it has
 begun.
 """
 
@@ -11,9 +12,9 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from moeinf.runtime.grammars import Matching
-from moeinf.runtime.schema_limits import MOST_BYTES, check_schema
-from moeinf.runtime.schema_limits import BadFormat as BadFormat
+from moeinf.runtime.sampling.grammar_processes import Matching
+from moeinf.runtime.sampling.schema_limits import MOST_BYTES, check_schema
+from moeinf.runtime.sampling.schema_limits import BadFormat as BadFormat
 from moeinf.runtime.text.reasoning import CLOSE, OPEN, parser_for, thinks
 from moeinf.runtime.text.tool_calls import Tool, format_of, names_of
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moeinf.runtime.grammars import Grammars
+    from moeinf.runtime.sampling.grammar_processes import Grammars
     from moeinf.runtime.text.tokenizer import Tokenizer
 
 _ANY_JSON = {"type": "object"}
