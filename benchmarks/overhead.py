@@ -31,9 +31,9 @@ from benchmarks.shapes import SHAPES, shape
 from moeinf.models.base import Experts, Pending, Phase
 from moeinf.runtime.bench import decode, machine, prefill
 from moeinf.runtime.config import EngineConfig, read_environment
+from moeinf.runtime.eamc.recorder import Recorder, routing_shape
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.sizes import parse_memory
-from moeinf.runtime.tracing import Recorder, routing_shape
 
 Result = dict[str, Any]
 

@@ -15,7 +15,7 @@ from moeinf.runtime.library.manifest import Manifest
 
 if TYPE_CHECKING:
     from moeinf.offload.eamc_groups import Summary
-    from moeinf.runtime.eamc_state import EamcState
+    from moeinf.runtime.eamc.collection_file import EamcState
 
 eamc = typer.Typer(
     help="Shows, exports, imports or clears what a model remembers of past requests.",
@@ -78,7 +78,7 @@ def export(model: InstalledModel, file: File, json: Json = False, quiet: Quiet =
 
     Example: moeinf eamc export demo requests.eam
     """
-    from moeinf.runtime.eamc_state import export_eamc
+    from moeinf.runtime.eamc.collection_file import export_eamc
 
     out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
@@ -93,7 +93,7 @@ def import_(model: InstalledModel, file: File, json: Json = False, quiet: Quiet 
 
     Example: moeinf eamc import demo requests.eam
     """
-    from moeinf.runtime.eamc_state import import_eamc
+    from moeinf.runtime.eamc.collection_file import import_eamc
 
     out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
@@ -114,7 +114,7 @@ def clear(model: InstalledModel, json: Json = False, quiet: Quiet = False) -> No
 
 
 def _open(model: str, out: Output) -> tuple[Manifest, EamcState]:
-    from moeinf.runtime.eamc_state import EamcState
+    from moeinf.runtime.eamc.collection_file import EamcState
 
     settings = read_environment()
     manifest, _ = Library(settings).read(model)

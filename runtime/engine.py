@@ -34,7 +34,8 @@ from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.trace import Recording
 from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
-from moeinf.runtime.eamc_state import EamcState
+from moeinf.runtime.eamc.collection_file import EamcState
+from moeinf.runtime.eamc.recorder import Recorder, routing_shape
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.library.processes import Figures, Registry
@@ -49,7 +50,6 @@ from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.sizes import format_bytes
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
-from moeinf.runtime.tracing import Recorder, routing_shape
 
 Result = TypeVar("Result")
 

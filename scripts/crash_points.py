@@ -42,7 +42,7 @@ from moeinf.runtime.chat import Message
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import load_conversation, save_conversation
-from moeinf.runtime.eamc_state import EamcState, export_eamc, import_eamc
+from moeinf.runtime.eamc.collection_file import EamcState, export_eamc, import_eamc
 from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest

@@ -44,7 +44,10 @@ ROWS = (
     ),
     Row(
         "kill -9 of pull, cp, rm, EAMC, conversation save",
-        ("tests/faults/test_crash_points.py -k kill", "tests/runtime/test_record_log.py -k kill"),
+        (
+            "tests/faults/test_crash_points.py -k kill",
+            "tests/runtime/eamc/test_append_log.py -k kill",
+        ),
     ),
     Row("power loss: only what was made durable", ("tests/faults/test_crash_points.py -k power",)),
     Row("power loss: names without data", ("tests/faults/test_crash_points.py -k names",)),

@@ -17,9 +17,9 @@ import pytest
 from moeinf.cli.main import answer
 from moeinf.offload.recording_file import recording_from_bytes
 from moeinf.runtime.config import Settings
-from moeinf.runtime.eamc_state import EamcState
+from moeinf.runtime.eamc.append_log import RecordLog
+from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.record_log import RecordLog
 from tests.cli.conftest import COMMAND, Command, Result, command_in, environment
 from tests.hub_server import Hub, serve
 

@@ -43,7 +43,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.conversations import BadConversation, load_conversation
 from moeinf.runtime.datasets.items import BadDataset, Wanted
 from moeinf.runtime.datasets.local import read_file
-from moeinf.runtime.eamc_state import EamcState, ForeignEamc, import_eamc
+from moeinf.runtime.eamc.collection_file import EamcState, ForeignEamc, import_eamc
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, read_manifest
 from moeinf.runtime.library.staging import JOURNAL, Workplace

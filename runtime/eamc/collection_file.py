@@ -20,8 +20,8 @@ from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings
+from moeinf.runtime.eamc.append_log import RecordLog
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.record_log import RecordLog
 
 VERSION = 1
 MAX_FILE_BYTES = 256 << 20

@@ -15,12 +15,12 @@ from moeinf.offload.recording_file import recording_from_bytes, recording_to_byt
 from moeinf.offload.trace import RoutingShape
 from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.eamc.recorder import Recorder
 from moeinf.runtime.engine import Engine
 from moeinf.runtime.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.runtime.tracing import Recorder
 from tests.conftest import Open
 
 GREEDY = SamplingOptions(temperature=0)

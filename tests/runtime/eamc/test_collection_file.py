@@ -18,7 +18,7 @@ from moeinf.offload.container import pack
 from moeinf.offload.eamc import Eamc
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.config import Settings
-from moeinf.runtime.eamc_state import EamcState, ForeignEamc, export_eamc, import_eamc
+from moeinf.runtime.eamc.collection_file import EamcState, ForeignEamc, export_eamc, import_eamc
 from moeinf.runtime.library.library import Library, NoModelUsed
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import ModelName

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.record_log import RecordLog
+from moeinf.runtime.eamc.append_log import RecordLog
 
 HEADER = b'{"kind": "test"}'
 RECORDS = [b"first", b"second" * 100, b"x"]
@@ -226,7 +226,7 @@ def test_processes_at_once_lose_nothing(place: Place) -> None:
     code = """
 import sys
 from pathlib import Path
-from moeinf.runtime.record_log import RecordLog
+from moeinf.runtime.eamc.append_log import RecordLog
 log = RecordLog(Path(sys.argv[1]), "x.log", sys.argv[3].encode(), lambda header: None, print)
 for number in range(60):
     log.append(f"{sys.argv[2]} {number}".encode() * 40)

@@ -1,0 +1,1 @@
+"""Record what a model routes, and keep the EAMC on disk."""
