@@ -24,7 +24,7 @@ from moeinf.offload.study import Case, run_case
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Recording
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.sizes import parse_memory
 
 SHARES = (0.05, 0.1, 0.2, 0.35, 0.6)

@@ -15,7 +15,7 @@ from moeinf.models.base import State
 from moeinf.offload.policy_names import DEFAULT_POLICY
 from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import parse_memory

@@ -34,7 +34,7 @@ from benchmarks.shapes import Config, shape
 from moeinf.offload.trace import RoutingShape
 from moeinf.runtime.bench import decode, machine, prefill, read_ceiling, token_bytes
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.placement.bandwidth import measure
 from moeinf.runtime.sizes import parse_memory
 from scripts.bench_policy import SHAPES, collection, deciding, matching, routing

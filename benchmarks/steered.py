@@ -46,7 +46,7 @@ from moeinf.offload.trace import Recording
 from moeinf.runtime.bench import machine, prefill, prompt_of, read_ceiling
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.manifest import DENSE, Manifest
 from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, FileRange, read_once
 from moeinf.runtime.replay import ForcedRouting, Request, fitted, requests

@@ -90,7 +90,7 @@ def bench(
     manifest, folder = ensure(model, settings, out)
 
     from moeinf.runtime import bench as measuring  # imports torch
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.machine.memory import forget_peak_rss
     from moeinf.runtime.replay import first_requests, fitted, requests
 

@@ -20,7 +20,7 @@ from moeinf.cli.interrupt import Leave, interruptible
 from moeinf.cli.output import Output
 from moeinf.cli.partner import Partner, parse_form
 from moeinf.runtime.config import Settings
-from moeinf.runtime.conversations import load_conversation, save_conversation
+from moeinf.runtime.engine.saved_chats import load_conversation, save_conversation
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.regular_files import open_regular

@@ -161,8 +161,8 @@ def run(
         out.note(f"{reason}: the model runs in this process")
 
     from moeinf.cli.local import LocalPartner  # torch and the tokenizer come in only here
-    from moeinf.runtime.engine import Engine
-    from moeinf.runtime.sources import Languages, converse
+    from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.engine.seq2seq import Languages, converse
 
     with stoppable(), Engine(manifest, folder, config, settings) as engine:
         partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)

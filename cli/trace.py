@@ -89,9 +89,9 @@ def trace(
     config = engine_config(settings, memory, ctx, policy, threads)
 
     from moeinf.runtime.datasets import Wanted, load_items  # these import torch
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.engine.seq2seq import Languages
     from moeinf.runtime.library.library import DEMO_CHECKPOINT
-    from moeinf.runtime.sources import Languages
     from moeinf.runtime.trace_run import trace_items
 
     tasks = tuple(word.strip() for word in subset.split(",")) if subset is not None else None

@@ -53,7 +53,7 @@ class Pending(Protocol):
 
 
 class TieredStore:
-    """`Experts` over three tiers. Made by runtime/loader.py, which knows the sizes."""
+    """`Experts` over three tiers. Made by runtime/engine/loader.py, which knows the sizes."""
 
     def __init__(
         self,

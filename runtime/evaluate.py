@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeinf.runtime.checkpoints.finite import check_logits
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 
 WINDOW = 512  # tokens at most that see each other; a begin-of-text token begins anew, too
 _ROWS = 64  # logits rows at once

@@ -38,11 +38,11 @@ import numpy as np
 import moeinf.runtime.atomic_files as durable
 import moeinf.runtime.library.staging as workplace_module
 from moeinf.offload.trace import RequestEam
-from moeinf.runtime.chat import Message
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
-from moeinf.runtime.conversations import load_conversation, save_conversation
 from moeinf.runtime.eamc.collection_file import EamcState, export_eamc, import_eamc
+from moeinf.runtime.engine.chat import Message
+from moeinf.runtime.engine.saved_chats import load_conversation, save_conversation
 from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest

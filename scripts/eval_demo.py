@@ -25,10 +25,10 @@ from torch import Tensor
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.models.base import Pending
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory

@@ -60,7 +60,7 @@ ROWS = (
         "flipped, cut, swapped, replaced, missing shard, before and while loaded",
         (
             "tests/faults/test_shards.py",
-            "tests/runtime/test_engine.py -k damaged",
+            "tests/runtime/engine/test_engine.py -k damaged",
             "tests/cli/test_verify.py",
         ),
     ),
@@ -77,7 +77,7 @@ ROWS = (
         (
             "tests/offload/test_tiered_store.py -k page_locking",
             "tests/native/test_device.py -k locked",
-            "tests/runtime/test_gpu_engine.py -k page_locking",
+            "tests/runtime/engine/test_gpu_engine.py -k page_locking",
         ),
     ),
     Row(
@@ -97,7 +97,7 @@ ROWS = (
         (
             "tests/offload/test_tiered_store.py -k 'memory or failing'",
             "tests/native/test_device.py -k 'failed or fault or fit'",
-            "tests/runtime/test_gpu_engine.py -k failed",
+            "tests/runtime/engine/test_gpu_engine.py -k failed",
             "tests/cli/test_gpu.py -k fails",
         ),
     ),

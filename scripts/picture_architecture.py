@@ -41,7 +41,7 @@ class Message:
 
 LANES = (
     ("cli", "run.py"),
-    ("runtime", "engine.py"),
+    ("runtime", "engine/engine.py"),
     ("models", "decoder.py"),
     ("offload", "store.py"),
     ("native", "copy_queue.h"),
@@ -56,10 +56,13 @@ STEPS = (
     ),
     Message(1, 1, "where bytes go, or DoesNotFit", "runtime/placement/plan.py"),
     Message(
-        1, 3, "dense weights are read, the store opens", "runtime/loader.py, runtime/engine.py"
+        1,
+        3,
+        "dense weights are read, the store opens",
+        "runtime/engine/loader.py, runtime/engine/engine.py",
     ),
-    Message(1, 1, "template, and what the KV cache holds", "runtime/chat.py"),
-    Message(1, 2, "extend: chunks of 256, then tokens", "runtime/generate.py"),
+    Message(1, 1, "template, and what the KV cache holds", "runtime/engine/chat.py"),
+    Message(1, 2, "extend: chunks of 256, then tokens", "runtime/engine/generate.py"),
     Message(2, 3, "submit(layer, x, ids, weights)", "models/decoder.py"),
     Message(3, 3, "hits are pinned, misses get victims' slots", "offload/store.py"),
     Message(3, 4, "demand, then what the policy wishes", "offload/transfer.py, offload/ahead.py"),

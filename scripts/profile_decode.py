@@ -19,9 +19,9 @@ import numpy as np
 
 from moeinf.models.base import Linear, Piece
 from moeinf.native import compute_threads
-from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine import loader
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 

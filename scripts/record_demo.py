@@ -22,10 +22,10 @@ from moeinf.models.base import Pending, Phase
 from moeinf.models.moe import SparseFfn
 from moeinf.offload.recording_file import recording_to_bytes
 from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory

@@ -224,9 +224,9 @@ def _refusal(found: httpx.Response) -> str:
 
 def answers_of(home: Path) -> dict[str, str]:
     """What the model says when nobody bothers it."""
-    from moeinf.runtime.chat import Conversation
-    from moeinf.runtime.engine import Engine
-    from moeinf.runtime.generate import Limits
+    from moeinf.runtime.engine.chat import Conversation
+    from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.engine.generate import Limits
     from moeinf.runtime.library.library import Library
     from moeinf.runtime.sampling.sampler import SamplingOptions
 

@@ -24,7 +24,7 @@ from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
 from moeinf.server.jobs import Unloaded
 
 if TYPE_CHECKING:
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
     from moeinf.server.worker import Worker
 
 _LOOK_EVERY_S = 1.0
@@ -191,7 +191,7 @@ class Host:
 
     async def _started(self, key: ModelName) -> tuple[Manifest, Worker]:
         def start() -> tuple[Manifest, Worker]:  # not on the loop: torch comes in here, for seconds
-            from moeinf.runtime.engine import Engine
+            from moeinf.runtime.engine.engine import Engine
             from moeinf.server.worker import Worker
 
             manifest, folder = self.library.read(str(key))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
 
 
 class Busy(RuntimeError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moeinf.server.jobs import TokenInfo
 
 if TYPE_CHECKING:
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
 
 _LEAST = -9999.0  # OpenAI's for what cannot be; JSON has no infinity
 

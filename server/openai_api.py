@@ -43,7 +43,7 @@ from moeinf.server.prompts import text_prompt
 from moeinf.server.turns import Called, Chat, Heard, Reply, Text, heard
 
 if TYPE_CHECKING:
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
 
 router = APIRouter(prefix="/v1", route_class=JsonRoute)
 _CODES = dict.fromkeys(("PromptTooLong", "ContextFull"), "context_length_exceeded")

@@ -22,7 +22,7 @@ from moeinf.server.json_text import parse
 from moeinf.server.nulls import Said
 
 if TYPE_CHECKING:
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.text.tokenizer import Tokenizer
 
 _TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised at all

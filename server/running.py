@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moeinf.models.base import State
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.generate import Answer
+from moeinf.runtime.engine.generate import Answer
 from moeinf.runtime.sampling.grammar import Constraint
 from moeinf.server.jobs import Ended, Job, TokenInfo
 

@@ -18,7 +18,7 @@ from moeinf.server.jobs import Ended, Event, Failed, Piece, TokenInfo
 from moeinf.server.prompts import Message, chat_prompt, text_prompt
 
 if TYPE_CHECKING:
-    from moeinf.runtime.engine import Engine
+    from moeinf.runtime.engine.engine import Engine
 
 _ID = "0123456789abcdefghijklmnopqrstuvwxyz"
 

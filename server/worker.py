@@ -31,8 +31,8 @@ from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Answer
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Answer
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.sampling.sampler import Sampler

@@ -13,7 +13,7 @@ import torch
 
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import LocalSource, repack

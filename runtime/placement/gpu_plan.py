@@ -5,10 +5,10 @@ Does not load anything, nor know the host's memory (plan.py). What is promised:
     context + workspace + dense weights + KV cache + arena ≤ --device-memory
 
 The context is measured, where NVML says what a process holds, and the code of kernels that will be
-loaded into it is assumed; all else is allocated by us, and torch is not let have more. promise.py
-looks at what came of it. Dense weights and KV cache go first, because every token reads them; where
-the least number of slots would not fit beside them they stay in RAM, and a note says so. The rest
-is slots for experts.
+loaded into it is assumed; all else is allocated by us, and torch is not let have more.
+gpu_budget.py looks at what came of it. Dense weights and KV cache go first, because every token
+reads them; where the least number of slots would not fit beside them they stay in RAM, and a note
+says so. The rest is slots for experts.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from benchmarks.shapes import shape
 from benchmarks.worker import Worker
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.sizes import parse_memory
 

@@ -14,9 +14,9 @@ from moeinf.cli.local import LocalPartner
 from moeinf.cli.main import answer
 from moeinf.cli.remote import RemotePartner
 from moeinf.offload.split import Contended
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine import gpu as gpus

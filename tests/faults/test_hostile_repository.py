@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from moeinf.models import ModelDataError
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.hub.listing import RepositoryError, read_listing
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.repack import LocalSource, repack

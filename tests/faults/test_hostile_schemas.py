@@ -25,7 +25,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 SCHEMA["additionalProperties"] = False
 _HANGS = """
 import ctypes, sys
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.server import host, serve
 
 def hang(*given):

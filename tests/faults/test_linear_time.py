@@ -15,7 +15,7 @@ import pytest
 
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_header
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.generate import _StopFinder
+from moeinf.runtime.engine.generate import _StopFinder
 from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.answers import BadRequest

@@ -16,7 +16,7 @@ import pytest
 
 from moeinf.native import DeviceError
 from moeinf.offload.tier_runner import OutOfMemory
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.server.worker import Worker
 from tests.faults.conftest import Tally
 from tests.server.conftest import serving

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from moeinf.offload.transfer import ExpertReadError
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.library.verify import verify

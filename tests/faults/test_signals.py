@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from moeinf.cli.interrupt import Stopped, interruptible, stoppable
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.cli.conftest import COMMAND, environment

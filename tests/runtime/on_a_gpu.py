@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from moeinf.offload.split import Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import Gpu, find_gpu

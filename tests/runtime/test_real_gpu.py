@@ -13,14 +13,14 @@ import torch
 
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.machine.gpu import Gpu, find_gpu
 from moeinf.runtime.placement.gpu_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull
 from tests.runtime import on_a_gpu
-from tests.runtime.test_engine import PROMPTS, tokens
+from tests.runtime.engine.test_engine import PROMPTS, tokens
 
 pytestmark = [
     pytest.mark.gpu,

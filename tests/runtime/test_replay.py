@@ -13,7 +13,7 @@ from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
 from moeinf.runtime.bench import bench_replay
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.replay import ForcedRouting, OtherShape, fitted, requests
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open

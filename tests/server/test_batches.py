@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory

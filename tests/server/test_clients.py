@@ -12,8 +12,8 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-from moeinf.runtime.chat import Conversation
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 
 PROMPTS = [

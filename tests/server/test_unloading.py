@@ -8,7 +8,7 @@ import time
 import pytest
 
 from moeinf.offload.store import Stopped
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.server.jobs import Failed, Unloaded
 from moeinf.server.worker import Worker
 from tests.server.test_worker import Asked

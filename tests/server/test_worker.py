@@ -15,7 +15,7 @@ import pytest
 
 from moeinf.offload.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory

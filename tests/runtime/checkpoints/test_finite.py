@@ -15,9 +15,9 @@ from torch import Tensor
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.finite import NotFiniteLogits, NotFiniteWeights, check_logits
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.evaluate import evaluate
-from moeinf.runtime.generate import Generation, Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.library.staging import Workplace

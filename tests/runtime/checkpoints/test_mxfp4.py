@@ -15,8 +15,8 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.fused_experts import picked_values
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.repack import repack
 from moeinf.runtime.names import parse_name

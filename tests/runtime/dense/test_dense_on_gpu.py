@@ -21,8 +21,8 @@ from moeinf.offload.split import MISSES, Miss
 from moeinf.offload.throttle import Throttle
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
@@ -32,8 +32,8 @@ from moeinf.runtime.sizes import parse_memory
 from tests.conftest import pull
 from tests.native.fake_cuda import Fake
 from tests.runtime import on_a_gpu
-from tests.runtime.test_encoder_decoders import checkpoint
-from tests.runtime.test_families import CONFIGS, GREEDY, pulled
+from tests.runtime.engine.test_families import CONFIGS, GREEDY, pulled
+from tests.runtime.engine.test_seq2seq import checkpoint
 from tests.strict_device import PLACE, Strict
 from tests.strict_fake import StrictFake
 

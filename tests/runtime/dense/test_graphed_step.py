@@ -18,12 +18,12 @@ from torch import Tensor
 
 from moeinf.models.base import State
 from moeinf.models.kv_cache import KvCache
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import Settings
 from moeinf.runtime.dense import graphed_step
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.report import verbose_lines
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.report import verbose_lines
 from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.native.fake_cuda import Fake
 from tests.runtime.dense.test_dense_on_gpu import config_of

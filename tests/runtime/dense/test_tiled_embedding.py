@@ -24,10 +24,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine.loader import DenseWeights
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, read_manifest
 from moeinf.runtime.library.repack import LocalSource, repack
-from moeinf.runtime.loader import DenseWeights
 from moeinf.runtime.machine.measurements import DEFAULT_READING
 from moeinf.runtime.names import ModelName
 from scripts.make_checkpoint import byte_tokenizer

@@ -13,11 +13,11 @@ from moeinf.models.base import Phase
 from moeinf.models.moe import Done
 from moeinf.offload.recording_file import recording_from_bytes, recording_to_bytes
 from moeinf.offload.trace import RoutingShape
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.eamc.recorder import Recorder
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory

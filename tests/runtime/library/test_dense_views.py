@@ -19,7 +19,7 @@ from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.layout import ITEM_BYTES, is_tiled
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, read_header
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library import shard_writer
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, Manifest

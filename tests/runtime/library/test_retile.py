@@ -16,7 +16,7 @@ from moeinf.offload.layout import ExpertKey, stored_bytes
 from moeinf.offload.shards import padded_header, shard_path, write_file
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library import retile as retiling
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import (

@@ -12,7 +12,7 @@ import pytest
 
 from moeinf.native import SlotPool
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import disk_bench as drives
 from moeinf.runtime.machine.disk_bench import (

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from moeinf.offload.stats import StoreStats
-from moeinf.runtime.above import OpenGpu
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Generation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation
+from moeinf.runtime.engine.gpu_tier import OpenGpu
 from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import format_bytes
 

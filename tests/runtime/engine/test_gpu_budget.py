@@ -13,16 +13,16 @@ import pytest
 
 from moeinf.native import DeviceContext, Driver
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.gpu_budget import Held
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.placement.gpu_plan import CODE_BYTES, CONTEXT_BYTES, workspace_bytes
-from moeinf.runtime.promise import Held
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
-from tests.runtime.test_engine import PROMPTS, tokens
+from tests.runtime.engine.test_engine import PROMPTS, tokens
 
 OWN = 300 << 20  # of the fake's context
 SLOT = 49152  # of the demo's experts in bf16

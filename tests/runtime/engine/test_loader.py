@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from moeinf.models.base import ModelDataError
-from moeinf.runtime import loader
 from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine import loader
+from moeinf.runtime.engine.loader import DenseWeights
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
-from moeinf.runtime.loader import DenseWeights
 from moeinf.runtime.machine.measurements import DEFAULT_READING
 
 

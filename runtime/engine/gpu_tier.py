@@ -27,6 +27,7 @@ from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.gpu_backend import DevicePieces
+from moeinf.runtime.engine.gpu_budget import Promise
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.bus_bench import measure_contended
@@ -34,7 +35,6 @@ from moeinf.runtime.machine.device_choice import DeviceUnavailable, check_usable
 from moeinf.runtime.machine.measurements import remember_gpu, remembered_contended
 from moeinf.runtime.machine.memory import available_bytes
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
-from moeinf.runtime.promise import Promise
 from moeinf.runtime.sizes import format_bytes
 
 _HOST_HEADROOM_BYTES = 1 << 30  # never page-locked: the rest of the machine must go on

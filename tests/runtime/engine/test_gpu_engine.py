@@ -19,7 +19,7 @@ from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
@@ -29,7 +29,7 @@ from moeinf.runtime.sizes import MemorySize, parse_memory
 from tests.conftest import Open, forget_gpus
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
-from tests.runtime.test_engine import GREEDY, PROMPTS, SAMPLED, tokens
+from tests.runtime.engine.test_engine import GREEDY, PROMPTS, SAMPLED, tokens
 
 SLOT = 49152  # of the demo's experts in bf16; the device's memory below is given in such slots
 

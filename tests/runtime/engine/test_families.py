@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions

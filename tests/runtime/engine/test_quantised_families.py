@@ -30,7 +30,7 @@ from moeinf.runtime.checkpoints.checkpoint import SourceTensor, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer

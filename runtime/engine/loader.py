@@ -27,7 +27,6 @@ from moeinf.offload.store import ExpertStore
 from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
-from moeinf.runtime.above import Above, OpenGpu
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,
@@ -38,6 +37,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_linear import DenseMath
+from moeinf.runtime.engine.gpu_tier import Above, OpenGpu
 from moeinf.runtime.library.dense_views import DenseViews
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.machine.disk_bench import Reading

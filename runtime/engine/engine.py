@@ -32,14 +32,14 @@ from moeinf.offload.eamc import Eamc
 from moeinf.offload.slot_math import MOST_ROWS
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.offload.trace import Recording
-from moeinf.runtime.above import OpenGpu, open_gpu
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.eamc.recorder import Recorder, routing_shape
+from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
+from moeinf.runtime.engine.loader import check_small_files, load_model, open_store
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, is_current
 from moeinf.runtime.library.processes import Figures, Registry
-from moeinf.runtime.loader import check_small_files, load_model, open_store
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.machine.measurements import DEFAULT_READING
 from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes

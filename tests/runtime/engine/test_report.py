@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moeinf.offload.stats import StoreStats
-from moeinf.runtime.chat import Conversation
-from moeinf.runtime.generate import Limits
-from moeinf.runtime.report import foresight, verbose_lines
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.generate import Limits
+from moeinf.runtime.engine.report import foresight, verbose_lines
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.conftest import Open
 

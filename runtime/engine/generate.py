@@ -16,7 +16,7 @@ from moeinf.models.base import State
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import Stopped
 from moeinf.runtime.checkpoints.finite import check_logits
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.requests import Limits as Limits
 from moeinf.runtime.sampling.grammar import Constraint
 from moeinf.runtime.sampling.sampler import Sampler

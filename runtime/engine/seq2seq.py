@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moeinf.models.encoder_decoder import EncoderDecoder
-from moeinf.runtime.chat import Conversation, Message, PromptTooLong
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.engine.chat import Conversation, Message, PromptTooLong
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.sampling.grammar import BadFormat
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 

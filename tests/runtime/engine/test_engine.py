@@ -13,10 +13,10 @@ import torch
 from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.store import Stopped
 from moeinf.offload.transfer import ExpertReadError
-from moeinf.runtime.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Limits
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.placement.plan import BadContext, place
@@ -230,7 +230,7 @@ def test_greedy_equals_transformers_token_for_token(open_engine: Open) -> None:
 def test_slow_kernels_are_said(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine("demo") as engine:
         assert any(note.startswith("kernels: ") for note in engine.choices)
-    monkeypatch.setattr("moeinf.runtime.engine.kernels_are_fast", lambda: False)
+    monkeypatch.setattr("moeinf.runtime.engine.engine.kernels_are_fast", lambda: False)
     with open_engine("demo") as engine:
         assert any("no AVX2" in note for note in engine.choices)
     with open_engine("demo:f32") as engine:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moeinf.models.base import State
-from moeinf.runtime.engine import Engine
-from moeinf.runtime.generate import Generation, Limits
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.requests import Form
 from moeinf.runtime.requests import Message as Message

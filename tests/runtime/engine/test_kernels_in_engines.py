@@ -34,7 +34,7 @@ from moeinf.offload.slot_math import TorchFfn
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense import cpu_linear
 from moeinf.runtime.dense import graphed_step as graphs
-from moeinf.runtime.engine import Engine
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine import gpu as gpus
 from scripts.make_checkpoint import byte_tokenizer
