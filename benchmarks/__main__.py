@@ -26,8 +26,8 @@ from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.suite import command as suite
 from benchmarks.worker import Worker
-from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.jobs.bench import machine, read_ceiling
 
 SETTINGS = ("default", "no-repack", "no-mmap")
 WHATS = ("decode", "prefill", "cold")

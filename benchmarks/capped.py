@@ -31,8 +31,8 @@ from benchmarks.models import GGUF_OF_TAG, RaceModel
 from benchmarks.report import capped_markdown
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.worker import Worker, WorkerFailed
-from moeinf.runtime.bench import machine, read_ceiling
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.jobs.bench import machine, read_ceiling
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.memory import physical_bytes
 from moeinf.runtime.placement.bandwidth import measure

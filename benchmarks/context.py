@@ -24,9 +24,9 @@ from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
 from moeinf.models.base import State
 from moeinf.models.kv_cache import KvCache
-from moeinf.runtime.bench import machine, read_ceiling, token_bytes
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.bench import machine, read_ceiling, token_bytes
 from moeinf.runtime.machine.memory import rss_bytes
 from moeinf.runtime.sizes import parse_memory
 

@@ -42,9 +42,9 @@ from benchmarks.gpu_peers import PROGRAMS, Asked
 from benchmarks.gpu_peers import run as run_program
 from benchmarks.shapes import shape
 from moeinf.offload.split import MISSES
-from moeinf.runtime.bench import decode, machine, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.bench import decode, machine, prefill, token_bytes
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.measurements import now

@@ -19,7 +19,7 @@ import torch
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, set_compute_threads
 from moeinf.offload.timing import DeviceSpeeds
-from moeinf.runtime.bench import read_ceiling
+from moeinf.runtime.jobs.bench import read_ceiling
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.bus_bench import measure_bus, measure_contended

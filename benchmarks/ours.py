@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.worker import forced_turn, serve
 from moeinf.models.base import State
 from moeinf.offload.policy_names import DEFAULT_POLICY
-from moeinf.runtime.bench import decode, prefill, token_bytes
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.bench import decode, prefill, token_bytes
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import parse_memory

@@ -29,10 +29,10 @@ from torch import Tensor
 from benchmarks.calibrated import Calibration, calibrated, named, tokens
 from benchmarks.shapes import SHAPES, shape
 from moeinf.models.base import Experts, Pending, Phase
-from moeinf.runtime.bench import decode, machine, prefill
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.eamc.recorder import Recorder, routing_shape
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.bench import decode, machine, prefill
 from moeinf.runtime.sizes import parse_memory
 
 Result = dict[str, Any]

@@ -32,9 +32,9 @@ from benchmarks.models import RaceModel
 from benchmarks.race import Tokens
 from benchmarks.shapes import Config, shape
 from moeinf.offload.trace import RoutingShape
-from moeinf.runtime.bench import decode, machine, prefill, read_ceiling, token_bytes
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.bench import decode, machine, prefill, read_ceiling, token_bytes
 from moeinf.runtime.placement.bandwidth import measure
 from moeinf.runtime.sizes import parse_memory
 from scripts.bench_policy import SHAPES, collection, deciding, matching, routing

@@ -36,8 +36,8 @@ from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
-from moeinf.runtime.bench import machine
 from moeinf.runtime.config import Settings, read_environment
+from moeinf.runtime.jobs.bench import machine
 
 _COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()", "serve"]
 _IMPORTS = [sys.executable, "-c", "import fastapi, uvicorn"]

@@ -1,8 +1,8 @@
 """python -m benchmarks.steered: a real trace's routing on a real disk, against the simulator.
 
 Does not know how a policy decides. The model has random weights; a recording says what each layer
-chooses (runtime/replay.py). Several engines with the same memory, one per *way*, take turns every
-few tokens, so that all meet the same disk and the same neighbours:
+chooses (runtime/jobs/forced_routing.py). Several engines with the same memory, one per *way*, take
+turns every few tokens, so that all meet the same disk and the same neighbours:
 
     lru               the yardstick
     adaptive          without hints
@@ -43,13 +43,13 @@ from moeinf.offload.route_csv import read_route_csv
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel
 from moeinf.offload.trace import Recording
-from moeinf.runtime.bench import machine, prefill, prompt_of, read_ceiling
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.bench import machine, prefill, prompt_of, read_ceiling
+from moeinf.runtime.jobs.forced_routing import ForcedRouting, Request, fitted, requests
 from moeinf.runtime.library.manifest import DENSE, Manifest
 from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, FileRange, read_once
-from moeinf.runtime.replay import ForcedRouting, Request, fitted, requests
 from moeinf.runtime.sizes import parse_memory
 
 _BURST = 2  # misses of a layer at LRU's hit rate, about

@@ -89,10 +89,10 @@ def bench(
         raise Usage("--requests are those of a --replay")
     manifest, folder = ensure(model, settings, out)
 
-    from moeinf.runtime import bench as measuring  # imports torch
     from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.jobs import bench as measuring  # imports torch
+    from moeinf.runtime.jobs.forced_routing import first_requests, fitted, requests
     from moeinf.runtime.machine.memory import forget_peak_rss
-    from moeinf.runtime.replay import first_requests, fitted, requests
 
     context, passes = prompt_tokens + new_tokens, []
     if recording is not None:

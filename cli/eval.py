@@ -41,7 +41,7 @@ def evaluate_text(
     Example: moeinf eval demo --file text.txt
     """
     from moeinf.runtime.engine.engine import Engine  # these import torch
-    from moeinf.runtime.evaluate import WINDOW, evaluate
+    from moeinf.runtime.jobs.evaluate import WINDOW, evaluate
 
     out, settings = Output(json=json, quiet=quiet), read_environment()
     try:

@@ -29,7 +29,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import SamplingOptions
 
 if TYPE_CHECKING:
-    from moeinf.runtime.trace_run import Traced
+    from moeinf.runtime.jobs.trace_dataset import Traced
 
 _INTERRUPTED = 130
 
@@ -88,11 +88,11 @@ def trace(
         out.note(f"tracing {model}, the last one that was used")
     config = engine_config(settings, memory, ctx, policy, threads)
 
-    from moeinf.runtime.datasets import Wanted, load_items  # these import torch
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.engine.seq2seq import Languages
+    from moeinf.runtime.jobs.datasets import Wanted, load_items  # these import torch
+    from moeinf.runtime.jobs.trace_dataset import trace_items
     from moeinf.runtime.library.library import DEMO_CHECKPOINT
-    from moeinf.runtime.trace_run import trace_items
 
     tasks = tuple(word.strip() for word in subset.split(",")) if subset is not None else None
     wanted = Wanted(limit=limit, subset=tasks, shots=shots, seed=seed)

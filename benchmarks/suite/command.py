@@ -22,8 +22,8 @@ from benchmarks.suite.models import make
 from benchmarks.suite.report import OtherModel, Results, draw, markdown
 from benchmarks.suite.row import OURS, Bench, Here, run
 from benchmarks.suite.scenarios import Scenario
-from moeinf.runtime.bench import machine
 from moeinf.runtime.config import read_environment
+from moeinf.runtime.jobs.bench import machine
 
 _MOST_S = 2 * 3600.0  # of the default selection
 _QUICK_ROW_S, _ALL_ROW_S = 60.0, 600.0

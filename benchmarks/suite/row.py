@@ -41,7 +41,7 @@ from benchmarks.race import Tokens
 from benchmarks.suite.models import SuiteModel
 from benchmarks.suite.scenarios import SECOND_PROMPT, Scenario
 from benchmarks.worker import WorkerFailed
-from moeinf.runtime.bench import read_ceiling
+from moeinf.runtime.jobs.bench import read_ceiling
 from moeinf.runtime.placement.bandwidth import measure
 from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
 

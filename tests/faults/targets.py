@@ -40,10 +40,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.checkpoints.torch_bin import read_torch_file
 from moeinf.runtime.config import Settings
-from moeinf.runtime.datasets.items import BadDataset, Wanted
-from moeinf.runtime.datasets.local import read_file
 from moeinf.runtime.eamc.collection_file import EamcState, ForeignEamc, import_eamc
 from moeinf.runtime.engine.saved_chats import BadConversation, load_conversation
+from moeinf.runtime.jobs.datasets.items import BadDataset, Wanted
+from moeinf.runtime.jobs.datasets.local import read_file
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, read_manifest
 from moeinf.runtime.library.staging import JOURNAL, Workplace

@@ -17,7 +17,7 @@ from moeinf.runtime.checkpoints.finite import NotFiniteLogits, NotFiniteWeights,
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.generate import Generation, Limits
-from moeinf.runtime.evaluate import evaluate
+from moeinf.runtime.jobs.evaluate import evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.library.staging import Workplace

@@ -13,7 +13,7 @@ import torch
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.evaluate import CannotCompare, evaluate
+from moeinf.runtime.jobs.evaluate import CannotCompare, evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import DENSE, MANIFEST, DamagedModel, Manifest, read_manifest
 from moeinf.runtime.library.repack import LocalSource, repack

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from moeinf.runtime.datasets.hub import DatasetFiles
-from moeinf.runtime.datasets.items import (
+from moeinf.runtime.jobs.datasets.hub import DatasetFiles
+from moeinf.runtime.jobs.datasets.items import (
     MOST_ROWS,
     BadDataset,
     Item,
@@ -21,8 +21,8 @@ from moeinf.runtime.datasets.items import (
     chosen_tasks,
     deal,
 )
-from moeinf.runtime.datasets.local import is_file_name, read_file
-from moeinf.runtime.datasets.rows import Kind, Row, json_rows, parquet_rows, text_of
+from moeinf.runtime.jobs.datasets.local import is_file_name, read_file
+from moeinf.runtime.jobs.datasets.rows import Kind, Row, json_rows, parquet_rows, text_of
 from moeinf.runtime.sizes import Progress
 
 _PART = "-00000-of-00001.parquet"

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from moeinf.runtime.datasets.footer import can_be_walked
-from moeinf.runtime.datasets.items import MOST_CHARACTERS, BadDataset
+from moeinf.runtime.jobs.datasets.footer import can_be_walked
+from moeinf.runtime.jobs.datasets.items import MOST_CHARACTERS, BadDataset
 
 Kind = Literal["text", "texts", "integer"]
 Row = Mapping[str, Any]

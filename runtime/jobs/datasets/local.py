@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from moeinf.runtime.datasets.items import MOST_ROWS, BadDataset, Item, NoSuchDataset, Wanted
-from moeinf.runtime.datasets.rows import (
+from moeinf.runtime.jobs.datasets.items import MOST_ROWS, BadDataset, Item, NoSuchDataset, Wanted
+from moeinf.runtime.jobs.datasets.rows import (
     Kind,
     Row,
     json_rows,

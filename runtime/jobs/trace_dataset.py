@@ -14,11 +14,11 @@ from pathlib import Path
 from moeinf.offload.recording_file import recording_to_bytes
 from moeinf.offload.trace import Recording
 from moeinf.runtime.atomic_files import write_bytes_durably
-from moeinf.runtime.datasets import Item
 from moeinf.runtime.engine.chat import PromptTooLong
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.engine.seq2seq import Languages, converse
+from moeinf.runtime.jobs.datasets import Item
 from moeinf.runtime.sampling.sampler import SamplingOptions
 
 

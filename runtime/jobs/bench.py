@@ -30,10 +30,10 @@ from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.report import foresight, on_device
+from moeinf.runtime.jobs.forced_routing import ForcedRouting, Request
 from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.machine.memory import core_count, peak_rss_bytes, physical_bytes
 from moeinf.runtime.placement.bandwidth import measure
-from moeinf.runtime.replay import ForcedRouting, Request
 
 _CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 

@@ -11,10 +11,10 @@ from moeinf.offload.hints import ModelledHints
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
-from moeinf.runtime.bench import bench_replay
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.replay import ForcedRouting, OtherShape, fitted, requests
+from moeinf.runtime.jobs.bench import bench_replay
+from moeinf.runtime.jobs.forced_routing import ForcedRouting, OtherShape, fitted, requests
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
 

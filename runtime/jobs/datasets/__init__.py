@@ -3,7 +3,7 @@
 Does not know models, templates or what is recorded.
 """
 
-from moeinf.runtime.datasets.items import BadDataset, Item, NoSuchDataset, Wanted
-from moeinf.runtime.datasets.table import dataset_names, load_items
+from moeinf.runtime.jobs.datasets.items import BadDataset, Item, NoSuchDataset, Wanted
+from moeinf.runtime.jobs.datasets.table import dataset_names, load_items
 
 __all__ = ["BadDataset", "Item", "NoSuchDataset", "Wanted", "dataset_names", "load_items"]

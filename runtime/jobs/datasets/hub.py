@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from moeinf.runtime.datasets.items import BadDataset
 from moeinf.runtime.hub.download import RemoteFile, fetch, has_promised_hash
 from moeinf.runtime.hub.listing import RepositoryError, look_up_all
 from moeinf.runtime.hub.repository import fetcher_of
+from moeinf.runtime.jobs.datasets.items import BadDataset
 from moeinf.runtime.sizes import Progress
 
 _MAX_FILE_BYTES = 256 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeinf.runtime.bench import bench, decode, prefill, prompt_of, report, token_bytes
 from moeinf.runtime.config import Settings
+from moeinf.runtime.jobs.bench import bench, decode, prefill, prompt_of, report, token_bytes
 from moeinf.runtime.placement.bandwidth import Speeds
 from tests.conftest import Open
 
@@ -52,7 +52,7 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(measured.prefill_seconds), len(measured.step_seconds)) == (2, 12)
     assert measured.decode.decode_events == 6 * _LAYERS * _K
     settings = Settings(engine.folder.parents[2])
-    disk = "moeinf.runtime.bench.measure"
+    disk = "moeinf.runtime.jobs.bench.measure"
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e6, "", ""))
     run = report(engine, settings, "lru", measured)
     read = measured.decode.decode_bytes_read / 6
@@ -63,7 +63,7 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < run["stall_share"] < 1
     assert run["ram_bytes_per_s"] > 1e8
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e15, "", ""))
-    monkeypatch.setattr("moeinf.runtime.bench.read_ceiling", lambda _: 1e6)
+    monkeypatch.setattr("moeinf.runtime.jobs.bench.read_ceiling", lambda _: 1e6)
     context = 20 + 6 // 2
     assert report(engine, settings, "lru", measured)["floor_ms"] == pytest.approx(
         token_bytes(engine, context).total / 1e6 * 1e3

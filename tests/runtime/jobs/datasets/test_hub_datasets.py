@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
-from moeinf.runtime.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
-from moeinf.runtime.datasets.hub import DatasetUnavailable
+from moeinf.runtime.jobs.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
+from moeinf.runtime.jobs.datasets.hub import DatasetUnavailable
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.conftest import ignore
 from tests.hub_server import Hub, serve

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeinf.runtime.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
-from moeinf.runtime.datasets.rows import parquet_rows
+from moeinf.runtime.jobs.datasets import BadDataset, Item, NoSuchDataset, Wanted, load_items
+from moeinf.runtime.jobs.datasets.rows import parquet_rows
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.conftest import ignore
 

@@ -1,0 +1,1 @@
+"""Runs over many requests: benchmarks, evaluation, traces, data sets."""
