@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moeinf.native import ExpertKernel, SlotPool, kernel_path, read_bandwidth, set_compute_threads
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 
 SHAPES = {
     "olmoe": (2048, 1024),

@@ -1,7 +1,7 @@
 // The page and shard constants that the arena, the reader and Python share.
 // Does not know of safetensors, tickets or slots.
 //
-// A shard on disk (one routed expert; written by offload/shards.py):
+// A shard on disk (one routed expert; written by offload/format/shards.py):
 //
 //   byte 0                      4096 = kShardDataOffset              4096 + expert bytes
 //   |<- header length, JSON, ->|<------------ tensor data --------->|

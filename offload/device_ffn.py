@@ -25,7 +25,7 @@ from moeinf.offload.device_gemm import grouped_down, grouped_inner
 from moeinf.offload.device_groups import blocks_of
 from moeinf.offload.device_kernels import combine_rows, expert_down, expert_inner, quantise_rows
 from moeinf.offload.device_tiles import FUSION
-from moeinf.offload.layout import ExpertLayout, is_tiled
+from moeinf.offload.format.layout import ExpertLayout, is_tiled
 from moeinf.offload.slot_math import MOST_ROWS, TorchFfn, slot_views
 
 INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceContext, DeviceSlots, HostLock, OutOfDeviceMemory
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import ExpertRunner, TorchFfn

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import EamMatch, best_matches
-from moeinf.offload.container import BadContainer, pack, unpack
+from moeinf.offload.format.array_file import BadContainer, pack, unpack
 from moeinf.offload.trace import Phase, RequestEam
 
 KIND = "eamc"

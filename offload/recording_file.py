@@ -1,6 +1,6 @@
 """Recordings as bytes (`.eam` files): routing events with ids, weights and next-layer hints.
 
-Does not know how a recording is made or replayed. The container is that of container.py, of kind
+Does not know how a recording is made or replayed. The container is that of array_file.py, of kind
 "recording". Arrays, with n = all rows of all passes, row by row in the order of the passes:
 
     phases [P] u1 (0 encode, 1 prefill, 2 decode)      lengths [P] i4: rows of each pass
@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.container import Arrays, BadContainer, pack, unpack
+from moeinf.offload.format.array_file import Arrays, BadContainer, pack, unpack
 from moeinf.offload.trace import Pass, Phase, Recording, RoutingShape
 
 KIND = "recording"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeinf.native import ExpertKernel, SlotPool, combine_rows
-from moeinf.offload.layout import ExpertLayout, is_tiled
+from moeinf.offload.format.layout import ExpertLayout, is_tiled
 
 # Of bf16 that our kernels compute, wherever: more are faster in torch, where a row sees the others.
 MOST_ROWS = 16

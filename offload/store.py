@@ -34,7 +34,7 @@ from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.ahead import ReadAhead
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, chosen_cells
 from moeinf.offload.residency import Residency
 from moeinf.offload.slot_math import AllThere, ExpertMath, HostRunner, SlotMath

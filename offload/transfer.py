@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
-from moeinf.offload.shards import FileRecord
+from moeinf.offload.format.shards import FileRecord
 
 
 class ExpertReadError(OSError):

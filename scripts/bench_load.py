@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moeinf.native import SlotPool
-from moeinf.offload.shards import FileRecord, write_file
+from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.offload.transfer import Transfer
 
 _SLOTS = 16

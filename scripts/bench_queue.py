@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from moeinf.native import SlotPool, crc32c
-from moeinf.offload.shards import FileRecord
+from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.transfer import Transfer
 from moeinf.runtime.machine.disk_bench import (
     IN_FLIGHT,

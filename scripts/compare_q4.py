@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from moeinf.offload.quantise import dequantise, quantise
+from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.fakes import from_tensors

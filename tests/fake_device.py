@@ -22,7 +22,7 @@ from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime.dense.cpu_backend import CpuMath

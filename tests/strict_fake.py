@@ -14,7 +14,7 @@ from torch import Tensor
 from moeinf.models.base import Linear
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.slot_math import TorchFfn
 from moeinf.runtime.dense import cpu_linear
 from tests.fake_device import FakeDevice

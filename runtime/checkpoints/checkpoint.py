@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader
+from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
 from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
 from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS
-from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.offload.layout import is_tiled
-from moeinf.offload.quantise import quantise
+from moeinf.offload.format.direct_io import BLOCK_BYTES
+from moeinf.offload.format.layout import is_tiled
+from moeinf.offload.format.quantise import quantise
 from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     SourceTensor,

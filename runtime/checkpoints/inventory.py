@@ -14,7 +14,7 @@ from torch import Tensor
 from moeinf.models import Family
 from moeinf.models.base import Embedding, FusedPart, Linear, MoeShape, Piece, Role
 from moeinf.native import SHARD_DATA_OFFSET
-from moeinf.offload.layout import (
+from moeinf.offload.format.layout import (
     ITEM_BYTES,
     ExpertKey,
     ExpertLayout,

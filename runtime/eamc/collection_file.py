@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moeinf.offload.container import BadContainer
 from moeinf.offload.eamc import Eamc
+from moeinf.offload.format.array_file import BadContainer
 from moeinf.offload.trace import RequestEam
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings

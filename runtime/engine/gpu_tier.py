@@ -13,7 +13,7 @@ from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.eamc import Eamc
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES, USE_PAST

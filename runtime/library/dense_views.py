@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeinf.models import family_of
 from moeinf.models.base import Embedding, Linear, ModelDataError, Piece
-from moeinf.offload.layout import stored_bytes
+from moeinf.offload.format.layout import stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     TORCH_DTYPE,

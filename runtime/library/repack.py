@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from moeinf.models import family_of
-from moeinf.offload.layout import LAYOUT_VERSIONS
-from moeinf.offload.shards import FileRecord, write_file
+from moeinf.offload.format.layout import LAYOUT_VERSIONS
+from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.checkpoints import sentencepiece
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from moeinf.models import family_of
-from moeinf.offload.layout import LAYOUT_VERSIONS, ExpertKey
-from moeinf.offload.older_layouts import older_bytes, retiled
-from moeinf.offload.shards import FileRecord, shard_header, shard_path, write_file
+from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertKey
+from moeinf.offload.format.older_layouts import older_bytes, retiled
+from moeinf.offload.format.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,

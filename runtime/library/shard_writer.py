@@ -19,9 +19,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
-from moeinf.offload.direct_file import BLOCK_BYTES
-from moeinf.offload.layout import ITEM_BYTES, LAYOUT_VERSIONS, is_tiled, plain_form, stored_bytes
-from moeinf.offload.shards import FileRecord, padded_header, shard_header, shard_path, write_file
+from moeinf.offload.format.direct_io import BLOCK_BYTES
+from moeinf.offload.format.layout import (
+    ITEM_BYTES,
+    LAYOUT_VERSIONS,
+    is_tiled,
+    plain_form,
+    stored_bytes,
+)
+from moeinf.offload.format.shards import (
+    FileRecord,
+    padded_header,
+    shard_header,
+    shard_path,
+    write_file,
+)
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor
 from moeinf.runtime.checkpoints.encode import Look, encoded, unseen
 from moeinf.runtime.checkpoints.finite import WeightCheck

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moeinf.offload.shards import FileRecord
+from moeinf.offload.format.shards import FileRecord
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.regular_files import open_regular, read_regular
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from moeinf.models import family_of
-from moeinf.offload.shards import FileRecord, write_file
+from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from moeinf.native import DeviceContext, DeviceError, DeviceSlots, HostLock, SlotPool
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.slot_math import SlotMath, TorchFfn
 from moeinf.offload.split import Contended
 from moeinf.runtime.machine.memory import available_bytes, cache_bytes

@@ -22,7 +22,7 @@ from benchmarks.peers.table import Peer
 from benchmarks.shapes import shape, tensors_of
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.split import Contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.library.repack import LocalSource, prospects

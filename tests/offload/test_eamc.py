@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from moeinf.offload.container import BadContainer, pack
 from moeinf.offload.eamc import (
     Eamc,
     Matcher,
@@ -18,6 +17,7 @@ from moeinf.offload.eamc import (
     normalised,
     prefetch_priorities,
 )
+from moeinf.offload.format.array_file import BadContainer, pack
 
 NONE = np.zeros((2, 3), int)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.eamc import Eamc
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.hints import HintSource, ModelledHints
-from moeinf.offload.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency

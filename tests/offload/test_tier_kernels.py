@@ -16,12 +16,12 @@ from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, Driver, HostLock, SlotPool, _native
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.layout import ExpertKey, ExpertLayout
+from moeinf.offload.format.layout import ExpertKey, ExpertLayout
+from moeinf.offload.format.shards import shard_header, shard_path, write_file
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency
-from moeinf.offload.shards import shard_header, shard_path, write_file
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import ExpertStore

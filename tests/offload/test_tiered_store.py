@@ -29,12 +29,12 @@ from moeinf.native import (
 )
 from moeinf.offload import device_tier
 from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.layout import ExpertKey
+from moeinf.offload.format.layout import ExpertKey
+from moeinf.offload.format.shards import shard_path
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.residency import Residency
-from moeinf.offload.shards import shard_path
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import MISSES, Contended, Miss, Split
 from moeinf.offload.stats import StoreStats

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeinf.offload.container import BadContainer, pack, unpack
+from moeinf.offload.format.array_file import BadContainer, pack, unpack
 from moeinf.offload.recording_file import recording_from_bytes, recording_to_bytes
 from moeinf.offload.trace import (
     Pass,

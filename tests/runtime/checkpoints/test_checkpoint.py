@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moeinf.offload.direct_file import BLOCK_BYTES
+from moeinf.offload.format.direct_io import BLOCK_BYTES
 from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     blocks,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeinf.models import family_of
-from moeinf.offload.layout import ExpertKey
+from moeinf.offload.format.layout import ExpertKey
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.fused_experts import picked_values
 from moeinf.runtime.checkpoints.inventory import take_inventory

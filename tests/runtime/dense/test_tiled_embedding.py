@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from benchmarks.shapes import shape, tensors_of
 from moeinf.models import family_of
 from moeinf.native import gather_rows
-from moeinf.offload.layout import stored_bytes
-from moeinf.offload.quantise import dequantise, quantise
+from moeinf.offload.format.layout import stored_bytes
+from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.checkpoint import (
     Checkpoint,
     SourceTensor,

@@ -28,7 +28,7 @@ from moeinf.offload import (
 )
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import RoutedRunner
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
 from moeinf.offload.slot_math import TorchFfn
 from moeinf.runtime.config import EngineConfig, Settings

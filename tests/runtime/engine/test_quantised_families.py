@@ -24,8 +24,8 @@ from moeinf.models import family_of
 from moeinf.models.base import Activation, Embedding, Experts, Linear, Model, Pending, Phase
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.models.moe import Done, combine
-from moeinf.offload.layout import ExpertKey
-from moeinf.offload.quantise import dequantise, quantise
+from moeinf.offload.format.layout import ExpertKey
+from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import take_inventory

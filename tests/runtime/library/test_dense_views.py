@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moeinf.models.base import ModelDataError
 from moeinf.native import SHARD_DATA_OFFSET
-from moeinf.offload.layout import ITEM_BYTES, is_tiled
+from moeinf.offload.format.layout import ITEM_BYTES, is_tiled
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.offload.layout import ExpertKey, stored_bytes
-from moeinf.offload.shards import padded_header, shard_path, write_file
+from moeinf.offload.format.layout import ExpertKey, stored_bytes
+from moeinf.offload.format.shards import padded_header, shard_path, write_file
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint, read_header
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine

@@ -32,7 +32,7 @@ from moeinf.offload import (
     device_rows,
 )
 from moeinf.offload.cuda_device import CudaDevice
-from moeinf.offload.layout import ExpertLayout
+from moeinf.offload.format.layout import ExpertLayout
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.placement.gpu_plan import _GRAPHS_BYTES, _TORCH_BYTES, dense_workspace_bytes

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
-from moeinf.offload.direct_file import DirectWriter
-from moeinf.offload.layout import ExpertKey, ExpertLayout
+from moeinf.offload.format.direct_io import DirectWriter
+from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 
 
 @dataclass(frozen=True)

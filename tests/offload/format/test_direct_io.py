@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeinf.native import PAGE_BYTES
-from moeinf.offload.direct_file import BLOCK_BYTES, DirectReader, DirectWriter
+from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader, DirectWriter
 
 SIZES = [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 777]
 

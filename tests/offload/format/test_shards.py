@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from moeinf.native import crc32c
-from moeinf.offload.layout import ExpertKey, ExpertLayout
-from moeinf.offload.shards import shard_header, shard_path, write_file
+from moeinf.offload.format.layout import ExpertKey, ExpertLayout
+from moeinf.offload.format.shards import shard_header, shard_path, write_file
 
 LAYOUT = ExpertLayout(hidden=6, intermediate=5, dtype="BF16")
 

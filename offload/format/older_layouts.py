@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from moeinf.native import GROUP, TILE_COLUMNS
-from moeinf.offload.layout import OLDER_VERSIONS
-from moeinf.offload.quantise import tiled
+from moeinf.offload.format.layout import OLDER_VERSIONS
+from moeinf.offload.format.quantise import tiled
 
 
 class _Reader(NamedTuple):
