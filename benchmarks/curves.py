@@ -18,11 +18,11 @@ import numpy as np
 from benchmarks.calibrated import Calibration, calibrated, named, tokens
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
-from moeinf.offload.recording_file import recording_to_bytes
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.recording_file import recording_to_bytes
+from moeinf.offload.routing.route_csv import read_route_csv
+from moeinf.offload.routing.trace import Recording
 from moeinf.offload.study import Case, run_case
 from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import Recording
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.sizes import parse_memory

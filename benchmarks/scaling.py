@@ -31,7 +31,7 @@ from benchmarks.calibrated import Calibration, calibrated, tokens
 from benchmarks.models import RaceModel
 from benchmarks.race import Tokens
 from benchmarks.shapes import Config, shape
-from moeinf.offload.trace import RoutingShape
+from moeinf.offload.routing.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import decode, machine, prefill, read_ceiling, token_bytes

@@ -36,13 +36,13 @@ from typing import Any
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
 from moeinf.native import SlotPool
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import HintSource, ModelledHints
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import HintSource, ModelledHints
+from moeinf.offload.routing.route_csv import read_route_csv
+from moeinf.offload.routing.trace import Recording
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import Recording
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine

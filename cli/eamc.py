@@ -14,7 +14,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 
 if TYPE_CHECKING:
-    from moeinf.offload.eamc_groups import Summary
+    from moeinf.offload.routing.clustering import Summary
     from moeinf.runtime.eamc.collection_file import EamcState
 
 eamc = typer.Typer(
@@ -47,7 +47,7 @@ def show(
     Example: moeinf eamc show demo
     """
     from moeinf.cli.heatmap import draw, terminal_lines
-    from moeinf.offload.eamc_groups import summarise
+    from moeinf.offload.routing.clustering import summarise
 
     out = Output(json=json, quiet=quiet)
     manifest, state = _open(model, out)
@@ -136,8 +136,8 @@ def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, o
     """The document of `show --json`, without the heat map."""
     import numpy as np
 
-    from moeinf.offload.eamc import ALIKE, MOST_ENTRIES
-    from moeinf.offload.eamc_groups import nearest
+    from moeinf.offload.routing.clustering import nearest
+    from moeinf.offload.routing.eamc import ALIKE, MOST_ENTRIES
 
     per_token = manifest.layers * manifest.top_k
     near = nearest(summary.similarity) if summary.entries > 1 else np.zeros(0, np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from moeinf.offload.eamc_groups import Summary
+    from moeinf.offload.routing.clustering import Summary
 
 _SHADES = " ░▒▓█"
 _MOST_ROWS = 48

@@ -13,8 +13,8 @@ import typer
 from moeinf.cli.options import Usage
 
 if TYPE_CHECKING:
-    from moeinf.offload.hints import HintSource
-    from moeinf.offload.trace import Recording
+    from moeinf.offload.routing.hint_model import HintSource
+    from moeinf.offload.routing.trace import Recording
 
 Hints = Annotated[
     str,
@@ -27,8 +27,8 @@ Hints = Annotated[
 
 def read_trace(path: Path) -> Recording:
     """An .eam recording or a .csv[.gz] route trace. Raises Usage, BadContainer, BadRouteTrace."""
-    from moeinf.offload.recording_file import recording_from_bytes
-    from moeinf.offload.route_csv import read_route_csv
+    from moeinf.offload.routing.recording_file import recording_from_bytes
+    from moeinf.offload.routing.route_csv import read_route_csv
 
     if not path.is_file():
         raise Usage(f"{path} is not a file")
@@ -39,7 +39,7 @@ def read_trace(path: Path) -> Recording:
 
 def hint_source(text: str, recording: Recording, seed: int = 0) -> HintSource | None:
     """What `--hints` asks for. Raises Usage."""
-    from moeinf.offload.hints import ModelledHints, RecordedHints
+    from moeinf.offload.routing.hint_model import ModelledHints, RecordedHints
 
     if text == "none":
         return None

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import HintSource
 from moeinf.offload.outcome import Outcome, Token
 from moeinf.offload.policy.base import Policy, Setup, chosen_cells
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import HintSource
+from moeinf.offload.routing.trace import Pass, Recording, Tracer
 from moeinf.offload.timing import Link, TimeModel
-from moeinf.offload.trace import Pass, Recording, Tracer
 
 MakePolicy = Callable[[Setup], Policy]
 

@@ -28,15 +28,15 @@ from math import inf, nextafter
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.policy.base import Passive, Policy, Setup, chosen_cells
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.residency import Residency
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import Ids, Pass, Recording
 from moeinf.offload.simulate import Conditions, MakePolicy, Walk
 from moeinf.offload.simulate_device import Above, ReplayedTier
 from moeinf.offload.split import FEW_ROWS, Split
 from moeinf.offload.timing import Link
-from moeinf.offload.trace import Ids, Pass, Recording
 
 
 class TieredReplay(Walk):

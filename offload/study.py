@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import HintSource
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.policy.table import POLICIES
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import HintSource
+from moeinf.offload.routing.trace import Pass, Recording, RoutingShape
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
 from moeinf.offload.split import Miss
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
-from moeinf.offload.trace import Pass, Recording, RoutingShape
 
 
 class UnknownChoice(ValueError):

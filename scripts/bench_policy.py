@@ -14,10 +14,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc, Matcher
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.trace import PassBuilder, RoutingShape
+from moeinf.offload.routing.eamc import Eamc, Matcher
+from moeinf.offload.routing.trace import PassBuilder, RoutingShape
 
 SHAPES = {
     "demo": RoutingShape(6, 32, 4),

@@ -37,7 +37,7 @@ import numpy as np
 
 import moeinf.runtime.atomic_files as durable
 import moeinf.runtime.library.staging as workplace_module
-from moeinf.offload.trace import RequestEam
+from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.collection_file import EamcState, export_eamc, import_eamc

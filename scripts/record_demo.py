@@ -20,8 +20,8 @@ from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.models.base import Pending, Phase
 from moeinf.models.moe import SparseFfn
-from moeinf.offload.recording_file import recording_to_bytes
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
+from moeinf.offload.routing.recording_file import recording_to_bytes
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine

@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import RecordedHints
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.requests import RunningRequest
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.recording_file import recording_from_bytes
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import RecordedHints
+from moeinf.offload.routing.recording_file import recording_from_bytes
+from moeinf.offload.routing.route_csv import read_route_csv
+from moeinf.offload.routing.trace import Recording
 from moeinf.offload.study import Case, interleaved, run_case, shifted
 from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import Recording
 from scripts import study_parts as parts
 from scripts.study_policies import Way
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import HintSource
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Evictable, Passive, Policy, Setup, Wish, chosen_cells, lowest
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.policy.table import POLICIES
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import HintSource
+from moeinf.offload.routing.trace import Phase, Recording
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import Phase, Recording
 
 _DECAY = 0.95  # per token
 _MOST = 1 << 20  # more than there are entries, and a probability that nothing reaches

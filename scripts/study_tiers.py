@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay

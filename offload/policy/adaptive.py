@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from moeinf.native import AdaptiveCore
 from moeinf.offload.policy.base import Evictable, Setup, Wish
 from moeinf.offload.policy.requests import RunningRequests
-from moeinf.offload.trace import Phase
+from moeinf.offload.routing.trace import Phase
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.trace import Phase, RoutingShape
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import Phase, RoutingShape
 
 Evictable = Callable[[int], bool]
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Floats, eviction_priorities, normalised, prefetch_priorities
 from moeinf.offload.policy.base import Evictable, Passive, Setup, Wish, chosen_cells
 from moeinf.offload.policy.requests import RunningRequests
-from moeinf.offload.trace import Phase
+from moeinf.offload.routing.eamc import Floats, eviction_priorities, normalised, prefetch_priorities
+from moeinf.offload.routing.trace import Phase
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc, Floats, Matcher, normalised
-from moeinf.offload.trace import Phase, RoutingShape
+from moeinf.offload.routing.eamc import Eamc, Floats, Matcher, normalised
+from moeinf.offload.routing.trace import Phase, RoutingShape
 
 
 class RunningRequest:

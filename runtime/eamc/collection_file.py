@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.format.array_file import BadContainer
-from moeinf.offload.trace import RequestEam
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.append_log import RecordLog
@@ -40,7 +40,7 @@ class EamcState:
     """What a model's requests have left, shared by all processes that run it.
 
     note hears, in one line each, of what could not be read and where it was put. A capacity of
-    None is automatic (offload/eamc.py).
+    None is automatic (offload/routing/eamc.py).
     """
 
     def __init__(

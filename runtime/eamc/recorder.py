@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
-from moeinf.offload.trace import Pass, PassBuilder, Recording, RequestEam, RoutingShape, Tracer
+from moeinf.offload.routing.trace import (
+    Pass,
+    PassBuilder,
+    Recording,
+    RequestEam,
+    RoutingShape,
+    Tracer,
+)
 from moeinf.runtime.library.manifest import Manifest
 
 _PASSES = 64  # counted together: between two tokens every line of counting code is out of cache

@@ -12,19 +12,19 @@ from moeinf.models.base import Activation
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
 from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES, USE_PAST
 from moeinf.offload.residency import Residency
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import Contended, Miss
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import ExpertStore
 from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.engine.gpu_budget import Promise

@@ -17,15 +17,15 @@ from moeinf.models import family_of
 from moeinf.models.base import Activation, Model
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.residency import Residency
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import ExpertStore
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,

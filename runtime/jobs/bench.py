@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from moeinf.models.base import State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import read_bandwidth
-from moeinf.offload.hints import HintSource
+from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.stats import StoreStats
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings

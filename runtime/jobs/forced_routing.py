@@ -7,8 +7,8 @@ model's own router. So the bytes and the arithmetic are real, and what comes out
     model ──ids of its routers──▶ ForcedRouting ──recorded ids──▶ store
 
 Hints are forced likewise: the model's next-layer gates run, as they would, and what they say is
-replaced by what a HintSource (offload/hints.py) says. Nothing is traced: routing that is not the
-model's own must not enter its EAMC.
+replaced by what a HintSource (offload/routing/hint_model.py) says. Nothing is traced: routing that
+is not the model's own must not enter its EAMC.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
-from moeinf.offload.hints import HintSource
-from moeinf.offload.trace import Pass, Recording, RoutingShape
+from moeinf.offload.routing.hint_model import HintSource
+from moeinf.offload.routing.trace import Pass, Recording, RoutingShape
 from moeinf.runtime.library.manifest import Manifest
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeinf.offload.recording_file import recording_to_bytes
-from moeinf.offload.trace import Recording
+from moeinf.offload.routing.recording_file import recording_to_bytes
+from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.engine.chat import PromptTooLong
 from moeinf.runtime.engine.engine import Engine

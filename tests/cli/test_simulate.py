@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeinf.offload.recording_file import recording_to_bytes
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
+from moeinf.offload.routing.recording_file import recording_to_bytes
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from tests.cli.conftest import Command
 
 

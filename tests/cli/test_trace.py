@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from moeinf.cli.main import answer
-from moeinf.offload.recording_file import recording_from_bytes
+from moeinf.offload.routing.recording_file import recording_from_bytes
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.append_log import RecordLog
 from moeinf.runtime.eamc.collection_file import EamcState

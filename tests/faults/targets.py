@@ -26,11 +26,11 @@ from safetensors.torch import save
 
 from moeinf.models import FAMILIES, ModelDataError, family_of
 from moeinf.native import crc32c
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.format.array_file import BadContainer
-from moeinf.offload.recording_file import recording_from_bytes, recording_to_bytes
-from moeinf.offload.route_csv import BadRouteTrace, read_route_csv
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.recording_file import recording_from_bytes, recording_to_bytes
+from moeinf.offload.routing.route_csv import BadRouteTrace, read_route_csv
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     Checkpoint,

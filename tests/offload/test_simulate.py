@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeinf.offload import route_csv
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import ModelledHints, RecordedHints
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.route_csv import BadRouteTrace, read_route_csv
+from moeinf.offload.routing import route_csv
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import ModelledHints, RecordedHints
+from moeinf.offload.routing.route_csv import BadRouteTrace, read_route_csv
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.timing import TimeModel
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeinf.offload.hints import ModelledHints
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.hint_model import ModelledHints
+from moeinf.offload.routing.route_csv import read_route_csv
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
 from moeinf.offload.split import MISSES, Miss
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
 
 TRACE = Path(__file__).parents[1] / "data" / "traces" / "gemma-4-26b-a4b.route.csv.gz"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeinf.offload.hints import RecordedHints
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape
+from moeinf.offload.routing.hint_model import RecordedHints
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from scripts import study_parts as parts
 from scripts.study_policies import ABLATED, COMPARED, Case, Decayed, Gate, LruVictims, Way
 

@@ -22,12 +22,12 @@ from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency
+from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import ExpertStore
 from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.trace import RoutingShape
 from moeinf.offload.transfer import Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

@@ -35,13 +35,13 @@ from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.residency import Residency
+from moeinf.offload.routing.trace import Phase, RoutingShape
 from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import MISSES, Contended, Miss, Split
 from moeinf.offload.stats import StoreStats
 from moeinf.offload.store import ExpertStore, Stopped
 from moeinf.offload.tier_runner import OutOfMemory, TierRunner
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.trace import Phase, RoutingShape
 from moeinf.offload.transfer import ExpertReadError, Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

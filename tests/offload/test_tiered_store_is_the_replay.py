@@ -21,13 +21,14 @@ import torch
 
 from moeinf.native import DeviceContext, DeviceSlots, Driver, HostLock, SlotPool
 from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.hints import HintSource, ModelledHints
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.residency import Residency
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.hint_model import HintSource, ModelledHints
+from moeinf.offload.routing.route_csv import read_route_csv
+from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, Tracer
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
@@ -38,7 +39,6 @@ from moeinf.offload.store import ExpertStore
 from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
-from moeinf.offload.trace import PassBuilder, Recording, RoutingShape, Tracer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.offload.test_store_is_the_replay import LAYOUT, TRACE, AtOnce, NoMath

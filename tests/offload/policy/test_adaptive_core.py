@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeinf.native import AdaptiveCore
-from moeinf.offload.hints import ModelledHints
 from moeinf.offload.policy.adaptive import AdaptiveKnobs
-from moeinf.offload.route_csv import read_route_csv
+from moeinf.offload.routing.hint_model import ModelledHints
+from moeinf.offload.routing.route_csv import read_route_csv
 from tests.offload.policy.plain import PlainAdaptive, PlainUsage
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"

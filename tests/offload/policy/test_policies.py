@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup, Wish
 from moeinf.offload.policy.belady import Belady
@@ -17,7 +16,8 @@ from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.policy.lfu import Lfu
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.trace import RoutingShape
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import RoutingShape
 
 ONE = RoutingShape(layers=1, experts=6, top_k=1)
 ROW = np.zeros(1, np.int64)

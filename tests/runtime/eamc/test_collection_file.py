@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeinf.offload.eamc import Eamc
 from moeinf.offload.format.array_file import pack
-from moeinf.offload.trace import RequestEam
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.collection_file import EamcState, ForeignEamc, export_eamc, import_eamc
 from moeinf.runtime.library.library import Library, NoModelUsed

@@ -11,8 +11,8 @@ import torch
 
 from moeinf.models.base import Phase
 from moeinf.models.moe import Done
-from moeinf.offload.recording_file import recording_from_bytes, recording_to_bytes
-from moeinf.offload.trace import RoutingShape
+from moeinf.offload.routing.recording_file import recording_from_bytes, recording_to_bytes
+from moeinf.offload.routing.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.eamc.recorder import Recorder
 from moeinf.runtime.engine.chat import Conversation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moeinf.offload.eamc import Eamc
-from moeinf.offload.eamc_groups import nearest, silhouette, summarise
+from moeinf.offload.routing.clustering import nearest, silhouette, summarise
+from moeinf.offload.routing.eamc import Eamc
 
 LAYERS, EXPERTS = 3, 16
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from moeinf.offload.eamc import (
+from moeinf.offload.format.array_file import BadContainer, pack
+from moeinf.offload.routing.eamc import (
     Eamc,
     Matcher,
     ceiling,
@@ -17,7 +18,6 @@ from moeinf.offload.eamc import (
     normalised,
     prefetch_priorities,
 )
-from moeinf.offload.format.array_file import BadContainer, pack
 
 NONE = np.zeros((2, 3), int)
 

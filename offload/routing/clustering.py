@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.eamc import Eamc
+from moeinf.offload.routing.eamc import Eamc
 
 Floats = NDArray[np.float32]
 _GROUP_COUNTS = (*range(2, 13), 15, 20, 25, 30)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.format.array_file import Arrays, BadContainer, pack, unpack
-from moeinf.offload.trace import Pass, Phase, Recording, RoutingShape
+from moeinf.offload.routing.trace import Pass, Phase, Recording, RoutingShape
 
 KIND = "recording"
 VERSION = 1

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from moeinf.native import EamMatch, best_matches
 from moeinf.offload.format.array_file import BadContainer, pack, unpack
-from moeinf.offload.trace import Phase, RequestEam
+from moeinf.offload.routing.trace import Phase, RequestEam
 
 KIND = "eamc"
 VERSION = 1

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.trace import Pass
+from moeinf.offload.routing.trace import Pass
 
 
 class HintSource(Protocol):

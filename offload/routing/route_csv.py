@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.trace import Pass, PassBuilder, Recording, RoutingShape
+from moeinf.offload.routing.trace import Pass, PassBuilder, Recording, RoutingShape
 
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 15  # ids are int16
 _MOST_BYTES = 256 << 20  # of text: some 8 million rows

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeinf.offload.format.array_file import BadContainer, pack, unpack
-from moeinf.offload.recording_file import recording_from_bytes, recording_to_bytes
-from moeinf.offload.trace import (
+from moeinf.offload.routing.recording_file import recording_from_bytes, recording_to_bytes
+from moeinf.offload.routing.trace import (
     Pass,
     PassBuilder,
     Phase,

@@ -1,0 +1,1 @@
+"""Routing as data: EAMs, recordings, the EAMC, hints for the next layer."""
