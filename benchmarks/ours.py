@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.worker import forced_turn, serve
 from moeinf.models.base import State
-from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import decode, prefill, token_bytes

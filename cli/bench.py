@@ -24,7 +24,7 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
 from moeinf.cli.traces import Hints, hint_source, read_trace
-from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.sizes import format_bytes
 

@@ -35,7 +35,7 @@ from moeinf.cli.partner import Partner, parse_form
 from moeinf.cli.plan import print_plan
 from moeinf.cli.pull import ensure
 from moeinf.cli.remote import RemotePartner
-from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.placement.decode_speed import remember_speed

@@ -20,7 +20,7 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
-from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import check_usable, choose_processor

@@ -23,7 +23,7 @@ from moeinf.cli.simulate_device import (
 )
 from moeinf.cli.simulate_output import picture, table
 from moeinf.cli.traces import Hints, hint_source, read_trace
-from moeinf.offload.policy_names import POLICY_NAMES
+from moeinf.offload.policy.names import POLICY_NAMES
 
 
 def simulate(

@@ -23,7 +23,7 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
-from moeinf.offload.policy_names import DEFAULT_POLICY
+from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import SamplingOptions

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from moeinf.offload.policy.names import DEFAULT_POLICY, POLICY_NAMES
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.policy_names import DEFAULT_POLICY, POLICY_NAMES
 
 HEAVY = "torch numpy tokenizers transformers llguidance huggingface_hub pyarrow matplotlib".split()
 CHECK = f"""
