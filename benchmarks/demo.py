@@ -21,7 +21,7 @@ from typing import Any
 
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
-from moeinf.offload.stats import StoreStats
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine

@@ -22,7 +22,7 @@ from moeinf.offload import (
 from moeinf.offload.cuda_graphs import CudaGraphs
 from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.slot_math import TorchFfn
+from moeinf.offload.store.compute import TorchFfn
 
 
 class CudaDevice:

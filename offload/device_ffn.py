@@ -26,7 +26,7 @@ from moeinf.offload.device_groups import blocks_of
 from moeinf.offload.device_kernels import combine_rows, expert_down, expert_inner, quantise_rows
 from moeinf.offload.device_tiles import FUSION
 from moeinf.offload.format.layout import ExpertLayout, is_tiled
-from moeinf.offload.slot_math import MOST_ROWS, TorchFfn, slot_views
+from moeinf.offload.store.compute import MOST_ROWS, TorchFfn, slot_views
 
 INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)
 STAGES = 4  # of loads in flight per program: 16 KiB of q4 in `expert_inner`

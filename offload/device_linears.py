@@ -26,7 +26,7 @@ from moeinf.offload.device_ffn import (
 from moeinf.offload.device_gemm import linear_many
 from moeinf.offload.device_kernels import gather_rows, linear_rows
 from moeinf.offload.device_tiles import FUSION
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 
 _OUTPUTS = 32  # of one program of up to MOST_ROWS rows; more, of tiles, go through tensor cores
 _COLUMNS = 512  # of an embedding that one program reads

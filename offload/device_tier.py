@@ -30,10 +30,10 @@ from torch import Tensor
 from moeinf.native import DeviceContext, DeviceSlots, HostLock, OutOfDeviceMemory
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.trace import Phase
-from moeinf.offload.slot_math import ExpertRunner, TorchFfn
-from moeinf.offload.stats import StoreStats
+from moeinf.offload.store.compute import ExpertRunner, TorchFfn
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
 
 _UNASKED_BYTES = 64 << 20  # of one batch that nobody has asked for: some 3 ms of a bus
 _LOOKED_AT = 256  # of those who may be absent, per pass: a few µs each

@@ -2,9 +2,9 @@
 
 Does not know where recordings come from, and computes nothing: it moves names between a set and a
 link. The policies are the very objects that the engine runs. (The engine reads ahead only where
-waiting takes a share of its time, see throttle.py; a replay always does.)
+waiting takes a share of its time, see prefetch_gate.py; a replay always does.)
 
-One layer, as time runs (see also store.py, which does this with real bytes):
+One layer, as time runs (see also expert_store.py, which does this with real bytes):
 
     dense share ─ route ─ hits compute ─ misses compute as they arrive ─▶ next layer
                     └ demand reads, then what the policy wishes ahead ───▶

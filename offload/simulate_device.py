@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from moeinf.offload.policy.base import Policy
-from moeinf.offload.residency import Residency
 from moeinf.offload.split import Miss
+from moeinf.offload.store.residency import Residency
 from moeinf.offload.timing import DeviceSpeeds
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.residency import Residency
-from moeinf.offload.slot_math import MOST_ROWS, SlotMath
 from moeinf.offload.split import FEW_ROWS, Miss, Split
+from moeinf.offload.store.compute import MOST_ROWS, SlotMath
+from moeinf.offload.store.residency import Residency
 
 assert FEW_ROWS <= MOST_ROWS  # of more the CPU and the device have other bits, and `auto` divides
 

@@ -38,9 +38,9 @@ from moeinf.native import DeviceError
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import chosen_cells
-from moeinf.offload.slot_math import ExpertMath
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import ExpertStore, Stopped
+from moeinf.offload.store.compute import ExpertMath
+from moeinf.offload.store.expert_store import ExpertStore, Stopped
+from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.tier_runner import TierRunner
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.shards import FileRecord, write_file
-from moeinf.offload.transfer import Transfer
+from moeinf.offload.store.transfer import Transfer
 
 _SLOTS = 16
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.shards import FileRecord
-from moeinf.offload.transfer import Transfer
+from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.machine.disk_bench import (
     IN_FLIGHT,
     WHOLE_BLOCKS,

@@ -85,7 +85,7 @@ ROWS = (
         (
             "tests/native/test_residents_and_hangs.py",
             "tests/native/test_drivers.py",
-            "tests/offload/test_store.py -k hung",
+            "tests/offload/store/test_expert_store.py -k hung",
         ),
     ),
     Row(

@@ -43,7 +43,7 @@ LANES = (
     ("cli", "run.py"),
     ("runtime", "engine/engine.py"),
     ("models", "decoder.py"),
-    ("offload", "store.py"),
+    ("offload", "store/expert_store.py"),
     ("native", "copy_queue.h"),
 )
 STEPS = (
@@ -64,10 +64,15 @@ STEPS = (
     Message(1, 1, "template, and what the KV cache holds", "runtime/engine/chat.py"),
     Message(1, 2, "extend: chunks of 256, then tokens", "runtime/engine/generate.py"),
     Message(2, 3, "submit(layer, x, ids, weights)", "models/decoder.py"),
-    Message(3, 3, "hits are pinned, misses get victims' slots", "offload/store.py"),
-    Message(3, 4, "demand, then what the policy wishes", "offload/transfer.py, offload/ahead.py"),
+    Message(3, 3, "hits are pinned, misses get victims' slots", "offload/store/expert_store.py"),
+    Message(
+        3,
+        4,
+        "demand, then what the policy wishes",
+        "offload/store/transfer.py, offload/store/prefetch.py",
+    ),
     Message(4, 3, "bytes, each expert checked", "native/copy_queue.h, native/crc32c.h"),
-    Message(3, 2, "result(): hits first, misses as they come", "offload/slot_math.py"),
+    Message(3, 2, "result(): hits first, misses as they come", "offload/store/compute.py"),
     Message(2, 1, "logits after the last layer", "models/decoder.py"),
     Message(
         1,

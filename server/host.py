@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import DeviceError
-from moeinf.offload.store import Stopped
-from moeinf.offload.transfer import ExpertReadError
+from moeinf.offload.store.expert_store import Stopped
+from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine

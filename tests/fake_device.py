@@ -24,7 +24,7 @@ from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
-from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
+from moeinf.offload.store.compute import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.graphed_step import Graphs
 from moeinf.runtime.machine import gpu as gpus

@@ -15,7 +15,7 @@ from moeinf.models.base import Linear
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.slot_math import TorchFfn
+from moeinf.offload.store.compute import TorchFfn
 from moeinf.runtime.dense import cpu_linear
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

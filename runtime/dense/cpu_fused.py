@@ -19,7 +19,7 @@ from moeinf.models.mla import MlaCore
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 
 _Request = tuple[int, int, int, int, int, int, int]
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Piece
 from moeinf.native import LinearKernel, gather_rows
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 
 Rows = Callable[[Tensor], Tensor]  # ids [T] -> [T, width]
 

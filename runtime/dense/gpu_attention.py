@@ -18,7 +18,7 @@ from moeinf.models.attention import GqaCore
 from moeinf.models.kv_cache import PassRows
 from moeinf.models.mla import MlaCore
 from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 
 _Norm = tuple[Tensor, float]  # a weight, and eps
 

@@ -20,7 +20,7 @@ from moeinf.models.mla import LowRank, MlaCore
 from moeinf.models.norms import RmsNorm, WideRmsNorm
 from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.offload.router_kinds import RouterKind
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_linear import Products
 from moeinf.runtime.dense.gpu_attention import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
 from moeinf.runtime.dense.graphed_step import GraphedStep, Graphs

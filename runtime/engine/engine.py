@@ -30,7 +30,7 @@ from moeinf.native import (
 )
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Recording
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.eamc.collection_file import EamcState

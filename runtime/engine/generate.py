@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import Stopped
+from moeinf.offload.store.expert_store import Stopped
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.requests import Limits as Limits

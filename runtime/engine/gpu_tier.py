@@ -16,13 +16,13 @@ from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES, USE_PAST
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import Contended, Miss
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import ExpertStore
+from moeinf.offload.store.compute import SlotMath
+from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
 from moeinf.runtime.config import EngineConfig, Settings

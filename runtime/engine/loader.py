@@ -20,13 +20,13 @@ from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import ExpertStore
+from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.transfer import Transfer
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,

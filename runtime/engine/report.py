@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeinf.offload.stats import StoreStats
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.generate import Generation
 from moeinf.runtime.engine.gpu_tier import OpenGpu

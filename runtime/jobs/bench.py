@@ -25,7 +25,7 @@ from moeinf.models.base import State
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.native import read_bandwidth
 from moeinf.offload.routing.hint_model import HintSource
-from moeinf.offload.stats import StoreStats
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moeinf.native import PAGE_BYTES
-from moeinf.offload.budget import SlotBudget
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, OLDER_VERSIONS, ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_path
+from moeinf.offload.store.budget import SlotBudget
 from moeinf.runtime.atomic_files import write_text_durably
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular

@@ -16,8 +16,8 @@ import torch
 
 from moeinf.native import DeviceContext, DeviceError, DeviceSlots, HostLock, SlotPool
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.slot_math import SlotMath, TorchFfn
 from moeinf.offload.split import Contended
+from moeinf.offload.store.compute import SlotMath, TorchFfn
 from moeinf.runtime.machine.memory import available_bytes, cache_bytes
 
 _LEAST_BYTES = 64 << 20

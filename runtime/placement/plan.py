@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field
 
 from moeinf.native import MAX_COMPUTE_THREADS
-from moeinf.offload.budget import DoesNotFit
 from moeinf.offload.split import Miss
+from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from moeinf.offload.transfer import ExpertReadError
+from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine

@@ -96,7 +96,7 @@ def test_print_only_in_output() -> None:
 
 
 def test_one_importer_of_the_copy_queue() -> None:
-    """What moves experts is offload/transfer.py alone."""
+    """What moves experts is offload/store/transfer.py alone."""
     importers = [
         str(path.relative_to(ROOT))
         for folder in FLOORS
@@ -104,4 +104,4 @@ def test_one_importer_of_the_copy_queue() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "CopyQueue" in path.read_text()
     ]
-    assert importers == ["offload/transfer.py"]
+    assert importers == ["offload/store/transfer.py"]

@@ -21,14 +21,14 @@ from moeinf.offload.format.shards import shard_header, shard_path, write_file
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.slot_math import ExpertRunner, SlotMath, TorchFfn
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import ExpertStore
+from moeinf.offload.store.compute import ExpertRunner, SlotMath, TorchFfn
+from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.transfer import Transfer
 from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.transfer import Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.native.test_kernels import experts_of

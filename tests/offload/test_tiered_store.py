@@ -34,18 +34,27 @@ from moeinf.offload.format.shards import shard_path
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.trace import Phase, RoutingShape
-from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import MISSES, Contended, Miss, Split
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import ExpertStore, Stopped
+from moeinf.offload.store.compute import SlotMath
+from moeinf.offload.store.expert_store import ExpertStore, Stopped
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.transfer import ExpertReadError, Transfer
 from moeinf.offload.tier_runner import OutOfMemory, TierRunner
 from moeinf.offload.tiered_store import TieredStore
-from moeinf.offload.transfer import ExpertReadError, Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
-from tests.offload.test_store import LAYOUT, E, K, L, Shards, make_shards, past, routing
+from tests.offload.store.test_expert_store import (
+    LAYOUT,
+    E,
+    K,
+    L,
+    Shards,
+    make_shards,
+    past,
+    routing,
+)
 
 
 class Rig:

@@ -24,7 +24,6 @@ from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource, ModelledHints
 from moeinf.offload.routing.route_csv import read_route_csv
@@ -32,16 +31,17 @@ from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, T
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.slot_math import SlotMath
 from moeinf.offload.split import FEW_ROWS, MISSES, Miss
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.store import ExpertStore
+from moeinf.offload.store.compute import SlotMath
+from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.tier_runner import TierRunner
 from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
-from tests.offload.test_store_is_the_replay import LAYOUT, TRACE, AtOnce, NoMath
+from tests.offload.store.test_store_is_the_replay import LAYOUT, TRACE, AtOnce, NoMath
 
 SHAPE = RoutingShape(layers=4, experts=16, top_k=2, expert_bytes=1, dense_bytes=4)
 AT_ONCE, LATE = DeviceSpeeds(bus_bytes_per_s=inf), DeviceSpeeds(bus_bytes_per_s=1e-30)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moeinf.native import DeviceError, OutOfDeviceMemory
-from moeinf.offload.budget import DoesNotFit
-from moeinf.offload.transfer import ExpertReadError
+from moeinf.offload.store.budget import DoesNotFit
+from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.manifest import DamagedModel, NewerModel
 from moeinf.runtime.machine.device_choice import DeviceUnavailable

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from moeinf.offload.store import Stopped
+from moeinf.offload.store.expert_store import Stopped
 from moeinf.runtime.engine.engine import Engine
 from moeinf.server.jobs import Failed, Unloaded
 from moeinf.server.worker import Worker

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.offload.budget import DoesNotFit
+from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library

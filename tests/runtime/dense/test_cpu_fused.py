@@ -17,7 +17,7 @@ from moeinf.models.mla import MlaCore, MlaShape
 from moeinf.models.norms import RmsNorm
 from moeinf.models.routing import SoftmaxRouter
 from moeinf.native import compute_threads, set_compute_threads
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_fused import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned
 
 BF16 = torch.bfloat16

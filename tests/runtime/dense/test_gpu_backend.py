@@ -23,7 +23,7 @@ from moeinf.models.moe import Done
 from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.routing import SoftmaxRouter
 from moeinf.offload import device_attention, device_prefill, device_router, device_rows
-from moeinf.offload.slot_math import MOST_ROWS
+from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.checkpoints.checkpoint import read_json
 from moeinf.runtime.dense.gpu_attention import DeviceGqa, DeviceMla
 from moeinf.runtime.dense.gpu_backend import DevicePieces

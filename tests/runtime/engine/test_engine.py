@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.offload.budget import DoesNotFit
-from moeinf.offload.store import Stopped
-from moeinf.offload.transfer import ExpertReadError
+from moeinf.offload.store.budget import DoesNotFit
+from moeinf.offload.store.expert_store import Stopped
+from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine

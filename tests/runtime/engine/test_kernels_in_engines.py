@@ -30,7 +30,7 @@ from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.router_kinds import RouterKind
-from moeinf.offload.slot_math import TorchFfn
+from moeinf.offload.store.compute import TorchFfn
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense import cpu_linear
 from moeinf.runtime.dense import graphed_step as graphs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeinf.offload.stats import StoreStats
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.engine.report import foresight, verbose_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.offload.budget import DoesNotFit, SlotBudget
+from moeinf.offload.store.budget import DoesNotFit, SlotBudget
 
 BUDGET = SlotBudget(slot_bytes=4096, experts=192, top_k=4)
 

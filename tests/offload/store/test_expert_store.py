@@ -20,11 +20,11 @@ from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
-from moeinf.offload.residency import Residency
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
-from moeinf.offload.store import ExpertStore, Stopped
-from moeinf.offload.transfer import ExpertReadError, Transfer
+from moeinf.offload.store.expert_store import ExpertStore, Stopped
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.transfer import ExpertReadError, Transfer
 
 L, E, K, D, F = 3, 6, 2, 16, 24
 LAYOUT = ExpertLayout(D, F, "F32")

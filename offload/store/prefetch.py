@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeinf.offload.policy.base import Policy, Wish
-from moeinf.offload.residency import Residency
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.transfer import Transfer
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.transfer import Transfer
 
 Cause = Literal["hinted", "predicted"]
 

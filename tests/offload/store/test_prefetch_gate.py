@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeinf.offload.throttle import Throttle
+from moeinf.offload.store.prefetch_gate import Throttle
 
 
 def test_open_until_a_token_has_shown_that_nothing_waits() -> None:

@@ -33,14 +33,14 @@ from typing import Literal
 from torch import Tensor
 
 from moeinf.native import SlotPool
-from moeinf.offload.ahead import ReadAhead
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, chosen_cells
-from moeinf.offload.residency import Residency
-from moeinf.offload.slot_math import AllThere, ExpertMath, HostRunner, SlotMath
-from moeinf.offload.stats import StoreStats
-from moeinf.offload.throttle import Throttle
-from moeinf.offload.transfer import ExpertReadError, Transfer
+from moeinf.offload.store.compute import AllThere, ExpertMath, HostRunner, SlotMath
+from moeinf.offload.store.prefetch import ReadAhead
+from moeinf.offload.store.prefetch_gate import Throttle
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.transfer import ExpertReadError, Transfer
 
 
 class Stopped(Exception):

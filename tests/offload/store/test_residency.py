@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moeinf.offload.residency import Residency
+from moeinf.offload.store.residency import Residency
 
 SLOTS, CELLS = 5, 9
 

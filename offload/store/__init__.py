@@ -1,0 +1,1 @@
+"""The expert cache in host memory: slots, transfers, prefetch, computing."""
