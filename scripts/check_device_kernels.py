@@ -25,13 +25,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moeinf.offload import device_attention as attention
-from moeinf.offload import device_gemm as gemm
-from moeinf.offload import device_kernels as kernels
-from moeinf.offload import device_prefill as prefill
-from moeinf.offload import device_router as router
-from moeinf.offload import device_rows as between
-from moeinf.offload.device_tiles import FUSION
+from moeinf.offload.gpu_kernels import decode_attention as attention
+from moeinf.offload.gpu_kernels import elementwise as between
+from moeinf.offload.gpu_kernels import expert_kernels as kernels
+from moeinf.offload.gpu_kernels import grouped_gemm as gemm
+from moeinf.offload.gpu_kernels import prefill_attention as prefill
+from moeinf.offload.gpu_kernels import router
+from moeinf.offload.gpu_kernels.tiles import FUSION
 
 DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, Blackwell of desks
 SPILLED_BYTES = 8  # three blocks of 32 rows do so on sm_120
@@ -163,7 +163,7 @@ def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
-    """The kernel for one GPU, with types and alignments as device_ffn.py passes them."""
+    """The kernel for one GPU, with types and alignments as expert_ffn.py passes them."""
     constants = dict(constants)
     form, plain = constants.get("FORM"), constants.pop("TYPE", None)
     staged = constants.pop("STAGED", None)

@@ -23,7 +23,7 @@ from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, Top
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.router_kinds import RouterKind
+from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.store.compute import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.graphed_step import Graphs

@@ -38,7 +38,7 @@ class CoreMath(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """q [H, W] of the token at `position` [1] over a cache k [G, S, W], v [G, S, V] -> [H, V],
-        where `out` is; see offload/device_attention.py."""
+        where `out` is; see offload/gpu_kernels/decode_attention.py."""
         ...
 
     def attend_rows(
@@ -53,11 +53,11 @@ class CoreMath(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, W] of the tokens from `past` on: the same for many, -> [T, H, V]; see
-        offload/device_prefill.py."""
+        offload/gpu_kernels/prefill_attention.py."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-        """A norm of models/norms.py; see offload/device_rows.py."""
+        """A norm of models/norms.py; see offload/gpu_kernels/elementwise.py."""
         ...
 
     def gqa_heads(
@@ -74,7 +74,8 @@ class CoreMath(Protocol):
         wide: bool = False,
         clip: float | None = None,
     ) -> None:
-        """A row of GqaCore.heads, into out [T, H, W] and the cache; see offload/device_rows.py."""
+        """A row of GqaCore.heads, into out [T, H, W] and the cache; see
+        offload/gpu_kernels/elementwise.py."""
         ...
 
     def mla_heads(
@@ -89,7 +90,7 @@ class CoreMath(Protocol):
         norm: _Norm,
     ) -> None:
         """A row of MlaCore.heads, into the last columns of out [T, H, C + rope] and the cache; see
-        offload/device_rows.py."""
+        offload/gpu_kernels/elementwise.py."""
         ...
 
 

@@ -19,7 +19,7 @@ from moeinf.models.ffn import GatedMlp
 from moeinf.models.mla import LowRank, MlaCore
 from moeinf.models.norms import RmsNorm, WideRmsNorm
 from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
-from moeinf.offload.router_kinds import RouterKind
+from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_linear import Products
 from moeinf.runtime.dense.gpu_attention import CoreMath, DeviceGqa, DeviceMla, DeviceNorm
@@ -34,7 +34,7 @@ class DeviceMath(Products, CoreMath, Protocol):
     def route(
         self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A router of models/routing.py; see offload/device_router.py."""
+        """A router of models/routing.py; see offload/gpu_kernels/router.py."""
         ...
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:

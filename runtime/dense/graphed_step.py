@@ -45,7 +45,7 @@ _Key = tuple[int, bool, tuple[int | None, ...]]  # a cache's id, whether there a
 
 
 class Graphs(Protocol):
-    """Work of a device, written down and repeated: see offload/cuda_graphs.py."""
+    """Work of a device, written down and repeated: see offload/gpu_kernels/cuda_graphs.py."""
 
     @property
     def can_begin(self) -> bool:

@@ -158,7 +158,9 @@ def _of_device(error: Exception) -> bool:
 
 def torch_device() -> TorchDevice:
     """torch's CUDA device with our kernels. Needs missing_for_kernels() to be None."""
-    from moeinf.offload.cuda_device import CudaDevice  # imports torch's CUDA parts and Triton
+    from moeinf.offload.gpu_kernels.device import (
+        CudaDevice,  # imports torch's CUDA parts and Triton
+    )
 
     return CudaDevice()
 

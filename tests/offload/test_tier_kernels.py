@@ -14,10 +14,10 @@ import torch
 
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, Driver, HostLock, SlotPool, _native
-from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import shard_header, shard_path, write_file
+from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from moeinf.offload.page_lock import PageLocking
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES

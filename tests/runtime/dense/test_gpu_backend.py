@@ -22,7 +22,7 @@ from moeinf.models.ffn import GatedMlp
 from moeinf.models.moe import Done
 from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.routing import SoftmaxRouter
-from moeinf.offload import device_attention, device_prefill, device_router, device_rows
+from moeinf.offload.gpu_kernels import decode_attention, elementwise, prefill_attention, router
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.checkpoints.checkpoint import read_json
 from moeinf.runtime.dense.gpu_attention import DeviceGqa, DeviceMla
@@ -105,13 +105,13 @@ class CountedDevice(FakeDevice):
 class KernelDevice(FakeDevice):
     """Triton's kernels between the torch of products, in its interpreter."""
 
-    attend_newest = staticmethod(device_attention.attend_newest)
-    attend_rows = staticmethod(device_prefill.attend_rows)
-    rms_norm = staticmethod(device_rows.rms_norm)
-    gqa_heads = staticmethod(device_rows.gqa_heads)
-    mla_heads = staticmethod(device_rows.mla_heads)
-    gated = staticmethod(device_rows.gated)
-    route = staticmethod(device_router.route)
+    attend_newest = staticmethod(decode_attention.attend_newest)
+    attend_rows = staticmethod(prefill_attention.attend_rows)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    gqa_heads = staticmethod(elementwise.gqa_heads)
+    mla_heads = staticmethod(elementwise.mla_heads)
+    gated = staticmethod(elementwise.gated)
+    route = staticmethod(router.route)
 
 
 class TunedParts(DictParts):
@@ -212,7 +212,7 @@ def test_a_family_decodes_with_kernels_as_with_torch(
     name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests together, in float32: every kind of norm, rope, router and core."""
-    monkeypatch.setattr(device_attention, "SPLITS", 2)  # the interpreter takes its time for each
+    monkeypatch.setattr(decode_attention, "SPLITS", 2)  # the interpreter takes its time for each
     family, config, tensors = dense_of(name, tmp_path, torch.float32)
     both = DictParts(tensors), TunedParts(tensors, KernelDevice(fake))
     found = []
@@ -232,13 +232,13 @@ def test_a_family_prefills_with_kernels_as_with_torch(
     name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests in pieces, the second beside a token of the first."""
-    monkeypatch.setattr(device_attention, "SPLITS", 2)  # the interpreter takes its time for each
+    monkeypatch.setattr(decode_attention, "SPLITS", 2)  # the interpreter takes its time for each
     family, config, tensors = dense_of(name, tmp_path, torch.float32)
     kernels, found, past = KernelDevice(fake), [], list[int]()
 
     def noted(q: Tensor, k: Tensor, v: Tensor, before: int, *given: Any) -> Tensor:
         past.append(before)
-        return device_prefill.attend_rows(q, k, v, before, *given)
+        return prefill_attention.attend_rows(q, k, v, before, *given)
 
     kernels.attend_rows = noted  # type: ignore[method-assign]
     for parts in DictParts(tensors), TunedParts(tensors, kernels):

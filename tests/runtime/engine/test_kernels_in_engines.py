@@ -19,17 +19,17 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import _native
-from moeinf.offload import (
-    device_attention,
-    device_linears,
-    device_prefill,
-    device_router,
-    device_rows,
-)
-from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.device_tier import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.router_kinds import RouterKind
+from moeinf.offload.gpu_kernels import (
+    decode_attention,
+    elementwise,
+    linear,
+    prefill_attention,
+    router,
+)
+from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
+from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.store.compute import TorchFfn
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense import cpu_linear
@@ -54,13 +54,13 @@ class KernelFake(StrictFake):
     routed = 0
 
     def tiled_linear(self, *given: Any) -> Linear:
-        return self.made_there(device_linears.tiled_linear, *given)
+        return self.made_there(linear.tiled_linear, *given)
 
     def plain_linear(self, *given: Any) -> Linear:
-        return self.made_there(device_linears.plain_linear, *given)
+        return self.made_there(linear.plain_linear, *given)
 
     def tiled_embedding(self, *given: Any) -> cpu_linear.Rows:
-        return self.made_there(device_linears.tiled_embedding, *given)
+        return self.made_there(linear.tiled_embedding, *given)
 
     def attend_newest(
         self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
@@ -68,31 +68,31 @@ class KernelFake(StrictFake):
     ) -> Tensor:  # fmt: skip
         assert out is not None
         given = q, k, v, position, scale, window, sinks, out
-        self.changed(lambda: device_attention.attend_newest(*given), out)
+        self.changed(lambda: decode_attention.attend_newest(*given), out)
         return out
 
     def attend_rows(self, q: Tensor, *given: Any) -> Tensor:
-        return self.made(lambda: device_prefill.attend_rows(q, *given), q, *given[:2])
+        return self.made(lambda: prefill_attention.attend_rows(q, *given), q, *given[:2])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-        return self.made(lambda: device_rows.rms_norm(x, weight, eps, wide), x, weight)
+        return self.made(lambda: elementwise.rms_norm(x, weight, eps, wide), x, weight)
 
     def gqa_heads(self, *given: Any) -> None:
         *_, planes, out, _norms, _wide, _clip = given
-        self.changed(lambda: device_rows.gqa_heads(*given), *planes, out)
+        self.changed(lambda: elementwise.gqa_heads(*given), *planes, out)
 
     def mla_heads(self, *given: Any) -> None:
         *_, memory, out, _norm = given
-        self.changed(lambda: device_rows.mla_heads(*given), memory, out)
+        self.changed(lambda: elementwise.mla_heads(*given), memory, out)
 
     def route(
         self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         given = x, weight, kind, bias
-        return self.made(lambda: device_router.route(*given), x, weight)
+        return self.made(lambda: router.route(*given), x, weight)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.made(lambda: device_rows.gated(gate, up), gate, up)
+        return self.made(lambda: elementwise.gated(gate, up), gate, up)
 
     def made(self, compute: Callable[[], Made], *given: Tensor) -> Made:
         """A kernel's results, which lie there."""
@@ -167,7 +167,7 @@ def test_the_cpus_logits(
     name: str, form: str, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(device_attention, "SPLITS", 4)  # the interpreter takes its time for each
+    monkeypatch.setattr(decode_attention, "SPLITS", 4)  # the interpreter takes its time for each
     monkeypatch.setattr(graphs, "_ROUNDS", 1)
     assert _native._use_kernels("portable")
     request.addfinalizer(lambda: _native._use_kernels(""))

@@ -23,23 +23,23 @@ from moeinf.models.decoder import Decoder
 from moeinf.models.kv_cache import KvCache, Span
 from moeinf.models.moe import TorchMath
 from moeinf.native import matrix_bytes
-from moeinf.offload import (
-    device_attention,
-    device_ffn,
-    device_linears,
-    device_prefill,
-    device_router,
-    device_rows,
-)
-from moeinf.offload.cuda_device import CudaDevice
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.gpu_kernels import (
+    decode_attention,
+    elementwise,
+    expert_ffn,
+    prefill_attention,
+    router,
+)
+from moeinf.offload.gpu_kernels import linear as device_linears
+from moeinf.offload.gpu_kernels.device import CudaDevice
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.placement.gpu_plan import _GRAPHS_BYTES, _TORCH_BYTES, dense_workspace_bytes
 
 META = torch.device("meta")
 LAUNCHING = (
-    device_attention, device_ffn, device_linears, device_prefill, device_router, device_rows,
+    decode_attention, expert_ffn, device_linears, prefill_attention, router, elementwise,
 )  # fmt: skip
 LARGER = {  # of a family that is raced in a smaller size: hidden, heads and experts of the largest
     "deepseek-v3": ("deepseek-v2-lite", {
@@ -144,7 +144,7 @@ class OnDevice:
 
     def __init__(self, layout: ExpertLayout, experts: int) -> None:
         arena = torch.empty(8, layout.slot_bytes, dtype=torch.uint8, device=META)
-        self._math = device_ffn.DeviceMath(layout, arena, TorchMath())
+        self._math = expert_ffn.DeviceMath(layout, arena, TorchMath())
         self._table = torch.empty(experts, dtype=torch.int32, device=META)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Any:

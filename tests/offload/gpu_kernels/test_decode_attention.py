@@ -6,7 +6,7 @@ In Triton's interpreter where there is no GPU (tests/conftest.py).
 import pytest
 import torch
 
-from moeinf.offload.device_attention import attend_newest
+from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from tests.offload.device import DEVICE
 
 SHAPES = {  # heads, key heads, width, value width

@@ -15,8 +15,8 @@ from moeinf.models.kv_cache import PassRows
 from moeinf.models.mla import MlaCore, MlaShape
 from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.rope import rotate_pairs
-from moeinf.offload import device_rows
-from moeinf.offload.device_rows import gated, gqa_heads, mla_heads, rms_norm
+from moeinf.offload.gpu_kernels import elementwise
+from moeinf.offload.gpu_kernels.elementwise import gated, gqa_heads, mla_heads, rms_norm
 from tests.offload.device import DEVICE
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -53,7 +53,7 @@ def angles_of(positions, count):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("width", [7, 64, 300])
 def test_norms_round_as_torch_does(dtype, wide, width, monkeypatch):
-    monkeypatch.setattr(device_rows, "_PIECE", 128)  # 300 are three pieces
+    monkeypatch.setattr(elementwise, "_PIECE", 128)  # 300 are three pieces
     draw = Draw(dtype)
     x = draw(3, 2, width) * torch.tensor([1e-4, 1.0, 100.0]).to(dtype)[:, None, None]
     weight = draw(width, about=1.0, dtype=F32 if wide else dtype)

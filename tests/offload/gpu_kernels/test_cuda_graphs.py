@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.offload.cuda_graphs import CudaGraphs
+from moeinf.offload.gpu_kernels.cuda_graphs import CudaGraphs
 
 
 class Stream:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from moeinf.native import OutOfDeviceMemory
-from moeinf.offload import (
-    device_attention,
-    device_linears,
-    device_prefill,
-    device_router,
-    device_rows,
-)
-from moeinf.offload.cuda_graphs import CudaGraphs
-from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.gpu_kernels import (
+    decode_attention,
+    elementwise,
+    linear,
+    prefill_attention,
+    router,
+)
+from moeinf.offload.gpu_kernels.cuda_graphs import CudaGraphs
+from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from moeinf.offload.store.compute import TorchFfn
 
 
@@ -32,16 +32,16 @@ class CudaDevice:
     """
 
     place = torch.device("cuda", 0)
-    tiled_linear = staticmethod(device_linears.tiled_linear)
-    plain_linear = staticmethod(device_linears.plain_linear)
-    tiled_embedding = staticmethod(device_linears.tiled_embedding)
-    attend_newest = staticmethod(device_attention.attend_newest)
-    attend_rows = staticmethod(device_prefill.attend_rows)
-    rms_norm = staticmethod(device_rows.rms_norm)
-    gqa_heads = staticmethod(device_rows.gqa_heads)
-    mla_heads = staticmethod(device_rows.mla_heads)
-    gated = staticmethod(device_rows.gated)
-    route = staticmethod(device_router.route)
+    tiled_linear = staticmethod(linear.tiled_linear)
+    plain_linear = staticmethod(linear.plain_linear)
+    tiled_embedding = staticmethod(linear.tiled_embedding)
+    attend_newest = staticmethod(decode_attention.attend_newest)
+    attend_rows = staticmethod(prefill_attention.attend_rows)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    gqa_heads = staticmethod(elementwise.gqa_heads)
+    mla_heads = staticmethod(elementwise.mla_heads)
+    gated = staticmethod(elementwise.gated)
+    route = staticmethod(router.route)
 
     _limits: ClassVar[dict[int, int]] = {}  # of every engine here: torch knows one for the process
 

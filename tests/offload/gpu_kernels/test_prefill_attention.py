@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moeinf.offload.device_attention import attend_newest
-from moeinf.offload.device_prefill import attend_rows
+from moeinf.offload.gpu_kernels.decode_attention import attend_newest
+from moeinf.offload.gpu_kernels.prefill_attention import attend_rows
 from tests.offload.device import DEVICE
 
 SHAPES = {  # heads, key heads, width, value width

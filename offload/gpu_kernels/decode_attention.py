@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeinf.offload.device_ffn import INTERPRETED
-from moeinf.offload.device_tiles import FUSION, stored
+from moeinf.offload.gpu_kernels.expert_ffn import INTERPRETED
+from moeinf.offload.gpu_kernels.tiles import FUSION, stored
 
 SPLITS = 64  # of a text: with one key head, as in latent attention, as many multiprocessors work
 _HEADS = 16  # rows of the smallest product on tensor cores

@@ -3,8 +3,8 @@
 Does not know which experts are resident, nor how bytes came into the slots; that is the tier's
 business. It reads the bytes that the CPU's kernels read and gives their bits: in tiles for any
 number of rows, in bf16 for up to 16 of an expert. Up to 16 tokens, each pair of a token and an
-expert is computed by itself (device_kernels.py); of more, pairs that share an expert in tiles go
-through tensor cores together (device_gemm.py).
+expert is computed by itself (expert_kernels.py); of more, pairs that share an expert in tiles go
+through tensor cores together (grouped_gemm.py).
 
 Work is launched on torch's current stream and nothing is read back, so the host never waits:
 `run_routed` takes ids and slot table as they lie on the device. The caller keeps the slots' bytes
@@ -21,11 +21,16 @@ import triton
 from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS, GROUP, TILE_COLUMNS, is_gated
-from moeinf.offload.device_gemm import grouped_down, grouped_inner
-from moeinf.offload.device_groups import blocks_of
-from moeinf.offload.device_kernels import combine_rows, expert_down, expert_inner, quantise_rows
-from moeinf.offload.device_tiles import FUSION
 from moeinf.offload.format.layout import ExpertLayout, is_tiled
+from moeinf.offload.gpu_kernels.expert_kernels import (
+    combine_rows,
+    expert_down,
+    expert_inner,
+    quantise_rows,
+)
+from moeinf.offload.gpu_kernels.grouped_gemm import grouped_down, grouped_inner
+from moeinf.offload.gpu_kernels.grouping import blocks_of
+from moeinf.offload.gpu_kernels.tiles import FUSION
 from moeinf.offload.store.compute import MOST_ROWS, TorchFfn, slot_views
 
 INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)

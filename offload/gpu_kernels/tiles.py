@@ -1,4 +1,4 @@
-"""How a GPU reads weights and computes with them: the pieces of which device_kernels.py is made.
+"""How a GPU reads weights and computes with them: the pieces of which expert_kernels.py is made.
 
 Does not know slots, routing or memory; nothing imports it where there is no GPU, because it imports
 Triton. The tiles, and the canonical arithmetic over them, are drawn in native/tiles.h; bf16's order

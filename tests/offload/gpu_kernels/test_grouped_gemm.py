@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeinf.native import LinearKernel, matrix_bytes
-from moeinf.offload import device_ffn
-from moeinf.offload.device_ffn import rows_of_block
-from moeinf.offload.device_groups import blocks_of
-from moeinf.offload.device_linears import tiled_linear
+from moeinf.offload.gpu_kernels import expert_ffn
+from moeinf.offload.gpu_kernels.expert_ffn import rows_of_block
+from moeinf.offload.gpu_kernels.grouping import blocks_of
+from moeinf.offload.gpu_kernels.linear import tiled_linear
 from tests.native.test_kernels import aligned, relative
 from tests.offload import test_device_ffn as pairs
 from tests.offload.device import DEVICE
-from tests.offload.test_device_ffn import UNTOUCHED, Layer, random
-from tests.offload.test_device_linears import matrix
+from tests.offload.gpu_kernels.test_expert_ffn import UNTOUCHED, Layer, random
+from tests.offload.gpu_kernels.test_linear import matrix
 
 FORMS = ["q4", "q8", "mxfp4"]
 portable_path = pairs.portable_path
@@ -119,9 +119,9 @@ def test_what_triton_cannot_compile_is_not_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, most in (((10, 0), 32), ((9, 0), 64), ((12, 0), 64)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        device_ffn._most_rows.cache_clear()
+        expert_ffn._most_rows.cache_clear()
         assert [rows_of_block(n) for n in (17, 33, 500)] == [32, most, most]
-    device_ffn._most_rows.cache_clear()
+    expert_ffn._most_rows.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter

@@ -1,11 +1,11 @@
 """Triton kernels for many rows: experts and dense layers on tensor cores, with the bits of the few.
 
-Does not know who owns the memory, nor how pairs were sorted; device_ffn.py and device_linears.py
+Does not know who owns the memory, nor how pairs were sorted; expert_ffn.py and linear.py
 launch these.
 
 The sum of a group of 32 is one step of an int8 product on tensor cores, K = 32, and an exact
 integer like that of `dp4a`. Then come the scales and one fused step per group, in the order of the
-groups. So a row's bits are those of device_tiles.py and of the CPU, in whatever block it travels.
+groups. So a row's bits are those of tiles.py and of the CPU, in whatever block it travels.
 
 A tile's words are what a thread holds of such a product's operand (four k of one row of weights),
 so codes are prepared as words and never shuffled. Tensor cores take signed bytes:
@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeinf.offload.device_tiles import (
+from moeinf.offload.gpu_kernels.tiles import (
     activated,
     quantised,
     scales_of,

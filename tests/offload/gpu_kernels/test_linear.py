@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeinf.native import LinearKernel, _native
-from moeinf.offload import device_linears as on_device
+from moeinf.offload.gpu_kernels import linear as on_device
 from moeinf.runtime.dense import cpu_linear as on_cpu
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE

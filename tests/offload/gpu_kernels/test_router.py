@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moeinf.offload import device_router
-from moeinf.offload.device_router import route
-from moeinf.offload.router_kinds import RouterKind
+from moeinf.offload.gpu_kernels import router
+from moeinf.offload.gpu_kernels.router import route
+from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from tests.fake_device import torch_router
 from tests.offload.device import DEVICE
 
@@ -64,7 +64,7 @@ def test_every_kind_like_torch(name):
 @pytest.mark.parametrize("name", ["groups", "sigmoid, groups", "mixer"])
 @pytest.mark.parametrize("types", [(F32, F32), (BF16, F32), (F32, BF16)], ids=str)
 def test_types_and_rows_in_pieces(name, types, monkeypatch):
-    monkeypatch.setattr(device_router, "_PIECE", 32)
+    monkeypatch.setattr(router, "_PIECE", 32)
     x, weight, kind, bias = drawn(name, rows=5, width=90, dtype=F32, seed=3)
     x, weight = x.to(types[0]), weight.to(types[1])
     ids, weights = routed(x, weight, kind, bias)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moeinf.models.moe import TorchMath
 from moeinf.native import ExpertKernel, _native, combine_rows, is_gated
-from moeinf.offload.device_ffn import DeviceMath
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from tests.native.test_kernels import between, experts_of, relative
 from tests.offload.device import DEVICE
 

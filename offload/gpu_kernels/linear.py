@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.offload.device_ffn import (
+from moeinf.offload.gpu_kernels.expert_ffn import (
     INTERPRETED,
     LANES,
     STAGES,
@@ -23,9 +23,9 @@ from moeinf.offload.device_ffn import (
     tiles_of,
     warps_of,
 )
-from moeinf.offload.device_gemm import linear_many
-from moeinf.offload.device_kernels import gather_rows, linear_rows
-from moeinf.offload.device_tiles import FUSION
+from moeinf.offload.gpu_kernels.expert_kernels import gather_rows, linear_rows
+from moeinf.offload.gpu_kernels.grouped_gemm import linear_many
+from moeinf.offload.gpu_kernels.tiles import FUSION
 from moeinf.offload.store.compute import MOST_ROWS
 
 _OUTPUTS = 32  # of one program of up to MOST_ROWS rows; more, of tiles, go through tensor cores

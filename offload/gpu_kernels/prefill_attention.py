@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeinf.offload.device_attention import wide_dot
-from moeinf.offload.device_ffn import INTERPRETED
-from moeinf.offload.device_tiles import FUSION, stored
+from moeinf.offload.gpu_kernels.decode_attention import wide_dot
+from moeinf.offload.gpu_kernels.expert_ffn import INTERPRETED
+from moeinf.offload.gpu_kernels.tiles import FUSION, stored
 
 _SIZES: dict[bool, dict[float, tuple[int, int]]] = {  # lines, and keys at a time, of heads up to
     False: {64: (64, 64), 192: (64, 32), 256: (32, 32), inf: (16, 16)},

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeinf.offload.device_tiles import FUSION
-from moeinf.offload.router_kinds import RouterKind
+from moeinf.offload.gpu_kernels.router_spec import RouterKind
+from moeinf.offload.gpu_kernels.tiles import FUSION
 
 NO_KEY = tl.constexpr(-(1 << 63))
 _PIECE = 2048  # of a row at a time

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeinf.offload.device_tiles import FUSION, stored
+from moeinf.offload.gpu_kernels.tiles import FUSION, stored
 
 _PIECE = 2048  # of a row at a time
 _COLUMNS = 1024  # of SwiGLU in one program

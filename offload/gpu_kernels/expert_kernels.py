@@ -1,7 +1,7 @@
 """Triton kernels: rows quantised, experts found through a slot table, dense layers, sums over K.
 
-Does not know who owns the memory; device_ffn.py and device_linears.py launch these. Like
-device_tiles.py it is imported only where there is a GPU.
+Does not know who owns the memory; expert_ffn.py and linear.py launch these. Like
+tiles.py it is imported only where there is a GPU.
 
 One program of an expert's kernels computes 32 outputs for one (token, expert) pair: a pair whose
 expert is not in the table ends at once, and pairs with the same expert meet in the L2 cache, since
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moeinf.offload.device_tiles import (
+from moeinf.offload.gpu_kernels.tiles import (
     activated,
     plain_sums,
     quantised,

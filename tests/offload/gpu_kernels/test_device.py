@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moeinf.offload.cuda_device import CudaDevice
+from moeinf.offload.gpu_kernels.device import CudaDevice
 
 
 @pytest.fixture
