@@ -41,7 +41,7 @@ from benchmarks.gpu_floor import Speeds, TokenBytes, floor, measured
 from benchmarks.gpu_peers import PROGRAMS, Asked
 from benchmarks.gpu_peers import run as run_program
 from benchmarks.shapes import shape
-from moeinf.offload.split import MISSES
+from moeinf.offload.gpu_tier.miss_split import MISSES
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import decode, machine, prefill, token_bytes

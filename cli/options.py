@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from moeinf.native import MAX_COMPUTE_THREADS
+from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.policy.names import POLICY_NAMES
-from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import WANTED, EngineConfig, Settings, Wanted, read_environment
 from moeinf.runtime.hub.aliases import registry
 from moeinf.runtime.invalid import InvalidValue

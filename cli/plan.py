@@ -22,8 +22,8 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.cli.plan_device import device_document, device_fields
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.names import DEFAULT_POLICY
-from moeinf.offload.split import Miss
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.hub.resolve import can_be_had, find_source

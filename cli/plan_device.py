@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeinf.offload.split import Miss
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
 from moeinf.runtime.sizes import format_bytes
 

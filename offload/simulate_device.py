@@ -1,4 +1,4 @@
-"""The device's tier in a replay: device_tier.py without a device, its copies taking time.
+"""The device's tier in a replay: device_slots.py without a device, its copies taking time.
 
 Does not know routing, nor who computes what.
 """
@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.base import Policy
-from moeinf.offload.split import Miss
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.timing import DeviceSpeeds
 

@@ -1,9 +1,9 @@
 """Replays a recording against device slots above host slots above a disk, as tiered_store.py runs.
 
 Does not know torch or bytes: it moves names between two Residencies, with the engine's policies and
-Split, and says what the verbs of expert_store.py, tiered_store.py, tier_runner.py and
-device_tier.py say, in their order. Where a clock decides (is the bus idle, has a copy let go of its
-host slot), it is the model's; a bus that takes no time copies as a device does that is never
+Split, and says what the verbs of expert_store.py, tiered_store.py, layer_runner.py and
+device_slots.py say, in their order. Where a clock decides (is the bus idle, has a copy let go of
+its host slot), it is the model's; a bus that takes no time copies as a device does that is never
 behind.
 
 One layer, four clocks:
@@ -29,13 +29,13 @@ from math import inf, nextafter
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, Split
 from moeinf.offload.policy.base import Passive, Policy, Setup, chosen_cells
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Ids, Pass, Recording
 from moeinf.offload.simulate import Conditions, MakePolicy, Walk
 from moeinf.offload.simulate_device import Above, ReplayedTier
-from moeinf.offload.split import FEW_ROWS, Split
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.timing import Link
 

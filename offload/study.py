@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
@@ -22,7 +23,6 @@ from moeinf.offload.routing.trace import Pass, Recording, RoutingShape
 from moeinf.offload.simulate import Conditions, Replay
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.split import Miss
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
 
 

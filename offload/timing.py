@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.split import Contended
 
 _UNKNOWN_EXPERT_BYTES = 1 << 20
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from moeinf.offload.split import Miss
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import MemorySize, parse_memory
@@ -173,10 +173,10 @@ class EngineConfig:
     memory    RAM for experts, in bytes or as a share of all experts; None: what is free
     context   tokens of KV cache; None: the model's usual ones, if the plan affords them
     device    the processor that computes experts, device_memory what of its memory may be used
-    miss      what becomes of an expert that is not in the device's memory (offload/tiered_store.py)
-    libcuda   the driver's library, if not where the system finds it
-    readers   reads in flight, and direct_io whether past the page cache; None: as was measured best
-    parallel  requests that decode together, each with a KV cache of its own
+    miss      what becomes of an expert that is not in the device's memory
+    (offload/gpu_tier/tiered_store.py) libcuda   the driver's library, if not where the system finds
+    it readers   reads in flight, and direct_io whether past the page cache; None: as was measured
+    best parallel  requests that decode together, each with a KV cache of its own
     trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
     """
 

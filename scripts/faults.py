@@ -75,7 +75,7 @@ ROWS = (
     Row(
         "page-lock fails (fake driver)",
         (
-            "tests/offload/test_tiered_store.py -k page_locking",
+            "tests/offload/gpu_tier/test_tiered_store.py -k page_locking",
             "tests/native/test_device.py -k locked",
             "tests/runtime/engine/test_gpu_engine.py -k page_locking",
         ),
@@ -95,7 +95,7 @@ ROWS = (
     Row(
         "GPU out of memory, failed copies, a device that dies (fake driver)",
         (
-            "tests/offload/test_tiered_store.py -k 'memory or failing'",
+            "tests/offload/gpu_tier/test_tiered_store.py -k 'memory or failing'",
             "tests/native/test_device.py -k 'failed or fault or fit'",
             "tests/runtime/engine/test_gpu_engine.py -k failed",
             "tests/cli/test_gpu.py -k fails",

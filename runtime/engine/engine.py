@@ -28,10 +28,10 @@ from moeinf.native import (
     kernels_are_fast,
     set_compute_threads,
 )
+from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Recording
 from moeinf.offload.store.compute import MOST_ROWS
-from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.eamc.recorder import Recorder, routing_shape

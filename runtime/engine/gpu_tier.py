@@ -11,20 +11,20 @@ from typing import cast
 from moeinf.models.base import Activation
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
-from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.page_lock import SLICE_BYTES, PageLocking
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.layer_runner import TierRunner
+from moeinf.offload.gpu_tier.miss_split import Contended, Miss
+from moeinf.offload.gpu_tier.page_lock import SLICE_BYTES, PageLocking
+from moeinf.offload.gpu_tier.tiered_store import TieredStore
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.split import Contended, Miss
 from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.tier_runner import TierRunner
-from moeinf.offload.tiered_store import TieredStore
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.engine.gpu_budget import Promise

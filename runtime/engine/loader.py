@@ -18,6 +18,7 @@ from moeinf.models.base import Activation, Model
 from moeinf.models.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.shards import FileRecord
+from moeinf.offload.gpu_tier.tiered_store import TieredStore
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
@@ -26,7 +27,6 @@ from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import Transfer
-from moeinf.offload.tiered_store import TieredStore
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,

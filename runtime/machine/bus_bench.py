@@ -16,7 +16,7 @@ import torch
 
 from moeinf.native import DeviceContext, DeviceError, DeviceSlots, HostLock, SlotPool
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.split import Contended
+from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.offload.store.compute import SlotMath, TorchFfn
 from moeinf.runtime.machine.memory import available_bytes, cache_bytes
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moeinf.native import MAX_READERS, PAGE_BYTES
-from moeinf.offload.split import Contended
+from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.atomic_files import write_text_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, Reading

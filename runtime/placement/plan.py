@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from moeinf.native import MAX_COMPUTE_THREADS
-from moeinf.offload.split import Miss
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.library.manifest import Manifest

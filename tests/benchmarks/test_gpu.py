@@ -23,7 +23,7 @@ from benchmarks.shapes import shape, tensors_of
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.split import Contended
+from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.library.repack import LocalSource, prospects
 from moeinf.runtime.machine import gpu as gpus

@@ -24,9 +24,9 @@ from moeinf.cli.pull import pull
 from moeinf.cli.repl import BadCommand
 from moeinf.models import FAMILIES, ModelDataError
 from moeinf.native import DeviceError, OutOfDeviceMemory
+from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.transfer import ExpertReadError
-from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.invalid import InvalidValue

@@ -13,7 +13,7 @@ from moeinf.cli.client import Client
 from moeinf.cli.local import LocalPartner
 from moeinf.cli.main import answer
 from moeinf.cli.remote import RemotePartner
-from moeinf.offload.split import Contended
+from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine

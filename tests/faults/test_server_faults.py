@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from moeinf.native import DeviceError
-from moeinf.offload.tier_runner import OutOfMemory
+from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.runtime.engine.engine import Engine
 from moeinf.server.worker import Worker
 from tests.faults.conftest import Tally

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.hint_model import ModelledHints
@@ -18,7 +19,6 @@ from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.split import MISSES, Miss
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
 
 TRACE = Path(__file__).parents[1] / "data" / "traces" / "gemma-4-26b-a4b.route.csv.gz"

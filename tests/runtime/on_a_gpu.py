@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.split import Miss
+from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library

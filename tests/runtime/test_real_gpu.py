@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.offload.split import MISSES, Miss
+from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library

@@ -17,9 +17,9 @@ import torch
 from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.models.moe import one_pass
 from moeinf.native import DeviceError
-from moeinf.offload.split import MISSES, Miss
+from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
+from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.store.prefetch_gate import Throttle
-from moeinf.offload.tier_runner import OutOfMemory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.generate import Generation, Limits

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from moeinf.native import DeviceError, OutOfDeviceMemory
+from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.policy.table import POLICIES
-from moeinf.offload.split import MISSES, Miss
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library

@@ -20,8 +20,11 @@ import pytest
 import torch
 
 from moeinf.native import DeviceContext, DeviceSlots, Driver, HostLock, SlotPool
-from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.page_lock import PageLocking
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.layer_runner import TierRunner
+from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, MISSES, Miss
+from moeinf.offload.gpu_tier.page_lock import PageLocking
+from moeinf.offload.gpu_tier.tiered_store import TieredStore
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
@@ -31,13 +34,10 @@ from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, T
 from moeinf.offload.simulate import Conditions
 from moeinf.offload.simulate_device import Above
 from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.split import FEW_ROWS, MISSES, Miss
 from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.tier_runner import TierRunner
-from moeinf.offload.tiered_store import TieredStore
 from moeinf.offload.timing import DeviceSpeeds, TimeModel
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

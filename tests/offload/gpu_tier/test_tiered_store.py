@@ -27,22 +27,22 @@ from moeinf.native import (
     OutOfDeviceMemory,
     SlotPool,
 )
-from moeinf.offload import device_tier
-from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.format.layout import ExpertKey
 from moeinf.offload.format.shards import shard_path
-from moeinf.offload.page_lock import PageLocking
+from moeinf.offload.gpu_tier import device_slots as device_tier
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.layer_runner import OutOfMemory, TierRunner
+from moeinf.offload.gpu_tier.miss_split import MISSES, Contended, Miss, Split
+from moeinf.offload.gpu_tier.page_lock import PageLocking
+from moeinf.offload.gpu_tier.tiered_store import TieredStore
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.trace import Phase, RoutingShape
-from moeinf.offload.split import MISSES, Contended, Miss, Split
 from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
-from moeinf.offload.tier_runner import OutOfMemory, TierRunner
-from moeinf.offload.tiered_store import TieredStore
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.offload.store.test_expert_store import (

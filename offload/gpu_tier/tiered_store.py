@@ -11,7 +11,8 @@ One layer, as time runs:
                 fetch    copied to a device slot, in batches of what there is room for, and computed
                          there: the device computes everything, so residency chooses nothing
                 compute  computed on the CPU where it lies, while the device computes its own
-                auto     so many of each that the later ends soonest (split.py); experts of many
+                auto     so many of each that the later ends soonest (miss_split.py); experts of
+                many
                          rows are always fetched, since the CPU reads weights once and computes per
                          row, and all where everybody has a slot, since nobody is fetched twice
               the device's rows come down, and the K rows of a token are summed in a fixed order
@@ -35,13 +36,13 @@ import torch
 from torch import Tensor
 
 from moeinf.native import DeviceError
-from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.page_lock import PageLocking
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.layer_runner import TierRunner
+from moeinf.offload.gpu_tier.page_lock import PageLocking
 from moeinf.offload.policy.base import chosen_cells
 from moeinf.offload.store.compute import ExpertMath
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.tier_runner import TierRunner
 
 
 class Pending(Protocol):

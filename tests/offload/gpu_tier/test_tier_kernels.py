@@ -14,11 +14,13 @@ import torch
 
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, Driver, HostLock, SlotPool, _native
-from moeinf.offload.device_tier import DeviceTier
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import shard_header, shard_path, write_file
 from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
-from moeinf.offload.page_lock import PageLocking
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.layer_runner import TierRunner
+from moeinf.offload.gpu_tier.page_lock import PageLocking
+from moeinf.offload.gpu_tier.tiered_store import TieredStore
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.trace import RoutingShape
@@ -27,8 +29,6 @@ from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import Transfer
-from moeinf.offload.tier_runner import TierRunner
-from moeinf.offload.tiered_store import TieredStore
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.native.test_kernels import experts_of

@@ -22,8 +22,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from moeinf.offload.device_tier import DeviceTier
-from moeinf.offload.split import FEW_ROWS, Miss, Split
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, Miss, Split
 from moeinf.offload.store.compute import MOST_ROWS, SlotMath
 from moeinf.offload.store.residency import Residency
 

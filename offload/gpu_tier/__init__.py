@@ -1,0 +1,1 @@
+"""The expert cache in GPU memory, above the one in host memory."""
