@@ -21,8 +21,8 @@ from benchmarks.shapes import SHAPES, shape
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import Recording
-from moeinf.offload.study import Case, run_case
-from moeinf.offload.timing import TimeModel
+from moeinf.offload.simulator.cases import Case, run_case
+from moeinf.offload.simulator.clock import TimeModel
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.sizes import parse_memory

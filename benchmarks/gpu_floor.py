@@ -18,7 +18,7 @@ import torch
 
 from moeinf.models.moe import TorchMath
 from moeinf.native import DeviceContext, set_compute_threads
-from moeinf.offload.timing import DeviceSpeeds
+from moeinf.offload.simulator.clock import DeviceSpeeds
 from moeinf.runtime.jobs.bench import read_ceiling
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine import gpu as gpus

@@ -41,8 +41,8 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource, ModelledHints
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import Recording
-from moeinf.offload.simulate import Conditions, Replay
-from moeinf.offload.timing import TimeModel
+from moeinf.offload.simulator.clock import TimeModel
+from moeinf.offload.simulator.replay import Conditions, Replay
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine

@@ -86,8 +86,8 @@ def simulate(
     shares = expert_shares(capacity)
     asked = DeviceOptions(device_capacity, miss, bus_speed, cpu_speed, device_speed)
     devices = asked.devices(late)
-    from moeinf.offload.study import Case, interleaved, run_case, shifted
-    from moeinf.offload.timing import TimeModel
+    from moeinf.offload.simulator.cases import Case, interleaved, run_case, shifted
+    from moeinf.offload.simulator.clock import TimeModel
 
     clock = TimeModel(ram_over_link)
     documents = []

@@ -16,8 +16,8 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.sizes import parse_size
 
 if TYPE_CHECKING:
-    from moeinf.offload.outcome import Outcome
-    from moeinf.offload.study import OnDevice
+    from moeinf.offload.simulator.cases import OnDevice
+    from moeinf.offload.simulator.outcome import Outcome
 
 
 def _speed(text: str) -> int:
@@ -73,8 +73,8 @@ class DeviceOptions:
             return [None]
         if late:
             raise Usage("--late has no --device-capacity: with a device routing is told at once")
-        from moeinf.offload.study import OnDevice
-        from moeinf.offload.timing import DeviceSpeeds
+        from moeinf.offload.simulator.cases import OnDevice
+        from moeinf.offload.simulator.clock import DeviceSpeeds
 
         known = {"bus": self.bus_speed, "cpu": self.cpu_speed, "device": self.device_speed}
         speeds = DeviceSpeeds(

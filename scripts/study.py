@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.requests import RunningRequest
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
@@ -25,8 +24,9 @@ from moeinf.offload.routing.hint_model import RecordedHints
 from moeinf.offload.routing.recording_file import recording_from_bytes
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import Recording
-from moeinf.offload.study import Case, interleaved, run_case, shifted
-from moeinf.offload.timing import TimeModel
+from moeinf.offload.simulator.cases import Case, interleaved, run_case, shifted
+from moeinf.offload.simulator.clock import TimeModel
+from moeinf.offload.simulator.outcome import Outcome
 from scripts import study_parts as parts
 from scripts.study_policies import Way
 

@@ -1,6 +1,6 @@
 """Parts of the study that stand alone: policies compared, parts taken away, knobs, shifts, length.
 
-Does not know files or pictures; study.py runs it on recordings and prints what it yields.
+Does not know files or pictures; cases.py runs it on recordings and prints what it yields.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.hint_model import HintSource, ModelledHints, RecordedHints
 from moeinf.offload.routing.trace import Recording
+from moeinf.offload.simulator.outcome import Outcome
 from scripts.study_policies import ABLATED, COMPARED, Case, Way, knobs
 
 SHARES = (0.05, 0.1, 0.2, 0.35, 0.6)

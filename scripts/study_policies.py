@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Evictable, Passive, Policy, Setup, Wish, chosen_cells, lowest
 from moeinf.offload.policy.belady import Belady
@@ -21,8 +20,9 @@ from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Phase, Recording
-from moeinf.offload.simulate import Conditions, Replay
-from moeinf.offload.timing import TimeModel
+from moeinf.offload.simulator.clock import TimeModel
+from moeinf.offload.simulator.outcome import Outcome
+from moeinf.offload.simulator.replay import Conditions, Replay
 
 _DECAY = 0.95  # per token
 _MOST = 1 << 20  # more than there are entries, and a probability that nothing reaches

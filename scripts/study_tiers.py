@@ -13,10 +13,10 @@ from pathlib import Path
 
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.route_csv import read_route_csv
-from moeinf.offload.simulate import Conditions
-from moeinf.offload.simulate_device import Above
-from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.timing import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.clock import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.replay import Conditions
+from moeinf.offload.simulator.simulated_device import Above
+from moeinf.offload.simulator.tiered_replay import TieredReplay
 
 NO_DISK = TimeModel(ram_over_link=0.01)  # as if the disk took no time
 SPEEDS = (DeviceSpeeds(), DeviceSpeeds(25e9, 10e9), DeviceSpeeds(12e9, 60e9))

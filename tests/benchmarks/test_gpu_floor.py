@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu_floor import Floor, Speeds, TokenBytes, floor
-from moeinf.offload.timing import DeviceSpeeds
+from moeinf.offload.simulator.clock import DeviceSpeeds
 
 _SPEEDS = Speeds(30e9, 50e9, DeviceSpeeds(20e9, 30e9, 1000e9))
 

@@ -31,14 +31,14 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource, ModelledHints
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, Tracer
-from moeinf.offload.simulate import Conditions
-from moeinf.offload.simulate_device import Above
-from moeinf.offload.simulate_tiers import TieredReplay
+from moeinf.offload.simulator.clock import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.replay import Conditions
+from moeinf.offload.simulator.simulated_device import Above
+from moeinf.offload.simulator.tiered_replay import TieredReplay
 from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.timing import DeviceSpeeds, TimeModel
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.offload.store.test_store_is_the_replay import LAYOUT, TRACE, AtOnce, NoMath

@@ -25,10 +25,10 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource, ModelledHints
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, Tracer
-from moeinf.offload.simulate import Conditions, Replay
+from moeinf.offload.simulator.clock import TimeModel
+from moeinf.offload.simulator.replay import Conditions, Replay
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.residency import Residency
-from moeinf.offload.timing import TimeModel
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "qwen3-30b-a3b.route.csv.gz"
 LAYOUT = ExpertLayout(1, 1, "F32")

@@ -10,7 +10,7 @@ import pytest
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.hint_model import ModelledHints
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
-from moeinf.offload.simulate import Conditions, Replay
+from moeinf.offload.simulator.replay import Conditions, Replay
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import bench_replay

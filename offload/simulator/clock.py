@@ -6,7 +6,7 @@ Compute: all bytes that a token reads, dense included, ÷ RAM bandwidth, spread 
 a layer first takes its dense share, then routes, then takes each chosen expert's share as the
 expert is there, those that are resident first. Reads share one link of RAM bandwidth ÷
 `ram_over_link`, one after the other. Demand goes before everything that waits; a read that has
-begun ends. What a device tier adds is said in simulate_tiers.py.
+begun ends. What a device tier adds is said in tiered_replay.py.
 """
 
 from __future__ import annotations

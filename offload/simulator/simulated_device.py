@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.base import Policy
+from moeinf.offload.simulator.clock import DeviceSpeeds
 from moeinf.offload.store.residency import Residency
-from moeinf.offload.timing import DeviceSpeeds
 
 
 @dataclass(frozen=True)

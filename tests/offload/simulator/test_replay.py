@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
@@ -21,10 +20,11 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import ModelledHints, RecordedHints
 from moeinf.offload.routing.route_csv import BadRouteTrace, read_route_csv
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
-from moeinf.offload.simulate import Conditions, Replay
-from moeinf.offload.timing import TimeModel
+from moeinf.offload.simulator.clock import TimeModel
+from moeinf.offload.simulator.outcome import Outcome
+from moeinf.offload.simulator.replay import Conditions, Replay
 
-TRACES = Path(__file__).parents[1] / "data" / "traces"
+TRACES = Path(__file__).parents[2] / "data" / "traces"
 
 # One second per byte of RAM; an expert is computed in 1 s, read in 4 s, dense takes 1 s per layer.
 SHAPE = RoutingShape(layers=2, experts=4, top_k=2, expert_bytes=1, dense_bytes=2)

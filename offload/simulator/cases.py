@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from moeinf.offload.gpu_tier.miss_split import Miss
-from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.belady import Belady
@@ -20,10 +19,11 @@ from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Pass, Recording, RoutingShape
-from moeinf.offload.simulate import Conditions, Replay
-from moeinf.offload.simulate_device import Above
-from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.timing import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.clock import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.outcome import Outcome
+from moeinf.offload.simulator.replay import Conditions, Replay
+from moeinf.offload.simulator.simulated_device import Above
+from moeinf.offload.simulator.tiered_replay import TieredReplay
 
 
 class UnknownChoice(ValueError):

@@ -34,10 +34,10 @@ from moeinf.offload.policy.base import Passive, Policy, Setup, chosen_cells
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Ids, Pass, Recording
-from moeinf.offload.simulate import Conditions, MakePolicy, Walk
-from moeinf.offload.simulate_device import Above, ReplayedTier
+from moeinf.offload.simulator.clock import Link
+from moeinf.offload.simulator.replay import Conditions, MakePolicy, Walk
+from moeinf.offload.simulator.simulated_device import Above, ReplayedTier
 from moeinf.offload.store.residency import Residency
-from moeinf.offload.timing import Link
 
 
 class TieredReplay(Walk):

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
-from moeinf.offload.outcome import Outcome
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.hint_model import ModelledHints
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
-from moeinf.offload.simulate import Conditions
-from moeinf.offload.simulate_device import Above
-from moeinf.offload.simulate_tiers import TieredReplay
-from moeinf.offload.timing import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.clock import DeviceSpeeds, TimeModel
+from moeinf.offload.simulator.outcome import Outcome
+from moeinf.offload.simulator.replay import Conditions
+from moeinf.offload.simulator.simulated_device import Above
+from moeinf.offload.simulator.tiered_replay import TieredReplay
 
-TRACE = Path(__file__).parents[1] / "data" / "traces" / "gemma-4-26b-a4b.route.csv.gz"
+TRACE = Path(__file__).parents[2] / "data" / "traces" / "gemma-4-26b-a4b.route.csv.gz"
 
 # An expert: read in 20 s, copied in 4, computed by the CPU in 10 and by the device in 1, as is a
 # layer's dense share.

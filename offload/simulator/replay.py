@@ -1,4 +1,4 @@
-"""Replays a recording against a cache policy, event by event, under the time model of timing.py.
+"""Replays a recording against a cache policy, event by event, under the time model of clock.py.
 
 Does not know where recordings come from, and computes nothing: it moves names between a set and a
 link. The policies are the very objects that the engine runs. (The engine reads ahead only where
@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.outcome import Outcome, Token
 from moeinf.offload.policy.base import Policy, Setup, chosen_cells
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Pass, Recording, Tracer
-from moeinf.offload.timing import Link, TimeModel
+from moeinf.offload.simulator.clock import Link, TimeModel
+from moeinf.offload.simulator.outcome import Outcome, Token
 
 MakePolicy = Callable[[Setup], Policy]
 

@@ -1,0 +1,1 @@
+"""Replay recorded routing against a policy under a model of time."""
