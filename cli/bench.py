@@ -23,7 +23,7 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.cli.pull import ensure
-from moeinf.cli.traces import Hints, hint_source, read_trace
+from moeinf.cli.trace_files import Hints, hint_source, read_trace
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.sizes import format_bytes

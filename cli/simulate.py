@@ -22,7 +22,7 @@ from moeinf.cli.simulate_device import (
     expert_shares,
 )
 from moeinf.cli.simulate_output import picture, table
-from moeinf.cli.traces import Hints, hint_source, read_trace
+from moeinf.cli.trace_files import Hints, hint_source, read_trace
 from moeinf.offload.policy.names import POLICY_NAMES
 
 
