@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.chat import Conversation

@@ -34,8 +34,8 @@ from benchmarks.calibrated import named
 from benchmarks.demo import prompts
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.jobs.bench import machine
 

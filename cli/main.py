@@ -13,26 +13,26 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.bench import bench
-from moeinf.cli.cp import cp
-from moeinf.cli.devices import devices
-from moeinf.cli.eamc import eamc
-from moeinf.cli.eval import evaluate_text
+from moeinf.cli.commands.bench import bench
+from moeinf.cli.commands.cp import cp
+from moeinf.cli.commands.devices import devices
+from moeinf.cli.commands.eamc import eamc
+from moeinf.cli.commands.eval import evaluate_text
+from moeinf.cli.commands.list_models import list_models
+from moeinf.cli.commands.plan import plan
+from moeinf.cli.commands.prune import prune
+from moeinf.cli.commands.ps import ps
+from moeinf.cli.commands.pull import pull
+from moeinf.cli.commands.rm import rm
+from moeinf.cli.commands.run import run
+from moeinf.cli.commands.serve import serve
+from moeinf.cli.commands.show import show
+from moeinf.cli.commands.simulate import simulate
+from moeinf.cli.commands.stop import stop
+from moeinf.cli.commands.trace import trace
+from moeinf.cli.commands.verify import verify
 from moeinf.cli.failure import tell
-from moeinf.cli.list_models import list_models
 from moeinf.cli.output import Output, flush
-from moeinf.cli.plan import plan
-from moeinf.cli.prune import prune
-from moeinf.cli.ps import ps
-from moeinf.cli.pull import pull
-from moeinf.cli.rm import rm
-from moeinf.cli.run import run
-from moeinf.cli.serve import serve
-from moeinf.cli.show import show
-from moeinf.cli.simulate import simulate
-from moeinf.cli.stop import stop
-from moeinf.cli.trace import trace
-from moeinf.cli.verify import verify
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.version import version as this_version

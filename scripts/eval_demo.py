@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.models.base import Pending
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.chat import Conversation

@@ -40,14 +40,14 @@ class Message:
 
 
 LANES = (
-    ("cli", "run.py"),
+    ("cli", "commands/run.py"),
     ("runtime", "engine/engine.py"),
     ("models", "decoder.py"),
     ("offload", "store/expert_store.py"),
     ("native", "copy_queue.h"),
 )
 STEPS = (
-    Message(0, 1, "options → EngineConfig", "cli/run.py"),
+    Message(0, 1, "options → EngineConfig", "cli/commands/run.py"),
     Message(
         1,
         1,

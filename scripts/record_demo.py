@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.models.base import Pending, Phase
 from moeinf.models.moe import SparseFfn
 from moeinf.offload.routing.recording_file import recording_to_bytes

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import memory, start, throughput
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.runtime.config import Settings
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli import devices as command
 from moeinf.cli.client import Client
+from moeinf.cli.commands import devices as command
 from moeinf.cli.local import LocalPartner
 from moeinf.cli.main import answer
 from moeinf.cli.remote import RemotePartner

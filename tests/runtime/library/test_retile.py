@@ -1,6 +1,7 @@
 """A model in an older layout becomes today's where it lies, whenever it is killed on the way.
 
-Does not know how a model is found or run: the commands' part is in tests/cli/test_retile.py.
+Does not know how a model is found or run: the commands' part is in
+tests/cli/commands/test_retile.py.
 """
 
 import json

@@ -6,7 +6,7 @@ import datetime
 import time
 from typing import Any
 
-from moeinf.cli.list_models import ID_DIGITS, in_words
+from moeinf.cli.commands.list_models import ID_DIGITS, in_words
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment

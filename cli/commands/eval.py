@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, Usage, engine_config
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.sizes import format_bytes

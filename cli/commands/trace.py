@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.interrupt import interruptible
 from moeinf.cli.options import (
     Context,
@@ -22,7 +23,6 @@ from moeinf.cli.options import (
     installed_models,
 )
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.library.library import Library

@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from moeinf.cli.client import Client, ServerError
+from moeinf.cli.commands.plan import print_plan
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.interrupt import interruptible, stoppable
 from moeinf.cli.look import Found, look
 from moeinf.cli.options import (
@@ -32,8 +34,6 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.cli.partner import Partner, parse_form
-from moeinf.cli.plan import print_plan
-from moeinf.cli.pull import ensure
 from moeinf.cli.remote import RemotePartner
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import Settings, read_environment, read_server_environment

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moeinf.cli.commands.pull import ensure
 from moeinf.cli.options import (
     Device,
     DeviceMemory,
@@ -22,7 +23,6 @@ from moeinf.cli.options import (
     policy_name,
 )
 from moeinf.cli.output import Output
-from moeinf.cli.pull import ensure
 from moeinf.cli.trace_files import Hints, hint_source, read_trace
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
