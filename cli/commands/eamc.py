@@ -46,7 +46,7 @@ def show(
 
     Example: moeinf eamc show demo
     """
-    from moeinf.cli.heatmap import draw, terminal_lines
+    from moeinf.cli.views.heatmap import draw, terminal_lines
     from moeinf.offload.routing.clustering import summarise
 
     out = Output(json=json, quiet=quiet)

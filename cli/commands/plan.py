@@ -21,7 +21,7 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
-from moeinf.cli.plan_device import device_document, device_fields
+from moeinf.cli.views.gpu_plan import device_document, device_fields
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.offload.store.budget import DoesNotFit

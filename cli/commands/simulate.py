@@ -10,7 +10,8 @@ import typer
 
 from moeinf.cli.options import Json, Quiet, Usage, picture_path
 from moeinf.cli.output import Output
-from moeinf.cli.simulate_device import (
+from moeinf.cli.trace_files import Hints, hint_source, read_trace
+from moeinf.cli.views.gpu_replay import (
     BusSpeed,
     CpuSpeed,
     DeviceOptions,
@@ -21,8 +22,7 @@ from moeinf.cli.simulate_device import (
     device_result,
     expert_shares,
 )
-from moeinf.cli.simulate_output import picture, table
-from moeinf.cli.trace_files import Hints, hint_source, read_trace
+from moeinf.cli.views.replay_table import picture, table
 from moeinf.offload.policy.names import POLICY_NAMES
 
 
