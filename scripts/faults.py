@@ -111,7 +111,7 @@ ROWS = (
     ),
     Row(
         "SIGINT and SIGTERM at every token",
-        ("tests/faults/test_signals.py", "tests/cli/test_interrupts.py"),
+        ("tests/faults/test_signals.py", "tests/cli/chat/test_signals.py"),
     ),
     Row(
         "hostile repositories: names, sizes, headers, configs, tokenizers",

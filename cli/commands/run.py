@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.client import Client, ServerError
+from moeinf.cli.chat.backends import Partner, parse_form
+from moeinf.cli.chat.client import Client, ServerError
+from moeinf.cli.chat.remote import RemotePartner
+from moeinf.cli.chat.server_check import Found, look
+from moeinf.cli.chat.signals import interruptible, stoppable
 from moeinf.cli.commands.plan import print_plan
 from moeinf.cli.commands.pull import ensure
-from moeinf.cli.interrupt import interruptible, stoppable
-from moeinf.cli.look import Found, look
 from moeinf.cli.options import (
     Context,
     Device,
@@ -33,8 +35,6 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
-from moeinf.cli.partner import Partner, parse_form
-from moeinf.cli.remote import RemotePartner
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
 from moeinf.runtime.library.processes import Registry
@@ -160,7 +160,7 @@ def run(
         reason = found.reason or f"the server at {client} does not serve {model}"
         out.note(f"{reason}: the model runs in this process")
 
-    from moeinf.cli.local import LocalPartner  # torch and the tokenizer come in only here
+    from moeinf.cli.chat.local import LocalPartner  # torch and the tokenizer come in only here
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.engine.seq2seq import Languages, converse
 
@@ -214,7 +214,7 @@ def _converse(
     for note in (*(partner.choices if text is None or ways.verbose else ()), *notes):
         out.note(note)
     if text is None:
-        from moeinf.cli.repl import Repl
+        from moeinf.cli.chat.repl import Repl
 
         shown = ways.shows_thinking
         Repl(partner, ways.options, ways.limits, settings, out, ways.verbose, shown).loop()

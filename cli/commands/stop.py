@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.client import Client, ServerError
+from moeinf.cli.chat.client import Client, ServerError
 from moeinf.cli.options import Json, Quiet, Usage, installed_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment, read_server_environment

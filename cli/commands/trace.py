@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeinf.cli.chat.signals import interruptible
 from moeinf.cli.commands.pull import ensure
-from moeinf.cli.interrupt import interruptible
 from moeinf.cli.options import (
     Context,
     Json,

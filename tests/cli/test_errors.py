@@ -16,12 +16,12 @@ import moeinf.cli
 import moeinf.models
 import moeinf.offload
 import moeinf.runtime
-from moeinf.cli.client import ServerError
+from moeinf.cli.chat.client import ServerError
+from moeinf.cli.chat.repl import BadCommand
 from moeinf.cli.commands import eval as evaluation
 from moeinf.cli.commands.pull import pull
 from moeinf.cli.errors import _WORDS, describe
 from moeinf.cli.main import answer
-from moeinf.cli.repl import BadCommand
 from moeinf.models import FAMILIES, ModelDataError
 from moeinf.native import DeviceError, OutOfDeviceMemory
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory

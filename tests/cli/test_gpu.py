@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli.client import Client
+from moeinf.cli.chat.client import Client
+from moeinf.cli.chat.local import LocalPartner
+from moeinf.cli.chat.remote import RemotePartner
 from moeinf.cli.commands import devices as command
-from moeinf.cli.local import LocalPartner
 from moeinf.cli.main import answer
-from moeinf.cli.remote import RemotePartner
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
 from moeinf.runtime.engine.chat import Conversation

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import numpy as np
 
-from moeinf.cli.partner import parse_form
+from moeinf.cli.chat.backends import parse_form
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.sampling.grammar import grammar_of
 from moeinf.runtime.sampling.grammar_processes import Grammars, Matching

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli.interrupt import Stopped, interruptible, stoppable
+from moeinf.cli.chat.signals import Stopped, interruptible, stoppable
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from moeinf.cli.partner import parse_form
+from moeinf.cli.chat.backends import parse_form
 from moeinf.runtime.sampling.schema_limits import BadFormat
 from tests.cli.conftest import Command
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli import look as looking
-from moeinf.cli.client import Client, ServerError
-from moeinf.cli.look import look
+from moeinf.cli.chat import server_check as looking
+from moeinf.cli.chat.client import Client, ServerError
+from moeinf.cli.chat.server_check import look
 from moeinf.cli.main import answer
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.version import version

@@ -43,7 +43,7 @@ import os, signal, sys
 
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "moeinf.cli.local":
+        if name == "moeinf.cli.chat.local":
             try:
                 os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt:

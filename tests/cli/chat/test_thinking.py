@@ -19,8 +19,8 @@ from tokenizers import AddedToken
 
 from moeinf.runtime.config import Settings
 from scripts.make_checkpoint import byte_tokenizer, config, shapes
+from tests.cli.chat.test_repl import Terminal
 from tests.cli.conftest import Command, check_document, command_in
-from tests.cli.test_repl import Terminal
 from tests.conftest import pull
 
 _WORDS = ("<think>", "</think>", "let me see", "it is ", "42", "\n\n")

@@ -15,10 +15,10 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
+from moeinf.cli.chat.backends import Partner, parse_form
+from moeinf.cli.chat.signals import Leave, interruptible
 from moeinf.cli.failure import tell
-from moeinf.cli.interrupt import Leave, interruptible
 from moeinf.cli.output import Output
-from moeinf.cli.partner import Partner, parse_form
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.saved_chats import load_conversation, save_conversation
 from moeinf.runtime.invalid import InvalidValue

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeinf.cli.client import Client, ServerError
+from moeinf.cli.chat.client import Client, ServerError
 from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.version import version
 

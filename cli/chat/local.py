@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from moeinf.cli.partner import Fields, Pieces
+from moeinf.cli.chat.backends import Fields, Pieces
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.generate import Generation

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from moeinf.cli.client import Client, ServerError
-from moeinf.cli.partner import Fields, Pieces
+from moeinf.cli.chat.backends import Fields, Pieces
+from moeinf.cli.chat.client import Client, ServerError
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.processes import Figures, Registry
 from moeinf.runtime.names import ModelName, parse_name
