@@ -24,8 +24,8 @@ from moeinf.runtime.sampling.schema_limits import (
     MOST_PATTERNS,
     MOST_VALUES,
 )
+from moeinf.server.api.ollama_api import OF_OTHER_ENGINES, SAMPLING
 from moeinf.server.app import create_app
-from moeinf.server.ollama_api import OF_OTHER_ENGINES, SAMPLING
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 _BEGIN = """# The HTTP API

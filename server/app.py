@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.server import embeddings, ollama_api, openai_api, pulling
-from moeinf.server.answers import BadRequest, noted
+from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
+from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.guard import Guard
 from moeinf.server.host import Host
 from moeinf.server.metrics import exposition
@@ -53,7 +53,7 @@ def create_app(
     app.include_router(ollama_api.router)
     app.include_router(openai_api.router)
     app.include_router(embeddings.router)
-    app.include_router(pulling.router)
+    app.include_router(pull_api.router)
 
     @app.get("/", response_class=PlainTextResponse)
     def root() -> str:

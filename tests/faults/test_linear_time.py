@@ -18,12 +18,12 @@ from moeinf.runtime.config import parse_duration
 from moeinf.runtime.engine.generate import _StopFinder
 from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.sizes import parse_memory
-from moeinf.server.answers import BadRequest
-from moeinf.server.bounds import MOST_STOP, MOST_STOPS
+from moeinf.server.api.answers import BadRequest
+from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS
+from moeinf.server.api.chat_turn import Reply
+from moeinf.server.api.logprobs import LegacyWords
+from moeinf.server.api.ollama_api import sampling
 from moeinf.server.json_text import BadJson, parse
-from moeinf.server.logprobs import LegacyWords
-from moeinf.server.ollama_api import sampling
-from moeinf.server.turns import Reply
 from tests.faults import request_targets
 from tests.faults.conftest import Tally
 from tests.faults.request_targets import answer_to

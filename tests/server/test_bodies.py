@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
+import moeinf.server.api.embeddings
 import moeinf.server.bodies
-import moeinf.server.embeddings
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.server.bodies import Body, Budget, JsonRequest, TooMuch
@@ -105,7 +105,7 @@ def test_vectors_that_are_no_numbers(address: str, monkeypatch: pytest.MonkeyPat
     async def vectors(*_: Any, **__: Any) -> tuple[list[Any], int]:
         return [np.array([1.5, np.nan], np.float32), np.array([np.inf, 0], np.float32)], 3
 
-    monkeypatch.setattr(moeinf.server.embeddings, "_vectors", vectors)
+    monkeypatch.setattr(moeinf.server.api.embeddings, "_vectors", vectors)
     new = httpx.post(f"{address}/api/embed", json={"model": "demo", "input": "a"}, timeout=60)
     assert new.json()["embeddings"] == [[1.5, None], [None, 0.0]]
     old = httpx.post(f"{address}/api/embeddings", json={"model": "demo", "prompt": "a"})

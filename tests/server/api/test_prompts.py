@@ -11,7 +11,7 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
-from moeinf.server.prompts import MessageExtras, chat_prompt
+from moeinf.server.api.prompts import MessageExtras, chat_prompt
 
 # How DeepSeek-V2.5, V3 and R1 tell calls from answers.
 DEEPSEEK = """{%- for message in messages %}

@@ -19,15 +19,15 @@ from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.server.answers import BadRequest, events
+from moeinf.server.api.answers import BadRequest, events
+from moeinf.server.api.bounds import Inputs, Tokens
+from moeinf.server.api.ollama_api import sampling
+from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.prompts import embedding_prompt
 from moeinf.server.bodies import JsonRoute
-from moeinf.server.bounds import Inputs, Tokens
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job, Vector
 from moeinf.server.json_text import dump
-from moeinf.server.nulls import Said
-from moeinf.server.ollama_api import sampling
-from moeinf.server.prompts import embedding_prompt
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,16 +23,16 @@ from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
-from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.api.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS, Few, Listed, Tokens
+from moeinf.server.api.chat_turn import Chat, Heard, Reply, Text, called_ollama, heard
+from moeinf.server.api.logprobs import token_words
+from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.bodies import JsonRoute
-from moeinf.server.bounds import MOST_STOP, MOST_STOPS, Few, Listed, Tokens
 from moeinf.server.host import Host, Loaded
 from moeinf.server.jobs import Ended, Failed, Job
 from moeinf.server.json_text import Answer, dump
-from moeinf.server.logprobs import token_words
-from moeinf.server.nulls import Said
-from moeinf.server.prompts import MessageExtras
-from moeinf.server.turns import Chat, Heard, Reply, Text, called_ollama, heard
 
 router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
-from moeinf.server.bounds import MOST_FIELDS
+from moeinf.server.api.bounds import MOST_FIELDS
 
 
 class Said(BaseModel):

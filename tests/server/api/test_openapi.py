@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 schemathesis = pytest.importorskip("schemathesis")
 
-# They remove, add or fetch models; tests/server/test_pull.py asks them what is sensible.
+# They remove, add or fetch models; tests/server/api/test_pull.py asks them what is sensible.
 APART = ("/api/delete", "/api/copy", "/api/pull")
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
-from moeinf.server.answers import BadRequest
+from moeinf.server.api.answers import BadRequest
+from moeinf.server.api.prompts import Message, chat_prompt, text_prompt
 from moeinf.server.jobs import Ended, Event, Failed, Piece, TokenInfo
-from moeinf.server.prompts import Message, chat_prompt, text_prompt
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

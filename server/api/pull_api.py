@@ -21,9 +21,9 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import is_current
 from moeinf.runtime.names import is_path
 from moeinf.runtime.text.panic import as_exception
-from moeinf.server.answers import BadRequest, noted, words_of
+from moeinf.server.api.answers import BadRequest, noted, words_of
+from moeinf.server.api.optional_fields import Said
 from moeinf.server.bodies import JsonRoute
-from moeinf.server.nulls import Said
 
 
 class ClientGone(Exception):

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
 from moeinf.runtime.text.chat_template import TemplateError
 from moeinf.runtime.text.reasoning import is_harmony, thinking_variables
-from moeinf.server.answers import BadRequest
-from moeinf.server.bounds import Listed
+from moeinf.server.api.answers import BadRequest
+from moeinf.server.api.bounds import Listed
+from moeinf.server.api.optional_fields import Said
 from moeinf.server.json_text import parse
-from moeinf.server.nulls import Said
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

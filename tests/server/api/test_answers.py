@@ -10,7 +10,7 @@ from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.manifest import DamagedModel, NewerModel
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
-from moeinf.server.answers import status_of, words_of
+from moeinf.server.api.answers import status_of, words_of
 
 _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
 

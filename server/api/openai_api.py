@@ -19,15 +19,11 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
-from moeinf.server.answers import BadRequest, code_of, events, noted, status_of, words_of
-from moeinf.server.bodies import JsonRoute
-from moeinf.server.bounds import Few, Inputs, Listed, StopText, Tokens
-from moeinf.server.host import Host, Loaded
-from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
-from moeinf.server.json_text import Answer, dump
-from moeinf.server.logprobs import LegacyWords, token_words
-from moeinf.server.nulls import Said
-from moeinf.server.openai_words import (
+from moeinf.server.api.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.api.bounds import Few, Inputs, Listed, StopText, Tokens
+from moeinf.server.api.chat_turn import Called, Chat, Heard, Reply, Text, heard
+from moeinf.server.api.logprobs import LegacyWords, token_words
+from moeinf.server.api.openai_format import (
     Message,
     ToolAsked,
     ToolChoice,
@@ -39,8 +35,12 @@ from moeinf.server.openai_words import (
     reason_of,
     usage_of,
 )
-from moeinf.server.prompts import text_prompt
-from moeinf.server.turns import Called, Chat, Heard, Reply, Text, heard
+from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.prompts import text_prompt
+from moeinf.server.bodies import JsonRoute
+from moeinf.server.host import Host, Loaded
+from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
+from moeinf.server.json_text import Answer, dump
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

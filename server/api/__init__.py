@@ -1,0 +1,1 @@
+"""The endpoints of Ollama's and OpenAI's APIs, and their words."""
