@@ -18,8 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
-from moeinf.server.guard import Guard
 from moeinf.server.host import Host
+from moeinf.server.http.security import Guard
 from moeinf.server.metrics import exposition
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"

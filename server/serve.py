@@ -22,8 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.server.app import create_app
-from moeinf.server.guard import HEADER_BYTES
-from moeinf.server.log_lines import log_config
+from moeinf.server.http.log_lines import log_config
+from moeinf.server.http.security import HEADER_BYTES
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 1024

@@ -19,7 +19,7 @@ from moeinf.runtime.text.reasoning import is_harmony, thinking_variables
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import Listed
 from moeinf.server.api.optional_fields import Said
-from moeinf.server.json_text import parse
+from moeinf.server.http.json_text import parse
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

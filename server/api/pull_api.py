@@ -23,7 +23,7 @@ from moeinf.runtime.names import is_path
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.api.answers import BadRequest, noted, words_of
 from moeinf.server.api.optional_fields import Said
-from moeinf.server.bodies import JsonRoute
+from moeinf.server.http.bodies import JsonRoute
 
 
 class ClientGone(Exception):

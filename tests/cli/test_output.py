@@ -16,7 +16,7 @@ from moeinf.cli.failure import tell
 from moeinf.cli.output import Output
 from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.visible import visible
-from moeinf.server.log_lines import VisibleFormatter
+from moeinf.server.http.log_lines import VisibleFormatter
 from tests.cli.conftest import COMMAND, environment
 
 HOSTILE = "a\x1b]0;title\x07b\x1b[2J\x9b31m\u202ec\r[bold]d[/bold] \\"

@@ -18,7 +18,7 @@ import pytest
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.app import create_app
-from moeinf.server.bodies import ALL_BODIES_BYTES, MOST_BODY_BYTES
+from moeinf.server.http.bodies import ALL_BODIES_BYTES, MOST_BODY_BYTES
 from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import Tally
 from tests.server.request_shapes import MODEL, least, places

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-import moeinf.server.bodies
+import moeinf.server.http.bodies
 import moeinf.server.serve
 
 
@@ -117,13 +117,13 @@ def test_slow_headers(raw: socket.socket, monkeypatch: pytest.MonkeyPatch, addre
 
 
 def test_a_slow_body(raw: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moeinf.server.bodies, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(moeinf.server.http.bodies, "BODY_SECONDS", 0.3)
     raw.sendall(HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\n{")
     assert everything(raw).startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_without_length_and_end(raw: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moeinf.server.bodies, "MOST_BODY_BYTES", 100_000)
+    monkeypatch.setattr(moeinf.server.http.bodies, "MOST_BODY_BYTES", 100_000)
     chunk = b"4000\r\n" + b" " * 0x4000 + b"\r\n"
     raw.sendall(HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 8)
     assert raw.recv(4096).startswith(b"HTTP/1.1 413")

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moeinf.runtime.config import ServerSettings
-from moeinf.server import bodies
+from moeinf.server.http import bodies
 
 HEADER_BYTES = 64 << 10  # of a request's line and headers
 _LOCAL = ("localhost", "127.0.0.1", "::1")

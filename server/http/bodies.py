@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from moeinf.server.json_text import BadJson, parse
+from moeinf.server.http.json_text import BadJson, parse
 
 MOST_BODY_BYTES = 8 << 20
 BODY_SECONDS = 60.0  # for all of a request's body to arrive

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeinf.server.json_text import MOST_DEPTH, BadJson, dump, parse
+from moeinf.server.http.json_text import MOST_DEPTH, BadJson, dump, parse
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import moeinf.server.api.embeddings
-import moeinf.server.bodies
+import moeinf.server.http.bodies
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
-from moeinf.server.bodies import Body, Budget, JsonRequest, TooMuch
 from moeinf.server.host import Host
+from moeinf.server.http.bodies import Body, Budget, JsonRequest, TooMuch
 from tests.server.conftest import serving
 from tests.server.scripted import CHATML, talking
 from tests.server.test_http import connected, until
@@ -125,7 +125,7 @@ def half_sent(address: str, size: int) -> socket.socket:
 def test_bodies_that_are_too_long_together(
     demo_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moeinf.server.bodies, "ALL_BODIES_BYTES", 1 << 20)
+    monkeypatch.setattr(moeinf.server.http.bodies, "ALL_BODIES_BYTES", 1 << 20)
     long = json.dumps({"model": "nowhere", "name": "x" * 500_000})
     with serving(demo_home) as address:
         assert httpx.post(f"{address}/api/show", content=long).status_code == 404
@@ -208,7 +208,7 @@ def test_any_body_is_parsed_alone() -> None:
 def test_a_body_that_is_refused_for_what_is_in_it(
     demo_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moeinf.server.bodies, "ALL_BODIES_BYTES", 1 << 20)
+    monkeypatch.setattr(moeinf.server.http.bodies, "ALL_BODIES_BYTES", 1 << 20)
     with serving(demo_home) as address:
         for _ in range(3):
             many = {"model": "nowhere", "messages": [{"role": "user"}] * 2000}

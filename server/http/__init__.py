@@ -1,0 +1,1 @@
+"""What guards every request: who may ask, how much may arrive, JSON in and out."""
