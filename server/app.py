@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
-from moeinf.server.host import Host
+from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.security import Guard
 from moeinf.server.metrics import exposition
 

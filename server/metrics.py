@@ -5,7 +5,7 @@ Does not know requests.
 
 from __future__ import annotations
 
-from moeinf.server.host import Host
+from moeinf.server.engines.model_manager import Host
 
 
 def exposition(host: Host) -> str:

@@ -14,8 +14,8 @@ from fastapi import Request
 from moeinf.runtime.config import Settings
 from moeinf.runtime.crash_log import note_bug
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.server.host import Loaded
-from moeinf.server.jobs import Ended, Event, Failed, Job
+from moeinf.server.engines.jobs import Ended, Event, Failed, Job
+from moeinf.server.engines.model_manager import Loaded
 
 _STATUS = {
     "NoSuchModel": 404,

@@ -15,7 +15,7 @@ from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.prompts import Message, chat_prompt, text_prompt
-from moeinf.server.jobs import Ended, Event, Failed, Piece, TokenInfo
+from moeinf.server.engines.jobs import Ended, Event, Failed, Piece, TokenInfo
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

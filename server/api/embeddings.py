@@ -24,10 +24,10 @@ from moeinf.server.api.bounds import Inputs, Tokens
 from moeinf.server.api.ollama_api import sampling
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import embedding_prompt
-from moeinf.server.host import Host, Loaded
+from moeinf.server.engines.jobs import Ended, Failed, Job, Vector
+from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import dump
-from moeinf.server.jobs import Ended, Failed, Job, Vector
 
 if TYPE_CHECKING:
     import numpy as np

@@ -29,10 +29,10 @@ from moeinf.server.api.chat_turn import Chat, Heard, Reply, Text, called_ollama,
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import MessageExtras
-from moeinf.server.host import Host, Loaded
+from moeinf.server.engines.jobs import Ended, Failed, Job
+from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
-from moeinf.server.jobs import Ended, Failed, Job
 
 router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None

@@ -37,10 +37,10 @@ from moeinf.server.api.openai_format import (
 )
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import text_prompt
-from moeinf.server.host import Host, Loaded
+from moeinf.server.engines.jobs import Ended, Failed, Job, TokenInfo
+from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
-from moeinf.server.jobs import Ended, Failed, Job, TokenInfo
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

@@ -13,7 +13,7 @@ from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import Listed
 from moeinf.server.api.chat_turn import Called, Part, Reply
 from moeinf.server.api.prompts import MessageExtras
-from moeinf.server.jobs import Ended
+from moeinf.server.engines.jobs import Ended
 
 
 class Message(MessageExtras):

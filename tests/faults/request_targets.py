@@ -25,8 +25,8 @@ from moeinf.runtime.names import parse_name
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.app import create_app
-from moeinf.server.host import Host, Loaded
-from moeinf.server.jobs import Ended, Failed, Job, Piece, TokenInfo, Vector
+from moeinf.server.engines.jobs import Ended, Failed, Job, Piece, TokenInfo, Vector
+from moeinf.server.engines.model_manager import Host, Loaded
 from tests.server.scripted import CHATML
 
 CONTEXT = 512  # tokens

@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moeinf.server import host, serve
+from moeinf.server import serve
+from moeinf.server.engines import model_manager
 from tests.cli.conftest import environment
 from tests.faults.conftest import Tally
 from tests.runtime.sampling.test_grammar_processes import HOSTILE
@@ -76,7 +77,7 @@ def test_other_requests_go_on(demo_home: Path, tally: Tally) -> None:
 def test_a_signal_ends_a_server_whose_native_call_hangs(
     where: str, kind: signal.Signals, demo_home: Path
 ) -> None:
-    assert serve._GOODBYE_SECONDS + host._LAST_CLOSE_S < serve._END_SECONDS < 10
+    assert serve._GOODBYE_SECONDS + model_manager._LAST_CLOSE_S < serve._END_SECONDS < 10
     with subprocess.Popen(
         [sys.executable, "-c", _HANGS, where],
         env=environment(demo_home),

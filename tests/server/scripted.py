@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text.tokenizer import Tokenizer
-from moeinf.server import worker
+from moeinf.server.engines import worker
 from tests.conftest import pull
 from tests.server.conftest import serving
 

@@ -14,8 +14,8 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.server.jobs import Ended, Event, Job, Piece, TokenInfo
-from moeinf.server.worker import Worker
+from moeinf.server.engines.jobs import Ended, Event, Job, Piece, TokenInfo
+from moeinf.server.engines.worker import Worker
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.tiny import save_tiny

@@ -18,8 +18,8 @@ from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.api.answers import status_of, words_of
 from moeinf.server.api.ollama_api import _living
-from moeinf.server.host import Host, Loaded
-from moeinf.server.jobs import Ended, Event, Failed, Job, Piece
+from moeinf.server.engines.jobs import Ended, Event, Failed, Job, Piece
+from moeinf.server.engines.model_manager import Host, Loaded
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 

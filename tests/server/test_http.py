@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from moeinf.server.engines.worker import Worker
 from moeinf.server.metrics import exposition
-from moeinf.server.worker import Worker
 from tests.server.conftest import serving
 
 WILD = {"temperature": 50, "top_k": 0, "top_p": 1, "seed": 1}

@@ -19,7 +19,7 @@ import moeinf.server.api.embeddings
 import moeinf.server.http.bodies
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
-from moeinf.server.host import Host
+from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.bodies import Body, Budget, JsonRequest, TooMuch
 from tests.server.conftest import serving
 from tests.server.scripted import CHATML, talking

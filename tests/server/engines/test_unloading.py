@@ -9,10 +9,10 @@ import pytest
 
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.runtime.engine.engine import Engine
-from moeinf.server.jobs import Failed, Unloaded
-from moeinf.server.worker import Worker
-from tests.server.test_worker import Asked
-from tests.server.test_worker import worker as worker
+from moeinf.server.engines.jobs import Failed, Unloaded
+from moeinf.server.engines.worker import Worker
+from tests.server.engines.test_worker import Asked
+from tests.server.engines.test_worker import worker as worker
 
 
 def test_all_are_told_of_an_engine_that_does_not_end(worker: Worker) -> None:

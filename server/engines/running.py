@@ -14,7 +14,7 @@ from moeinf.models.base import State
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.generate import Answer
 from moeinf.runtime.sampling.grammar import Constraint
-from moeinf.server.jobs import Ended, Job, TokenInfo
+from moeinf.server.engines.jobs import Ended, Job, TokenInfo
 
 
 @dataclass(eq=False)

@@ -20,10 +20,10 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.panic import Panic
-from moeinf.server import host as host_module
-from moeinf.server.host import Host
-from moeinf.server.jobs import Busy, Ended, Event, Failed, Job, Piece, Unloaded
-from moeinf.server.worker import Worker
+from moeinf.server.engines import model_manager as host_module
+from moeinf.server.engines.jobs import Busy, Ended, Event, Failed, Job, Piece, Unloaded
+from moeinf.server.engines.model_manager import Host
+from moeinf.server.engines.worker import Worker
 
 CONFIG = EngineConfig(memory=parse_memory("100%"), trace=False)
 

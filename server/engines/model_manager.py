@@ -21,11 +21,11 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.memory import return_free_pages
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
-from moeinf.server.jobs import Unloaded
+from moeinf.server.engines.jobs import Unloaded
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
-    from moeinf.server.worker import Worker
+    from moeinf.server.engines.worker import Worker
 
 _LOOK_EVERY_S = 1.0
 _TRIM_EVERY_S = 30.0
@@ -192,7 +192,7 @@ class Host:
     async def _started(self, key: ModelName) -> tuple[Manifest, Worker]:
         def start() -> tuple[Manifest, Worker]:  # not on the loop: torch comes in here, for seconds
             from moeinf.runtime.engine.engine import Engine
-            from moeinf.server.worker import Worker
+            from moeinf.server.engines.worker import Worker
 
             manifest, folder = self.library.read(str(key))
 

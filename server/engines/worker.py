@@ -37,8 +37,15 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception
-from moeinf.server.jobs import Busy, Ended, Failed, Job, Piece, Unloaded, Vector
-from moeinf.server.running import Place, Prepared, Running, direction, shared_chunks, token_info
+from moeinf.server.engines.jobs import Busy, Ended, Failed, Job, Piece, Unloaded, Vector
+from moeinf.server.engines.running import (
+    Place,
+    Prepared,
+    Running,
+    direction,
+    shared_chunks,
+    token_info,
+)
 
 CLOSE_SECONDS = 8.0  # in which an engine's thread ends, unless a native call does not return
 _MOST_COMPILING = 2  # grammars at a time; requests without one overtake those that wait for it

@@ -1,0 +1,1 @@
+"""Loaded engines, and the threads that answer requests with them."""
