@@ -17,15 +17,14 @@ from moeinf.models import (
     gpt_oss,
     granitemoe,
     mixtral,
-    nllb_moe,
     olmoe,
     phimoe,
     qwen2_moe,
     qwen3_5_moe,
     qwen3_moe,
-    switch_transformers,
 )
 from moeinf.models.base import Family, ModelDataError
+from moeinf.models.seq2seq import nllb_moe, switch_transformers
 
 __all__ = ["FAMILIES", "Family", "ModelDataError", "family_of"]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.models.base import Experts, Model, State
-from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import (
     DeviceError,
     OutOfDeviceMemory,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.runtime.engine.chat import Conversation, Message, PromptTooLong
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.generate import Generation, Limits

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
-from moeinf.models.encoder_decoder import EncoderDecoder
+from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import read_bandwidth
 from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.store.stats import StoreStats

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.models.encoder_decoder import EncoderDecoder
 from moeinf.models.moe import one_pass
+from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.gpu_tier.miss_split import MISSES, Miss

@@ -9,7 +9,7 @@ import torch
 
 from moeinf.models import FAMILIES, ModelDataError
 from moeinf.models.base import ExpertPart
-from moeinf.models.switch_transformers import without_overflow
+from moeinf.models.seq2seq.switch_transformers import without_overflow
 
 SWITCH = {
     "vocab_size": 50,

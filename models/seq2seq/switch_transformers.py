@@ -30,8 +30,19 @@ from moeinf.models.config import (
     Fields,
     require,
 )
-from moeinf.models.cross_attention import Heads, MemoryAttention, SelfAttention, SourceAttention
-from moeinf.models.encoder_decoder import (
+from moeinf.models.expert_names import ExpertNames
+from moeinf.models.ffn import DenseRelu
+from moeinf.models.moe import Router, SparseFfn
+from moeinf.models.norms import RmsNorm
+from moeinf.models.quantisation import refuse_quantised
+from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.seq2seq.cross_attention import (
+    Heads,
+    MemoryAttention,
+    SelfAttention,
+    SourceAttention,
+)
+from moeinf.models.seq2seq.encoder_decoder import (
     EMBEDDING_COPIES,
     DecoderBlock,
     EncoderBlock,
@@ -42,12 +53,6 @@ from moeinf.models.encoder_decoder import (
     Stack,
     stack_expert,
 )
-from moeinf.models.expert_names import ExpertNames
-from moeinf.models.ffn import DenseRelu
-from moeinf.models.moe import Router, SparseFfn
-from moeinf.models.norms import RmsNorm
-from moeinf.models.quantisation import refuse_quantised
-from moeinf.models.routing import SoftmaxRouter
 
 _ROLES: Mapping[str, Role] = {"wi": "up", "wo": "down"}
 _FFN: Mapping[Stack, int] = {"encoder": 1, "decoder": 2}  # its number among a block's sublayers

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import Embedding, ExpertPart, Experts, Linear, MoeShape, Phase, State
-from moeinf.models.cross_attention import Memory, MemoryAttention, SelfAttention, SourceAttention
 from moeinf.models.decoder import check_batch, check_ids
 from moeinf.models.expert_names import ExpertNames
 from moeinf.models.kv_cache import CacheLayout, KvCache, Span
 from moeinf.models.moe import one_pass
+from moeinf.models.seq2seq.cross_attention import (
+    Memory,
+    MemoryAttention,
+    SelfAttention,
+    SourceAttention,
+)
 
 _HEAD_ROWS = 64  # rows of logits computed at once
 Norm = Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import ContextFull
-from moeinf.models.encoder_decoder import EncoderDecoder, SourceState
+from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder, SourceState
 from tests.encoder_decoders import PAIRS, save_pair
 from tests.fakes import Loaded, WatchedExperts, load_resident
 

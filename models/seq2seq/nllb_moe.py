@@ -26,8 +26,19 @@ from moeinf.models.config import (
     Fields,
     require,
 )
-from moeinf.models.cross_attention import Heads, MemoryAttention, SelfAttention, SourceAttention
-from moeinf.models.encoder_decoder import (
+from moeinf.models.expert_names import ExpertNames
+from moeinf.models.ffn import DenseRelu
+from moeinf.models.moe import SparseFfn
+from moeinf.models.norms import LayerNorm, layer_norm
+from moeinf.models.quantisation import refuse_quantised
+from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.seq2seq.cross_attention import (
+    Heads,
+    MemoryAttention,
+    SelfAttention,
+    SourceAttention,
+)
+from moeinf.models.seq2seq.encoder_decoder import (
     EMBEDDING_COPIES,
     DecoderBlock,
     EncoderBlock,
@@ -38,12 +49,6 @@ from moeinf.models.encoder_decoder import (
     Stack,
     stack_expert,
 )
-from moeinf.models.expert_names import ExpertNames
-from moeinf.models.ffn import DenseRelu
-from moeinf.models.moe import SparseFfn
-from moeinf.models.norms import LayerNorm, layer_norm
-from moeinf.models.quantisation import refuse_quantised
-from moeinf.models.routing import SoftmaxRouter
 
 _STACKS: tuple[Stack, ...] = ("encoder", "decoder")
 _ROLES: Mapping[str, Role] = {
