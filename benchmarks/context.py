@@ -23,7 +23,7 @@ from benchmarks.calibrated import named
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
 from moeinf.models.base import State
-from moeinf.models.kv_cache import KvCache
+from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.bench import machine, read_ceiling, token_bytes

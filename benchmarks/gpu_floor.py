@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext, set_compute_threads
 from moeinf.offload.simulator.clock import DeviceSpeeds
 from moeinf.runtime.jobs.bench import read_ceiling

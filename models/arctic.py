@@ -14,15 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields
-from moeinf.models.decoder import BodyConfig, Decoder, ParallelBlock, ignores_buffers, parse_body
 from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS
-from moeinf.models.ffn import GatedMlp
-from moeinf.models.moe import SparseFfn, parse_moe
-from moeinf.models.norms import RmsNorm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.decoder import (
+    BodyConfig,
+    Decoder,
+    ParallelBlock,
+    ignores_buffers,
+    parse_body,
+)
+from moeinf.models.layers.ffn import GatedMlp
+from moeinf.models.layers.moe import SparseFfn, parse_moe
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 
 
 @dataclass(frozen=True)

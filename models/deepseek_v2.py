@@ -12,13 +12,13 @@ from typing import Any
 
 from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, Fields
-from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.expert_names import MLP_EXPERTS
-from moeinf.models.feed_forward import FfnPlan, feed_forward, parse_ffn, shared_experts
-from moeinf.models.ffn import GatedMlp
-from moeinf.models.mla import MlaAttention, MlaShape, parse_mla
-from moeinf.models.norms import RmsNorm
-from moeinf.models.routing import SoftmaxRouter, require_groups
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.layers.feed_forward import FfnPlan, feed_forward, parse_ffn, shared_experts
+from moeinf.models.layers.ffn import GatedMlp
+from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter, require_groups
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 from moeinf.models.base import Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, Fields
-from moeinf.models.decoder import Block, BodyConfig, Decoder, parse_body
-from moeinf.models.mla import MlaAttention, MlaShape, parse_mla
-from moeinf.models.norms import RmsNorm
-from moeinf.models.sigmoid_experts import (
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
+from moeinf.models.layers.mla import MlaAttention, MlaShape, parse_mla
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.sigmoid_experts import (
     SigmoidExperts,
     parse_sigmoid_experts,
     sigmoid_expert,

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, Fields
-from moeinf.models.decoder import Block, BodyConfig, Decoder, parse_body
-from moeinf.models.norms import HeadNorm, RmsNorm
-from moeinf.models.sigmoid_experts import (
+from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, parse_body
+from moeinf.models.layers.norms import HeadNorm, RmsNorm
+from moeinf.models.layers.sigmoid_experts import (
     SigmoidExperts,
     parse_sigmoid_experts,
     sigmoid_expert,

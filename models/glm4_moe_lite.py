@@ -10,10 +10,14 @@ from typing import Any
 
 from moeinf.models.base import Family
 from moeinf.models.config import MAX_LAYERS, Fields
-from moeinf.models.decoder import parse_body
 from moeinf.models.deepseek_v3 import DeepseekV3Config, build
-from moeinf.models.mla import parse_mla
-from moeinf.models.sigmoid_experts import parse_sigmoid_experts, sigmoid_expert, sigmoid_ignores
+from moeinf.models.layers.decoder import parse_body
+from moeinf.models.layers.mla import parse_mla
+from moeinf.models.layers.sigmoid_experts import (
+    parse_sigmoid_experts,
+    sigmoid_expert,
+    sigmoid_ignores,
+)
 
 
 def parse(values: Mapping[str, Any]) -> DeepseekV3Config:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import (
     ExpertPart,
     Family,
@@ -21,11 +20,12 @@ from moeinf.models.base import (
     Parts,
 )
 from moeinf.models.config import MAX_CONTEXT, Fields
-from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.expert_names import known_layer
-from moeinf.models.moe import SparseFfn, parse_moe
-from moeinf.models.norms import WideRmsNorm
-from moeinf.models.routing import TopSoftmaxRouter
+from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.layers.moe import SparseFfn, parse_moe
+from moeinf.models.layers.norms import WideRmsNorm
+from moeinf.models.layers.routing import TopSoftmaxRouter
 
 _FUSED = re.compile(
     r"model\.layers\.(0|[1-9][0-9]{0,8})\.mlp\.experts\.(gate_up|down)_proj(_bias)?"

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields, require
-from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.expert_names import BLOCK_SPARSE_EXPERTS
-from moeinf.models.moe import SparseFfn, parse_moe
-from moeinf.models.norms import layer_norm
-from moeinf.models.routing import SparseMixer
+from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.layers.moe import SparseFfn, parse_moe
+from moeinf.models.layers.norms import layer_norm
+from moeinf.models.layers.routing import SparseMixer
 
 
 @dataclass(frozen=True)

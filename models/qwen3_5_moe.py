@@ -15,7 +15,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from moeinf.models import quantisation
-from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import (
     Embedding,
     ExpertPart,
@@ -28,13 +27,14 @@ from moeinf.models.base import (
     Piece,
 )
 from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields, require
-from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
-from moeinf.models.delta_net import DeltaNet, DeltaShape, parse_delta
 from moeinf.models.expert_names import MLP_EXPERTS, known_layer
-from moeinf.models.ffn import gated_shared
-from moeinf.models.moe import SparseFfn, parse_moe
-from moeinf.models.norms import HeadNorm, WideRmsNorm, centred_norm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.layers.delta_net import DeltaNet, DeltaShape, parse_delta
+from moeinf.models.layers.ffn import gated_shared
+from moeinf.models.layers.moe import SparseFfn, parse_moe
+from moeinf.models.layers.norms import HeadNorm, WideRmsNorm, centred_norm
+from moeinf.models.layers.routing import SoftmaxRouter
 
 _FUSED = re.compile(
     r"model\.layers\.(0|[1-9][0-9]{0,8})\.mlp\.experts\.(gate_up|down)_proj(?:\.weight)?"

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moeinf.models.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.base import ExpertPart, Family, Model, MoeShape, Parts
 from moeinf.models.config import MAX_CONTEXT, Fields
-from moeinf.models.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
 from moeinf.models.expert_names import MLP_EXPERTS
-from moeinf.models.feed_forward import FfnPlan, feed_forward, parse_ffn, parse_sparse_step
-from moeinf.models.norms import HeadNorm, RmsNorm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
+from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.layers.feed_forward import FfnPlan, feed_forward, parse_ffn, parse_sparse_step
+from moeinf.models.layers.norms import HeadNorm, RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Message:
 LANES = (
     ("cli", "commands/run.py"),
     ("runtime", "engine/engine.py"),
-    ("models", "decoder.py"),
+    ("models", "layers/decoder.py"),
     ("offload", "store/expert_store.py"),
     ("native", "copy_queue.h"),
 )
@@ -63,7 +63,7 @@ STEPS = (
     ),
     Message(1, 1, "template, and what the KV cache holds", "runtime/engine/chat.py"),
     Message(1, 2, "extend: chunks of 256, then tokens", "runtime/engine/generate.py"),
-    Message(2, 3, "submit(layer, x, ids, weights)", "models/decoder.py"),
+    Message(2, 3, "submit(layer, x, ids, weights)", "models/layers/decoder.py"),
     Message(3, 3, "hits are pinned, misses get victims' slots", "offload/store/expert_store.py"),
     Message(
         3,
@@ -73,7 +73,7 @@ STEPS = (
     ),
     Message(4, 3, "bytes, each expert checked", "native/copy_queue.h, native/crc32c.h"),
     Message(3, 2, "result(): hits first, misses as they come", "offload/store/compute.py"),
-    Message(2, 1, "logits after the last layer", "models/decoder.py"),
+    Message(2, 1, "logits after the last layer", "models/layers/decoder.py"),
     Message(
         1,
         0,

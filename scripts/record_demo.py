@@ -19,7 +19,7 @@ from torch import Tensor
 from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.models.base import Pending, Phase
-from moeinf.models.moe import SparseFfn
+from moeinf.models.layers.moe import SparseFfn
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.runtime.config import EngineConfig, read_environment

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.attention import GqaCore, GqaShape, attend
-from moeinf.models.kv_cache import PassRows
-from moeinf.models.mla import MlaCore, MlaShape
-from moeinf.models.moe import Router, group
-from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
-from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
+from moeinf.models.layers.attention import GqaCore, GqaShape, attend
+from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.mla import MlaCore, MlaShape
+from moeinf.models.layers.moe import Router, group
+from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.native import OutOfDeviceMemory
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels.router_spec import RouterKind

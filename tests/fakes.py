@@ -29,7 +29,7 @@ from moeinf.models.base import (
     Piece,
     Role,
 )
-from moeinf.models.moe import ResidentExperts
+from moeinf.models.layers.moe import ResidentExperts
 
 
 class DictParts:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.attention import head_blocks
 from moeinf.models.base import Linear
-from moeinf.models.kv_cache import Span
+from moeinf.models.layers.attention import head_blocks
+from moeinf.models.layers.kv_cache import Span
 
 Planes = tuple[Tensor, Tensor]  # keys and values of a source of S tokens, [H, S, W] each
 Memory = tuple[Planes, ...]  # of every decoder layer

@@ -27,11 +27,11 @@ from moeinf.models.config import (
     require,
 )
 from moeinf.models.expert_names import ExpertNames
-from moeinf.models.ffn import DenseRelu
-from moeinf.models.moe import SparseFfn
-from moeinf.models.norms import LayerNorm, layer_norm
+from moeinf.models.layers.ffn import DenseRelu
+from moeinf.models.layers.moe import SparseFfn
+from moeinf.models.layers.norms import LayerNorm, layer_norm
+from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.models.quantisation import refuse_quantised
-from moeinf.models.routing import SoftmaxRouter
 from moeinf.models.seq2seq.cross_attention import (
     Heads,
     MemoryAttention,

@@ -31,11 +31,11 @@ from moeinf.models.config import (
     require,
 )
 from moeinf.models.expert_names import ExpertNames
-from moeinf.models.ffn import DenseRelu
-from moeinf.models.moe import Router, SparseFfn
-from moeinf.models.norms import RmsNorm
+from moeinf.models.layers.ffn import DenseRelu
+from moeinf.models.layers.moe import Router, SparseFfn
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.models.quantisation import refuse_quantised
-from moeinf.models.routing import SoftmaxRouter
 from moeinf.models.seq2seq.cross_attention import (
     Heads,
     MemoryAttention,

@@ -3,10 +3,10 @@
 Does not know families, requests or layers. Imported only where there is a GPU.
 
 In torch each of these is 5 to 10 kernels, for rows that one of them has read before it has begun.
-Values are rounded where torch rounds them (models/norms.py, rope.py), so what differs is the order
-of a sum of squares. A token's place is read on the device, and no grid depends on it: the same
-launches serve every token, which is what a CUDA graph needs. A row of a batch is named by a number,
-not by its address, whose alignment would be compiled anew.
+Values are rounded where torch rounds them (models/layers/norms.py, rope.py), so what differs is the
+order of a sum of squares. A token's place is read on the device, and no grid depends on it: the
+same launches serve every token, which is what a CUDA graph needs. A row of a batch is named by a
+number, not by its address, whose alignment would be compiled anew.
 """
 
 # ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)

@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RouterKind:
-    """The arithmetic of models/routing.py.
+    """The arithmetic of models/layers/routing.py.
 
     score         softmax       over all experts; of `groups`, those with the best score count
                   top_softmax   over the K best of the logits plus a bias

@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moeinf.models.attention import GqaCore
 from moeinf.models.base import Piece
-from moeinf.models.kv_cache import PassRows, Span
-from moeinf.models.mla import MlaCore
-from moeinf.models.norms import RmsNorm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.layers.attention import GqaCore
+from moeinf.models.layers.kv_cache import PassRows, Span
+from moeinf.models.layers.mla import MlaCore
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.native import GqaStep, MlaStep, RouterKernel, rms_norm
 from moeinf.offload.store.compute import MOST_ROWS
 

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeinf.models.attention import GqaCore
-from moeinf.models.kv_cache import PassRows
-from moeinf.models.mla import MlaCore
-from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.layers.attention import GqaCore
+from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.mla import MlaCore
+from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.offload.store.compute import MOST_ROWS
 
 _Norm = tuple[Tensor, float]  # a weight, and eps
@@ -57,7 +57,7 @@ class CoreMath(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-        """A norm of models/norms.py; see offload/gpu_kernels/elementwise.py."""
+        """A norm of models/layers/norms.py; see offload/gpu_kernels/elementwise.py."""
         ...
 
     def gqa_heads(
@@ -182,7 +182,7 @@ class DeviceMla:
 
 
 def _over_rows(device: CoreMath) -> Callable[..., Tensor]:
-    """models/attention.py's `attend`."""
+    """models/layers/attention.py's `attend`."""
 
     def attend(
         q: Tensor,

@@ -12,13 +12,13 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from moeinf.models.attention import GqaCore
 from moeinf.models.base import Piece
-from moeinf.models.decoder import DecodeStep
-from moeinf.models.ffn import GatedMlp
-from moeinf.models.mla import LowRank, MlaCore
-from moeinf.models.norms import RmsNorm, WideRmsNorm
-from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
+from moeinf.models.layers.attention import GqaCore
+from moeinf.models.layers.decoder import DecodeStep
+from moeinf.models.layers.ffn import GatedMlp
+from moeinf.models.layers.mla import LowRank, MlaCore
+from moeinf.models.layers.norms import RmsNorm, WideRmsNorm
+from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_linear import Products
@@ -34,7 +34,7 @@ class DeviceMath(Products, CoreMath, Protocol):
     def route(
         self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A router of models/routing.py; see offload/gpu_kernels/router.py."""
+        """A router of models/layers/routing.py; see offload/gpu_kernels/router.py."""
         ...
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:

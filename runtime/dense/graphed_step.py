@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import Experts, Pending, Phase
-from moeinf.models.decoder import DecodeStep
-from moeinf.models.kv_cache import KvCache, Span
-from moeinf.models.moe import Done
+from moeinf.models.layers.decoder import DecodeStep
+from moeinf.models.layers.kv_cache import KvCache, Span
+from moeinf.models.layers.moe import Done
 from moeinf.offload.gpu_tier.tiered_store import ByTable
 
 _BEFORE = 2  # tokens of a text that are decoded without: a short answer is not worth a rehearsal

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from moeinf.models.base import Activation
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.device_slots import DeviceTier

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeinf.models import family_of
 from moeinf.models.base import Activation, Model
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.gpu_tier.tiered_store import TieredStore

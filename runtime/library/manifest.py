@@ -59,7 +59,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     layout: int  # the version of its format's layout
     state_bytes: int = 0  # what a request takes beside its kv_bytes_per_token
-    activation: str = "swiglu"  # of the experts; see models/ffn.py
+    activation: str = "swiglu"  # of the experts; see models/layers/ffn.py
     biased: bool = False  # their matrices have biases
     encoder_layers: int = 0  # of the layers, the first: they run once per request
     usual_context: int | None = None  # where --ctx does not say; None: max_context
@@ -81,7 +81,7 @@ class Manifest:
         return SlotBudget(layout.slot_bytes, self.layers * self.experts, self.top_k)
 
     def kv_bytes(self, context: int) -> int:
-        """What a request of up to `context` tokens takes: see models/kv_cache.py."""
+        """What a request of up to `context` tokens takes: see models/layers/kv_cache.py."""
         return self.state_bytes + context * self.kv_bytes_per_token
 
     @property

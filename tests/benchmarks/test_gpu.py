@@ -20,7 +20,7 @@ from benchmarks.gpu import ROWS
 from benchmarks.models import RaceModel
 from benchmarks.peers.table import Peer
 from benchmarks.shapes import shape, tensors_of
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.miss_split import Contended

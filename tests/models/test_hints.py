@@ -7,7 +7,7 @@ import json
 import torch
 from torch import Tensor
 
-from moeinf.models.moe import SparseFfn
+from moeinf.models.layers.moe import SparseFfn
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.fakes import Loaded, WatchedExperts, load_resident

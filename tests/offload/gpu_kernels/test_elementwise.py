@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from moeinf.models.attention import GqaCore, GqaShape
-from moeinf.models.kv_cache import PassRows
-from moeinf.models.mla import MlaCore, MlaShape
-from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
-from moeinf.models.rope import rotate_pairs
+from moeinf.models.layers.attention import GqaCore, GqaShape
+from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.mla import MlaCore, MlaShape
+from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.layers.rope import rotate_pairs
 from moeinf.offload.gpu_kernels import elementwise
 from moeinf.offload.gpu_kernels.elementwise import gated, gqa_heads, mla_heads, rms_norm
 from tests.offload.device import DEVICE

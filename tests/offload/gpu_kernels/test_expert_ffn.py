@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import ExpertKernel, _native, combine_rows, is_gated
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext, Driver, HostLock, SlotPool, _native
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import shard_header, shard_path, write_file

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import (
     DeviceContext,
     DeviceError,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeinf.models.moe import ResidentExperts, TorchMath
+from moeinf.models.layers.moe import ResidentExperts, TorchMath
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_header, shard_path, write_file

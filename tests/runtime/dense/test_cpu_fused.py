@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeinf.models.attention import GqaCore, GqaShape
-from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
-from moeinf.models.mla import MlaCore, MlaShape
-from moeinf.models.norms import RmsNorm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.layers.attention import GqaCore, GqaShape
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.layers.mla import MlaCore, MlaShape
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.native import compute_threads, set_compute_threads
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.dense.cpu_fused import NativeGqa, NativeMla, NativeNorm, NativeRouter, tuned

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.models.moe import one_pass
+from moeinf.models.layers.moe import one_pass
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory

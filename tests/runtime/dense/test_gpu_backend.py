@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from moeinf.models import family_of
-from moeinf.models.attention import GqaCore
 from moeinf.models.base import Family, Linear, Model
-from moeinf.models.decoder import Decoder
-from moeinf.models.ffn import GatedMlp
-from moeinf.models.moe import Done
-from moeinf.models.norms import HeadNorm, RmsNorm, WideRmsNorm
-from moeinf.models.routing import SoftmaxRouter
+from moeinf.models.layers.attention import GqaCore
+from moeinf.models.layers.decoder import Decoder
+from moeinf.models.layers.ffn import GatedMlp
+from moeinf.models.layers.moe import Done
+from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.offload.gpu_kernels import decode_attention, elementwise, prefill_attention, router
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.checkpoints.checkpoint import read_json

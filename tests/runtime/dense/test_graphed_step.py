@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeinf.models.base import State
-from moeinf.models.kv_cache import KvCache
+from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.config import Settings
 from moeinf.runtime.dense import graphed_step
 from moeinf.runtime.engine.chat import Conversation

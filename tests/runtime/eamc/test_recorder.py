@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moeinf.models.base import Phase
-from moeinf.models.moe import Done
+from moeinf.models.layers.moe import Done
 from moeinf.offload.routing.recording_file import recording_from_bytes, recording_to_bytes
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, Settings

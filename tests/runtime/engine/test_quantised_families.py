@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from moeinf.models import family_of
 from moeinf.models.base import Activation, Embedding, Experts, Linear, Model, Pending, Phase
-from moeinf.models.moe import Done, combine
+from moeinf.models.layers.moe import Done, combine
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.offload.format.layout import ExpertKey
 from moeinf.offload.format.quantise import dequantise, quantise

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.shapes import shape
 from moeinf.models import family_of
 from moeinf.models.base import Embedding, Linear
-from moeinf.models.decoder import Decoder
-from moeinf.models.kv_cache import KvCache, Span
-from moeinf.models.moe import TorchMath
+from moeinf.models.layers.decoder import Decoder
+from moeinf.models.layers.kv_cache import KvCache, Span
+from moeinf.models.layers.moe import TorchMath
 from moeinf.native import matrix_bytes
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels import (

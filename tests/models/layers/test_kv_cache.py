@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeinf.models.kv_cache import CacheLayout, KvCache
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache
 
 LAYOUT = CacheLayout(2, ((3, 4), (1, 5)), torch.float32, torch.device("cpu"))
 

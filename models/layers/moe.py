@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeinf.models.base import Activation, Experts, MoeShape, Pending, Phase
 from moeinf.models.config import MAX_EXPERTS, MAX_WIDTH, Fields, require
-from moeinf.models.ffn import expert_ffn
+from moeinf.models.layers.ffn import expert_ffn
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, D] -> ids [T, K], weights [T, K]
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
-from moeinf.models.kv_cache import PassRows
-from moeinf.models.rope import rotate_half
+from moeinf.models.layers.kv_cache import PassRows
+from moeinf.models.layers.rope import rotate_half
 
 SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
 _WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB, in a core's own cache

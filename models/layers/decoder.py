@@ -30,12 +30,12 @@ from moeinf.models.config import (
     MAX_WIDTH,
     Fields,
 )
-from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
-from moeinf.models.moe import Router, SparseFfn, one_pass
-from moeinf.models.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.layers.moe import Router, SparseFfn, one_pass
+from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
+from moeinf.models.layers.recurrent import RecurrentLayout
+from moeinf.models.layers.rope import Rope, RopeConfig, parse_rope
 from moeinf.models.quantisation import refuse_quantised
-from moeinf.models.recurrent import RecurrentLayout
-from moeinf.models.rope import Rope, RopeConfig, parse_rope
 
 _HEAD_ROWS = 64  # rows of logits computed at once
 

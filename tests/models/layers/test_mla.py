@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeinf.models import attention
-from moeinf.models.kv_cache import CacheLayout, KvCache, PassRows, Span
-from moeinf.models.mla import MlaAttention, MlaShape
+from moeinf.models.layers import attention
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.layers.mla import MlaAttention, MlaShape
 from tests.fakes import DictParts
 from tests.models.conftest import LargestStorage
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moeinf.models.base import Experts, MoeShape, Parts
 from moeinf.models.config import MAX_LAYERS, MAX_WIDTH, Fields
-from moeinf.models.ffn import GatedMlp, gated_mlp
-from moeinf.models.moe import Router, SparseFfn, parse_moe
+from moeinf.models.layers.ffn import GatedMlp, gated_mlp
+from moeinf.models.layers.moe import Router, SparseFfn, parse_moe
 
 FeedForward = Callable[[Tensor, Experts], Tensor]  # [T, D] -> [T, D]
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeinf.models import attention
-from moeinf.models.attention import SCRATCH_BYTES, attend, attend_one, causal_mask, head_blocks
+from moeinf.models.layers import attention
+from moeinf.models.layers.attention import (
+    SCRATCH_BYTES,
+    attend,
+    attend_one,
+    causal_mask,
+    head_blocks,
+)
 from tests.models.conftest import LargestStorage
 
 

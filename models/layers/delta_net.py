@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
-from moeinf.models.kv_cache import PassRows, Span
-from moeinf.models.recurrent import CHUNK, RecurrentLayout
+from moeinf.models.layers.kv_cache import PassRows, Span
+from moeinf.models.layers.recurrent import CHUNK, RecurrentLayout
 
 _MAX_KERNEL = 64
 

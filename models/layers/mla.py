@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeinf.models.attention import attend, attend_one, head_blocks
 from moeinf.models.base import Linear, Parts
 from moeinf.models.config import MAX_WIDTH, Fields, require
-from moeinf.models.kv_cache import PassRows, Span
-from moeinf.models.norms import RmsNorm
-from moeinf.models.rope import RopeConfig, rotate_pairs
+from moeinf.models.layers.attention import attend, attend_one, head_blocks
+from moeinf.models.layers.kv_cache import PassRows, Span
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.rope import RopeConfig, rotate_pairs
 
 _EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
 

@@ -11,7 +11,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeinf.models.base import ModelDataError
 from moeinf.models.config import Fields
-from moeinf.models.rope import Rope, inverse_frequencies, parse_rope, rotate_half, rotate_pairs
+from moeinf.models.layers.rope import (
+    Rope,
+    inverse_frequencies,
+    parse_rope,
+    rotate_half,
+    rotate_pairs,
+)
 
 _YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -13,17 +13,17 @@ from typing import Protocol
 
 from moeinf.models.base import ExpertPart, Parts
 from moeinf.models.config import MAX_EXPERTS, MAX_LAYERS, Fields, require
-from moeinf.models.decoder import BodyConfig, HasBody, ignores_buffers
 from moeinf.models.expert_names import MLP_EXPERTS
-from moeinf.models.feed_forward import (
+from moeinf.models.layers.decoder import BodyConfig, HasBody, ignores_buffers
+from moeinf.models.layers.feed_forward import (
     FeedForward,
     FfnPlan,
     feed_forward,
     parse_ffn,
     shared_experts,
 )
-from moeinf.models.ffn import GatedMlp
-from moeinf.models.routing import SigmoidRouter, require_groups
+from moeinf.models.layers.ffn import GatedMlp
+from moeinf.models.layers.routing import SigmoidRouter, require_groups
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeinf.models.recurrent import RecurrentLayout, RecurrentMemory, tensors_of_layers
+from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory, tensors_of_layers
 
 
 @dataclass(frozen=True)

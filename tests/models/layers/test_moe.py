@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moeinf.models.base import Activation
-from moeinf.models.ffn import expert_ffn
-from moeinf.models.moe import ResidentExperts, SparseFfn, TorchMath, combine, group
+from moeinf.models.layers.ffn import expert_ffn
+from moeinf.models.layers.moe import ResidentExperts, SparseFfn, TorchMath, combine, group
 
 
 @given(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.models.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, limit_to_groups
+from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, limit_to_groups
 
 
 def scores_of(*probabilities: float) -> SoftmaxRouter:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeinf.models.delta_net import delta_rule
-from moeinf.models.recurrent import RecurrentLayout, RecurrentMemory
+from moeinf.models.layers.delta_net import delta_rule
+from moeinf.models.layers.recurrent import RecurrentLayout, RecurrentMemory
 from tests.fakes import WatchedExperts, from_tensors
 from tests.tiny import tiny_reference
 
