@@ -605,7 +605,7 @@ def rms_norm(weight: int, width: int, eps: float, x: int, rows: int, out: int) -
 
 @final
 class AdaptiveCore:
-    """The decisions of the policy `adaptive`; native/adaptive_core.h argues them.
+    """The decisions of the policy `adaptive`; native/policy/adaptive_core.h argues them.
 
     A cell is layer · E + expert. ids are [T, K] of int16, int32 or int64, negative: none. Raises
     ValueError for a shape, IndexError for an expert, layer or cell that does not exist.
@@ -661,7 +661,8 @@ class AdaptiveCore:
 
 @final
 class EamMatch:
-    """The cosine of one running request to N past ones, layer by layer; see native/eam_match.h."""
+    """The cosine of one running request to N past ones, layer by layer; see
+    native/policy/eam_match.h."""
 
     def __init__(self, layers: int, experts: int) -> None: ...
     def rebuild(self, counts: NDArray[np.float32], squares: NDArray[np.float32]) -> None:

@@ -23,10 +23,18 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE, DRIVERS = ROOT / "native", ROOT / "tests" / "native"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off")
-KERNELS = (
-    "activations.cpp crc32c.cpp crc32c_fold.cpp expert_ffn.cpp kernels_avx2.cpp kernels_avx512.cpp "
-    "kernels_portable.cpp quantise.cpp router.cpp thread_pool.cpp"
-).split()
+KERNELS = [
+    "kernels/activations.cpp",
+    "queue/crc32c.cpp",
+    "queue/crc32c_fold.cpp",
+    "kernels/expert_ffn.cpp",
+    "kernels/kernels_avx2.cpp",
+    "kernels/kernels_avx512.cpp",
+    "kernels/kernels_portable.cpp",
+    "kernels/quantise.cpp",
+    "kernels/router.cpp",
+    "kernels/thread_pool.cpp",
+]
 
 
 def main() -> None:
@@ -35,13 +43,13 @@ def main() -> None:
             sys.exit(f"{tool} is missing: apt install g++-aarch64-linux-gnu qemu-user-static")
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         folder = Path(name)
-        sources = sorted(NATIVE.glob("*.cpp"))
+        sources = sorted(NATIVE.rglob("*.cpp"))
         list(pool.map(lambda source: compile_module(source, folder), sources))
         print(f"{len(sources)} files of native/ compile for aarch64")
         run("copy_queue_driver", folder, [])
-        run("thread_pool_driver", folder, ["thread_pool.cpp"])
+        run("thread_pool_driver", folder, ["kernels/thread_pool.cpp"])
         run("simulate_driver", folder, [], "1", "200")
-        run("file_reader_driver", folder, ["file_reader.cpp"], str(folder))
+        run("file_reader_driver", folder, ["queue/file_reader.cpp"], str(folder))
         there = run("kernels_driver", folder, KERNELS, "portable")
         here = run("kernels_driver", folder, KERNELS, "", compiler="g++").splitlines()
     for line, other in zip(here, there.splitlines(), strict=True):
@@ -53,7 +61,7 @@ def main() -> None:
 def compile_module(source: Path, folder: Path) -> None:
     """One file of the module. Python's headers are this machine's: sizes of pointers agree."""
     includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
-    target = folder / f"{source.stem}.o"
+    target = folder / f"{source.parent.name}-{source.stem}.o"
     command = [COMPILER, *FLAGS, "-fPIC", *includes, "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
 

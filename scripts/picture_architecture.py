@@ -44,7 +44,7 @@ LANES = (
     ("runtime", "engine/engine.py"),
     ("models", "layers/decoder.py"),
     ("offload", "store/expert_store.py"),
-    ("native", "copy_queue.h"),
+    ("native", "queue/copy_queue.h"),
 )
 STEPS = (
     Message(0, 1, "options → EngineConfig", "cli/commands/run.py"),
@@ -71,7 +71,7 @@ STEPS = (
         "demand, then what the policy wishes",
         "offload/store/transfer.py, offload/store/prefetch.py",
     ),
-    Message(4, 3, "bytes, each expert checked", "native/copy_queue.h, native/crc32c.h"),
+    Message(4, 3, "bytes, each expert checked", "native/queue/copy_queue.h, native/queue/crc32c.h"),
     Message(3, 2, "result(): hits first, misses as they come", "offload/store/compute.py"),
     Message(2, 1, "logits after the last layer", "models/layers/decoder.py"),
     Message(

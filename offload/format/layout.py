@@ -5,7 +5,7 @@ Does not know any file, any family, or where an expert is resident.
 One expert is one run of bytes, the same on disk and in every tier:
 
     F32, BF16   gate_up [2F, D], rows 0 … F-1 gate, then up; down [D, F]; row-major
-    Q8, Q4,     gate [F, D], up [F, D], down [D, F], each in the tiles of native/tiles.h
+    Q8, Q4,     gate [F, D], up [F, D], down [D, F], each in the tiles of native/kernels/tiles.h
     MXFP4
     biases      where there are any: gate_up_bias [2F], down_bias [D], bf16 where weights are tiled
     end         data_bytes; a slot is rounded up to whole pages

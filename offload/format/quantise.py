@@ -1,4 +1,4 @@
-"""Quantises rows of weights into tiles (native/tiles.h), and reads tiles back.
+"""Quantises rows of weights into tiles (native/kernels/tiles.h), and reads tiles back.
 
 Does not know files, experts or tensors' names.
 """

@@ -4,7 +4,7 @@ Does not know experts or layers. Imported only where there is a GPU.
 
 Two launches: a program per row and expert, whose weights are read as they are; then one per row,
 that takes the best of what is left until it has K. Of equals it takes the first, as the CPU's
-router does (native/router.cpp). No row sees another.
+router does (native/kernels/router.cpp). No row sees another.
 """
 
 # ruff: noqa: N803 (constants of a Triton kernel are written in capitals)

@@ -1,11 +1,11 @@
 """How a GPU reads weights and computes with them: the pieces of which expert_kernels.py is made.
 
 Does not know slots, routing or memory; nothing imports it where there is no GPU, because it imports
-Triton. The tiles, and the canonical arithmetic over them, are drawn in native/tiles.h; bf16's order
-of sums in native/kernels.h, activations in native/activations.h. Every step here gives the bits
-that those give: sums within a group are exact integers, in whatever order, and what is rounded is
-rounded in their order. So kernels must be launched without contraction into fused
-operations (FUSION below), divisions are div_rn, and fused ones are written tl.fma.
+Triton. The tiles, and the canonical arithmetic over them, are drawn in native/kernels/tiles.h;
+bf16's order of sums in native/kernels/kernels.h, activations in native/kernels/activations.h. Every
+step here gives the bits that those give: sums within a group are exact integers, in whatever order,
+and what is rounded is rounded in their order. So kernels must be launched without contraction into
+fused operations (FUSION below), divisions are div_rn, and fused ones are written tl.fma.
 
 Letters of shapes: R rows of activations, L lanes, which are rows of weights (outputs), C groups
 that are read at once, V 32-bit words of one row of a group.

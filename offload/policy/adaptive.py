@@ -1,8 +1,8 @@
 """The default policy: keeps what is probably used next, whatever tells so.
 
-Does not know bytes, time or threads. Its decisions are made in native/adaptive_core.h and its
-estimates in native/usage.h, which argue both; a plain transcription that tests compare them with is
-tests/offload/policy/plain.py. Here is what one decode pass asks of them:
+Does not know bytes, time or threads. Its decisions are made in native/policy/adaptive_core.h and
+its estimates in native/queue/usage.h, which argue both; a plain transcription that tests compare
+them with is tests/offload/policy/plain.py. Here is what one decode pass asks of them:
 
     begin_pass   what matched requests of the past did is written to `past`; the mixture is made
     routed       estimates and weights move; hints for this layer are judged; what was staged and

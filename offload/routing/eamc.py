@@ -228,7 +228,7 @@ class Eamc:
 
 
 class Matcher:
-    """Follows one request through the passes of one phase; native/eam_match.h draws how.
+    """Follows one request through the passes of one phase; native/policy/eam_match.h draws how.
 
     The query is the request's EAM of this phase on the observed rows: layers 0 … l of the running
     pass, each with the request's earlier passes of the phase added. Entries may come and go

@@ -73,7 +73,8 @@ def picked_values(tensor: SourceTensor) -> Tensor:
 
 
 def mxfp4_tiles(tensor: SourceTensor) -> tuple[Tensor, Tensor | None]:
-    """Blocks and scales as the tiles of native/tiles.h: every code and every scale as it is.
+    """Blocks and scales as the tiles of native/kernels/tiles.h: every code and every scale as it
+    is.
 
     Beside them, where a scale is so large that a number may be infinite or NaN, all as float32.
     """

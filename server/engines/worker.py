@@ -11,8 +11,7 @@ loaded once, and a long prompt delays others by a chunk. A request gets the same
 of a decode pass are independent, prefill is not batched, and torch's float32 products run one by
 one. No round waits for a slow grammar: its request is passed over.
 
-A place keeps its KV cache when its request ends. A request that shares whole prefill chunks of its
-prompt takes them over.
+A place keeps its KV cache when its request ends. A request with the same beginning takes it over.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def test_they_name_what_there_is() -> None:
     files = {file for note in notes for file in note.split(", ")}
     assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
     assert {state for start, end, *_ in MOVES for state in (start, end)} == set(STATES)
-    words = (ROOT / "native/adaptive_core.h").read_text()
+    words = (ROOT / "native/policy/adaptive_core.h").read_text()
     words += (ROOT / "offload/store/residency.py").read_text()
     for state in ("loading", "staged", "kept", "pinned"):
         assert re.search(rf"\b{state}\b", words), state

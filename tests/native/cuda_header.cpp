@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "cuda_calls.h"
+#include "device/cuda_calls.h"
 
 using namespace moeinf;
 

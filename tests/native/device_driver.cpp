@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "check.h"
-#include "device_slots.h"
+#include "device/device_slots.h"
 #include "fake_libcuda.cpp"
 
 namespace {

@@ -52,25 +52,36 @@ class Program:
 
 
 QUEUE_FILES = (
-    "copy_queue.cpp",
-    "crc32c.cpp",
-    "crc32c_fold.cpp",
-    "file_reader.cpp",
-    "slot_pool.cpp",
+    "queue/copy_queue.cpp",
+    "queue/crc32c.cpp",
+    "queue/crc32c_fold.cpp",
+    "queue/file_reader.cpp",
+    "queue/slot_pool.cpp",
 )
-DEVICE_FILES = ("cuda_driver.cpp", "device_slots.cpp", "host_lock.cpp", "slot_pool.cpp")
+DEVICE_FILES = (
+    "device/cuda_driver.cpp",
+    "device/device_slots.cpp",
+    "device/host_lock.cpp",
+    "queue/slot_pool.cpp",
+)
 LOST_WAKE_UP = Fault(
-    "copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
+    "queue/copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
 )
-NO_RESERVE = Fault("copy_queue_life.h", "? live : ahead;", "? live : std::max(live, ahead);")
-NEVER_BUSY = Fault("copy_queue_life.h", "most - static_cast<int>(counters_.running)", "most")
-SILENT_RAISE = Fault("copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
-SLOT_OF_THE_HUNG = Fault("copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", "")
-ONE_LOOK = Fault("copy_queue_life.h", "now - running.overdue < sure", "now - running.since < sure")
-EARLY_KERNEL = Fault("device_slots.cpp", "wait_for(compute_, arriving);", "")
-EARLY_COPY = Fault("device_slots.cpp", "wait_for(stream_, readers);", "")
+NO_RESERVE = Fault("queue/copy_queue_life.h", "? live : ahead;", "? live : std::max(live, ahead);")
+NEVER_BUSY = Fault("queue/copy_queue_life.h", "most - static_cast<int>(counters_.running)", "most")
+SILENT_RAISE = Fault("queue/copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
+SLOT_OF_THE_HUNG = Fault(
+    "queue/copy_queue_life.h", "slots_[record.slot].owner = running.ticket;", ""
+)
+ONE_LOOK = Fault(
+    "queue/copy_queue_life.h", "now - running.overdue < sure", "now - running.since < sure"
+)
+EARLY_KERNEL = Fault("device/device_slots.cpp", "wait_for(compute_, arriving);", "")
+EARLY_COPY = Fault("device/device_slots.cpp", "wait_for(stream_, readers);", "")
 EARLY_DONE = Fault(
-    "device_slots.cpp", "if (!context_->done(flying_.front().second->event)) return false;", ""
+    "device/device_slots.cpp",
+    "if (!context_->done(flying_.front().second->event)) return false;",
+    "",
 )
 DEVICE_FAULTS = (EARLY_KERNEL, EARLY_COPY, EARLY_DONE)
 PROGRAMS = (
@@ -80,9 +91,9 @@ PROGRAMS = (
         for driver, sources in (
             ("copy_queue_driver", ()),
             ("device_driver", DEVICE_FILES),
-            ("file_reader_driver", ("file_reader.cpp",)),
+            ("file_reader_driver", ("queue/file_reader.cpp",)),
             ("hang_driver", QUEUE_FILES),
-            ("thread_pool_driver", ("thread_pool.cpp",)),
+            ("thread_pool_driver", ("kernels/thread_pool.cpp",)),
         )
     ),
     Program("simulate_driver"),
@@ -162,7 +173,7 @@ def _with_fault(fault: Fault, place: Path) -> Path:
 
 def _digest(program: Program, compiler: str) -> str:
     here = Path(__file__).parent
-    files = [*NATIVE.glob("*.h"), *here.glob("*.h"), here / f"{program.driver}.cpp"]
+    files = [*NATIVE.rglob("*.h"), *here.glob("*.h"), here / f"{program.driver}.cpp"]
     files += here.glob("fake_*.cpp")
     files += [NATIVE / source for source in program.sources]
     digest = hashlib.sha256(repr((program, program.flags, _version(compiler))).encode())

@@ -1,7 +1,7 @@
 // Runs FileReader with system calls that fail on demand; built with ThreadSanitizer, which also
 // sees a descriptor that is closed while another thread reads it, and with AddressSanitizer.
 // Takes a folder to write in. Prints nothing and exits 0 when every check held.
-#include "file_reader.h"
+#include "queue/file_reader.h"
 
 #include <algorithm>
 #include <cerrno>

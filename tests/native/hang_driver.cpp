@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "copy_queue_files.h"
+#include "queue/copy_queue_files.h"
 #include "queue_bench.h"
 
 namespace {

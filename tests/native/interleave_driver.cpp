@@ -2,7 +2,7 @@
 // search over the scheduler's choices: a scene is played again from its start for each of them.
 // Timeouts never strike, so that a lost wake-up is a deadlock. Prints how many interleavings each
 // scene has; a failure prints the scene and the choices that led to it.
-#include "copy_queue.h"
+#include "queue/copy_queue.h"
 
 #include <string>
 

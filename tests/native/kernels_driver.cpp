@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "check.h"
-#include "crc32c.h"
-#include "expert_ffn.h"
-#include "quantise.h"
-#include "router.h"
+#include "queue/crc32c.h"
+#include "kernels/expert_ffn.h"
+#include "kernels/quantise.h"
+#include "kernels/router.h"
 
 namespace {
 

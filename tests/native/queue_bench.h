@@ -2,7 +2,7 @@
 // Does not know what a driver checks with it.
 #pragma once
 
-#include "copy_queue.h"
+#include "queue/copy_queue.h"
 
 #include <atomic>
 #include <chrono>

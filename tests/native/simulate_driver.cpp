@@ -2,7 +2,7 @@
 // wrong, refused or without end; allocations, copies and thread starts that fail; cancellations;
 // a process that is stopped and continued; shutdown at any moment. Usage: simulate_driver FIRST_SEED COUNT. Prints what was covered; a
 // failure prints its seed, and that seed alone plays the same schedule again.
-#include "copy_queue.h"
+#include "queue/copy_queue.h"
 
 #include <random>
 

@@ -51,11 +51,12 @@ def test_every_call_and_value(include: Path) -> None:
     ],
 )
 def test_the_check_would_see(right: str, wrong: str, include: Path, tmp_path: Path) -> None:
-    for name in ("cuda_calls.h", "cuda_driver.h"):
+    for name in ("device/cuda_calls.h", "device/cuda_driver.h"):
         text = (ROOT / "native" / name).read_text()
-        if name == "cuda_calls.h":
+        if name == "device/cuda_calls.h":
             text = re.sub(r"\s*\\\n\s*", " ", text)  # one line per list
             assert right in text
             text = text.replace(right, wrong)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert "static assertion failed" in compiled(include, tmp_path)

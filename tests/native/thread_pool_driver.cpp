@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.h"
-#include "thread_pool.h"
+#include "kernels/thread_pool.h"
 
 using moeinf::ThreadPool;
 

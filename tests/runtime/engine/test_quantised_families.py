@@ -1,7 +1,7 @@
 """Logits of every family in q8, q4 and MXFP4, against the plain model on the widened weights.
 
 Does not know kernels. The reference multiplies in float32, with activations rounded as
-native/tiles.h says; its arithmetic otherwise is what tests/models/test_families.py holds to
+native/kernels/tiles.h says; its arithmetic otherwise is what tests/models/test_families.py holds to
 transformers. Both choose the experts that the reference chooses, with its weights.
 
 What is left is bfloat16: in these narrow models the reference, asked for 40 tokens at once instead

@@ -1,0 +1,157 @@
+// Binds decode attention: addresses and strides in, the GIL released while it runs.
+// Does not know how it works. Addresses are integers: torch's bfloat16 has no buffer protocol.
+#include "bindings/attention.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/attention_step.h"
+#include "kernels/ceilings.h"
+#include "kernels/decode_attention.h"
+
+namespace py = pybind11;
+
+namespace moeinf {
+namespace {
+
+using Planes = std::array<std::uint64_t, 7>;  // CachedRows, field by field
+
+AttentionPath path_named(const std::string& name) {
+    for (const AttentionPath path : {AttentionPath::kPortable, AttentionPath::kAvx2,
+                                     AttentionPath::kAvx512, AttentionPath::kAvx512Bf16})
+        if (name == name_of(path)) return path;
+    throw std::invalid_argument("no attention path " + name);
+}
+
+AttentionShape checked(AttentionShape shape) {
+    if (!shape.heads || !shape.kv_heads || !shape.key_width || !shape.value_width ||
+        shape.heads % shape.kv_heads)
+        throw std::invalid_argument("heads must be a multiple of kv_heads, widths at least 1");
+    return shape;
+}
+
+std::vector<CachedRows> to_rows(const std::vector<Planes>& requests) {
+    std::vector<CachedRows> rows;
+    rows.reserve(requests.size());
+    for (const auto& [keys, values, key_head, key_row, value_head, value_row, count] : requests) {
+        if (!count) throw std::invalid_argument("a cache without tokens");
+        rows.push_back({reinterpret_cast<const void*>(keys), reinterpret_cast<const void*>(values),
+                        key_head, key_row, value_head, value_row, count});
+    }
+    return rows;
+}
+
+const std::uint16_t* items(std::uint64_t address) {
+    return reinterpret_cast<const std::uint16_t*>(address);
+}
+
+const float* floats(std::uint64_t address) {
+    return reinterpret_cast<const float*>(address);
+}
+
+using Norm = std::tuple<std::uint64_t, std::size_t, float>;  // address of the weight, width, eps
+
+RowNorm to_norm(const std::optional<Norm>& norm, std::size_t width) {
+    if (!norm) return {nullptr, width, 0};
+    const auto& [weight, columns, eps] = *norm;
+    if (!weight || !columns || width % columns)
+        throw std::invalid_argument("a norm's width must divide that of its rows");
+    return {items(weight), columns, eps};
+}
+
+void attend(const AttentionShape& shape, std::uint64_t q, std::uint64_t out,
+            const std::vector<Planes>& requests, const std::optional<std::string>& path) {
+    const std::vector<CachedRows> rows = to_rows(requests);
+    const AttentionPath chosen = path ? path_named(*path) : best_attention_path();
+    const py::gil_scoped_release no_gil;
+    decode_attention(shape, rows, reinterpret_cast<const void*>(q), reinterpret_cast<void*>(out),
+                     chosen);
+}
+
+GqaStep make_gqa(std::size_t heads, std::size_t kv_heads, std::size_t width, float scale,
+                 std::size_t window, const std::optional<Norm>& q_norm,
+                 const std::optional<Norm>& k_norm, float clip, std::uint64_t sinks) {
+    if (width % 2) throw std::invalid_argument("a head that is rotated has an even width");
+    return {checked({heads, kv_heads, width, width, scale, true, window,
+                     reinterpret_cast<const float*>(sinks)}),
+            to_norm(q_norm, heads * width), to_norm(k_norm, kv_heads * width), clip};
+}
+
+MlaStep make_mla(std::size_t heads, std::size_t nope, std::size_t rope, std::size_t value,
+                 std::size_t kv_lora, float scale, const Norm& norm, std::uint64_t kv_b) {
+    if (rope % 2 || !value) throw std::invalid_argument("rope must be even, value at least 1");
+    return {checked({heads, 1, kv_lora + rope, kv_lora, scale, true, 0}), nope, value,
+            to_norm(norm, kv_lora), items(kv_b)};
+}
+
+void run_gqa(const GqaStep& step, std::uint64_t q, std::uint64_t k, std::uint64_t v,
+             std::uint64_t cos, std::uint64_t sin, std::uint64_t out,
+             const std::vector<Planes>& requests) {
+    const std::vector<CachedRows> rows = to_rows(requests);
+    const py::gil_scoped_release no_gil;
+    gqa_step(step, rows, items(q), items(k), items(v), {floats(cos), floats(sin)},
+             const_cast<std::uint16_t*>(items(out)));
+}
+
+void run_mla(const MlaStep& step, std::uint64_t q, std::uint64_t latent, std::uint64_t cos,
+             std::uint64_t sin, std::uint64_t out, const std::vector<Planes>& requests) {
+    const std::vector<CachedRows> rows = to_rows(requests);
+    const py::gil_scoped_release no_gil;
+    mla_step(step, rows, items(q), items(latent), {floats(cos), floats(sin)},
+             const_cast<std::uint16_t*>(items(out)));
+}
+
+// Some microseconds: not worth giving up the GIL.
+void norm_rows(std::uint64_t weight, std::size_t width, float eps, std::uint64_t x,
+               std::size_t rows, std::uint64_t out) {
+    rms_norm({items(weight), width, eps}, items(x), rows,
+             const_cast<std::uint16_t*>(items(out)));
+}
+
+}  // namespace
+
+void bind_attention(py::module_& m) {
+    m.def("attention_path", [] { return name_of(best_attention_path()); });
+    m.def("_measure_products",
+          [](const std::string& path) { return measure_products(path_named(path)); });
+    m.def("_measure_reading",
+          [](std::uint64_t data, std::size_t bytes, std::size_t threads, std::size_t ahead) {
+              return measure_reading(reinterpret_cast<const std::byte*>(data), bytes, threads,
+                                     ahead);
+          });
+    m.def("attention_block_keys", &block_keys, py::arg("seen"));
+    py::class_<AttentionShape>(m, "DecodeAttention", py::is_final())
+        .def(py::init([](std::size_t heads, std::size_t kv_heads, std::size_t key_width,
+                         std::size_t value_width, float scale, bool bf16, std::size_t window,
+                         std::uint64_t sinks) {
+                 return checked({heads, kv_heads, key_width, value_width, scale, bf16, window,
+                                 reinterpret_cast<const float*>(sinks)});
+             }),
+             py::arg("heads"), py::arg("kv_heads"), py::arg("key_width"), py::arg("value_width"),
+             py::arg("scale"), py::kw_only(), py::arg("bf16"), py::arg("window") = 0,
+             py::arg("sinks") = 0)
+        .def("__call__", &attend, py::arg("q"), py::arg("out"), py::arg("requests"),
+             py::arg("path") = py::none());
+    py::class_<GqaStep>(m, "GqaStep", py::is_final())
+        .def(py::init(&make_gqa), py::arg("heads"), py::arg("kv_heads"), py::arg("width"),
+             py::arg("scale"), py::arg("window"), py::arg("q_norm"), py::arg("k_norm"),
+             py::arg("clip"), py::arg("sinks") = 0)
+        .def("__call__", &run_gqa, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("cos"),
+             py::arg("sin"), py::arg("out"), py::arg("requests"));
+    py::class_<MlaStep>(m, "MlaStep", py::is_final())
+        .def(py::init(&make_mla), py::arg("heads"), py::arg("nope"), py::arg("rope"),
+             py::arg("value"), py::arg("kv_lora"), py::arg("scale"), py::arg("norm"),
+             py::arg("kv_b"))
+        .def("__call__", &run_mla, py::arg("q"), py::arg("latent"), py::arg("cos"),
+             py::arg("sin"), py::arg("out"), py::arg("requests"));
+    m.def("rms_norm", &norm_rows, py::arg("weight"), py::arg("width"), py::arg("eps"),
+          py::arg("x"), py::arg("rows"), py::arg("out"));
+}
+
+}  // namespace moeinf

@@ -1,0 +1,235 @@
+// Binds kernels to Python: checks sizes and places, releases the GIL, calls.
+// Does not know how anything works: no logic here beyond conversion.
+//
+// Tensors come as addresses: torch's have no buffer protocol for bf16, and a call of a decode step
+// should cost a microsecond. The caller answers for what lies there (_native.pyi has the shapes).
+#include "bindings/kernels.h"
+
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/expert_ffn.h"
+#include "kernels/quantise.h"
+#include "kernels/router.h"
+
+namespace py = pybind11;
+
+namespace moeinf {
+namespace {
+
+constexpr std::size_t kMaxSide = std::size_t{1} << 24;
+
+Format format_of(const std::string& name) {
+    if (name == "q4") return Format::kQ4;
+    if (name == "q8") return Format::kQ8;
+    if (name == "mxfp4") return Format::kMxfp4;
+    if (name == "bf16") return Format::kBf16;
+    throw std::invalid_argument("no kernel for the format '" + name + "'");
+}
+
+Activation activation_of(const std::string& name) {
+    if (name == "swiglu") return Activation::kSwiGlu;
+    if (name == "clamped_swiglu") return Activation::kClampedSwiGlu;
+    if (name == "relu") return Activation::kRelu;
+    throw std::invalid_argument("no kernel for the activation '" + name + "'");
+}
+
+Format quantised_format(const std::string& name) {
+    const Format format = format_of(name);
+    if (format == Format::kBf16) throw std::invalid_argument("bf16 has no tiles");
+    if (format == Format::kMxfp4) throw std::invalid_argument("mxfp4 is sorted, not quantised");
+    return format;
+}
+
+void check_side(std::size_t side) {
+    if (side < 1 || side > kMaxSide) throw std::invalid_argument("sizes lie in 1 ... 2^24");
+}
+
+template <class T = std::byte>
+T* at(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+const std::byte* weights_at(std::uintptr_t address, Format format) {
+    if (address == 0 || address % (format == Format::kBf16 ? 2 : 64) != 0)
+        throw std::invalid_argument("weights in tiles lie at multiples of 64 bytes");
+    return at(address);
+}
+
+Dtype dtype_of(bool f32) {
+    return f32 ? Dtype::kF32 : Dtype::kBf16;
+}
+
+class LinearKernel {
+  public:
+    LinearKernel(const std::string& format, std::size_t out_features, std::size_t in_features,
+                 std::uintptr_t weights)
+        : matrix_{nullptr, format_of(format), out_features, in_features} {
+        check_side(out_features);
+        check_side(in_features);
+        matrix_.data = weights_at(weights, matrix_.format);
+    }
+
+    void run(std::uintptr_t x, std::size_t rows, std::uintptr_t out, bool f32) const {
+        const py::gil_scoped_release no_gil;
+        linear(compute_pool(), current_kernels(), matrix_, at(x), dtype_of(f32), rows, at(out),
+               dtype_of(f32));
+    }
+
+  private:
+    Matrix matrix_;
+};
+
+class ExpertKernel {
+  public:
+    ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate,
+                 const std::string& activation, bool biased)
+        : shape_{format_of(format), activation_of(activation), hidden, intermediate, biased} {
+        check_side(hidden);
+        check_side(intermediate);
+    }
+
+    std::size_t expert_bytes() const { return shape_.bytes(); }
+
+    void run(const std::vector<std::uintptr_t>& experts,
+             const std::vector<std::vector<std::int64_t>>& places, std::uintptr_t x,
+             std::size_t tokens, std::size_t top_k, std::uintptr_t out, bool f32) const {
+        if (experts.size() != places.size())
+            throw std::invalid_argument("as many lists of places as experts");
+        std::vector<ExpertRows> rows;
+        for (std::size_t e = 0; e < experts.size(); ++e) {
+            rows.push_back({weights_at(experts[e], shape_.format), places[e]});
+            for (const std::int64_t place : places[e])
+                if (place < 0 || static_cast<std::size_t>(place) >= tokens * top_k)
+                    throw std::out_of_range("place " + std::to_string(place) + " of " +
+                                            std::to_string(tokens * top_k));
+        }
+        const py::gil_scoped_release no_gil;
+        expert_ffn(compute_pool(), current_kernels(), shape_, rows, at(x), top_k, at(out),
+                   dtype_of(f32));
+    }
+
+  private:
+    ExpertShape shape_;
+};
+
+class RouterKernel {
+  public:
+    RouterKernel(std::uintptr_t weight, std::size_t experts, std::size_t hidden, std::size_t top_k,
+                 bool renormalise, float scale, std::size_t groups, std::size_t kept)
+        : router_{{weights_at(weight, Format::kBf16), Format::kBf16, experts, hidden},
+                  top_k, renormalise, scale, groups, kept} {
+        check_side(experts);
+        check_side(hidden);
+        if (top_k < 1 || top_k > experts)
+            throw std::invalid_argument("a token goes to 1 ... all experts");
+        if (groups < 1 || groups > kMaxRouterGroups || experts % groups || kept < 1 ||
+            kept > groups)
+            throw std::invalid_argument("groups are equal, and 1 ... all of them are kept");
+    }
+
+    void run(std::uintptr_t x, std::size_t rows, std::uintptr_t ids, std::uintptr_t weights) const {
+        const py::gil_scoped_release no_gil;
+        route(compute_pool(), current_kernels(), router_, at(x), rows, at<std::int64_t>(ids),
+              at<float>(weights));
+    }
+
+  private:
+    Router router_;
+};
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+    const auto no_gil = py::call_guard<py::gil_scoped_release>();
+    m.attr("MAX_COMPUTE_THREADS") = kMaxComputeThreads;
+    m.def("compute_threads", [] { return compute_pool().threads(); });
+    m.def(
+        "set_compute_threads", [](int threads) { compute_pool().set_threads(threads); },
+        py::arg("threads"), no_gil);
+    m.def("kernel_path", [] { return std::string(current_kernels().name); });
+    m.def("kernels_are_fast", [] { return current_kernels().fast; });
+    m.def("_use_kernels", [](const std::string& name) { return use_kernels(name); },
+          py::arg("name"));
+
+    py::class_<LinearKernel>(m, "LinearKernel", py::is_final())
+        .def(py::init<const std::string&, std::size_t, std::size_t, std::uintptr_t>(),
+             py::arg("format"), py::arg("out_features"), py::arg("in_features"),
+             py::arg("weights"))
+        .def("run", &LinearKernel::run, py::arg("x"), py::arg("rows"), py::arg("out"),
+             py::arg("f32"));
+    py::class_<RouterKernel>(m, "RouterKernel", py::is_final())
+        .def(py::init<std::uintptr_t, std::size_t, std::size_t, std::size_t, bool, float,
+                      std::size_t, std::size_t>(),
+             py::arg("weight"), py::arg("experts"), py::arg("hidden"), py::arg("top_k"),
+             py::arg("renormalise"), py::arg("scale"), py::arg("groups"), py::arg("kept"))
+        .def("run", &RouterKernel::run, py::arg("x"), py::arg("rows"), py::arg("ids"),
+             py::arg("weights"));
+    py::class_<ExpertKernel>(m, "ExpertKernel", py::is_final())
+        .def(py::init<const std::string&, std::size_t, std::size_t, const std::string&, bool>(),
+             py::arg("format"), py::arg("hidden"), py::arg("intermediate"),
+             py::arg("activation") = "swiglu", py::arg("biased") = false)
+        .def_property_readonly("expert_bytes", &ExpertKernel::expert_bytes)
+        .def("run", &ExpertKernel::run, py::arg("experts"), py::arg("places"), py::arg("x"),
+              py::arg("tokens"), py::arg("top_k"), py::arg("out"), py::arg("f32"));
+    m.def(
+        "combine_rows",
+        [](std::uintptr_t rows, std::uintptr_t weights, std::size_t tokens, std::size_t top_k,
+           std::size_t width, std::uintptr_t out, bool f32) {
+            combine(at(rows), at<const float>(weights), tokens, top_k, width, at(out),
+                    dtype_of(f32));
+        },
+        py::arg("rows"), py::arg("weights"), py::arg("tokens"), py::arg("top_k"), py::arg("width"),
+        py::arg("out"), py::arg("f32"), no_gil);
+    m.def(
+        "matrix_bytes",
+        [](const std::string& format, std::size_t rows, std::size_t columns) {
+            check_side(rows);
+            check_side(columns);
+            return matrix_bytes(format_of(format), rows, columns);
+        },
+        py::arg("format"), py::arg("rows"), py::arg("columns"));
+    m.def(
+        "quantise_rows",
+        [](std::uintptr_t rows, std::size_t count, std::size_t columns, bool f32,
+           const std::string& format, std::uintptr_t out) {
+            quantise_rows(at(rows), dtype_of(f32), count, columns, quantised_format(format),
+                          at(out));
+        },
+        py::arg("rows"), py::arg("count"), py::arg("columns"), py::arg("f32"), py::arg("format"),
+        py::arg("out"), no_gil);
+    m.def(
+        "dequantise_rows",
+        [](std::uintptr_t blocks, const std::string& format, std::size_t count,
+           std::size_t columns, std::uintptr_t out) {
+            dequantise_rows(at(blocks), quantised_format(format), count, columns, at<float>(out));
+        },
+        py::arg("blocks"), py::arg("format"), py::arg("count"), py::arg("columns"), py::arg("out"),
+        no_gil);
+    m.def(
+        "gather_rows",
+        [](std::uintptr_t blocks, const std::string& format, std::size_t rows, std::size_t columns,
+           std::uintptr_t ids, std::size_t count, std::uintptr_t out, bool f32) {
+            const std::span wanted{at<const std::int64_t>(ids), count};
+            for (const std::int64_t id : wanted)
+                if (id < 0 || static_cast<std::size_t>(id) >= rows)
+                    throw std::out_of_range("row " + std::to_string(id) + " of " +
+                                            std::to_string(rows));
+            gather_rows(at(blocks), quantised_format(format), columns, wanted, at(out),
+                        dtype_of(f32));
+        },
+        py::arg("blocks"), py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("ids"),
+        py::arg("count"), py::arg("out"), py::arg("f32"), no_gil);
+    m.def("is_gated", [](const std::string& name) { return is_gated(activation_of(name)); },
+          py::arg("activation"));
+    m.attr("BLOCK_ROWS") = kBlockRows;
+    m.attr("GROUP") = kGroup;
+    m.attr("TILE_COLUMNS") = kTileColumns;
+    m.attr("Q4_ZERO") = kQ4Zero;
+    m.attr("Q8_ZERO") = kQ8Zero;
+}
+
+}  // namespace moeinf

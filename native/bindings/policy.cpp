@@ -1,0 +1,262 @@
+// Binds the cores of cache policies to Python: checks sizes and ids, calls.
+// Does not know how anything works: no logic here beyond conversion.
+//
+// The GIL is kept: a call takes a microsecond or two, and may ask Python who can leave.
+#include "bindings/policy.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "policy/adaptive_core.h"
+#include "policy/eam_match.h"
+
+namespace py = pybind11;
+
+namespace moeinf {
+namespace {
+
+constexpr std::size_t kMaxCells = std::size_t{1} << 24;
+
+void check_shape(std::size_t layers, std::size_t experts) {
+    if (layers < 1 || experts < 1 || layers > kMaxCells / experts)
+        throw std::invalid_argument("layers · experts lies in 1 ... 2^24");
+}
+
+void check_layer(std::size_t layer, std::size_t layers) {
+    if (layer >= layers) throw std::out_of_range("layer " + std::to_string(layer));
+}
+
+void check_cell(int cell, std::size_t cells) {
+    if (cell < 0 || static_cast<std::size_t>(cell) >= cells)
+        throw std::out_of_range("cell " + std::to_string(cell));
+}
+
+template <class T>
+void copy_ids(const py::array& array, std::size_t experts, std::vector<int>& out) {
+    const auto rows = array.shape(0), width = array.shape(1);
+    const char* base = static_cast<const char*>(array.data());
+    for (py::ssize_t row = 0; row < rows; ++row)
+        for (py::ssize_t k = 0; k < width; ++k) {
+            const T id = *reinterpret_cast<const T*>(base + row * array.strides(0) +
+                                                     k * array.strides(1));
+            if (id >= 0 && static_cast<std::size_t>(id) >= experts)
+                throw std::out_of_range("expert " + std::to_string(id));
+            out.push_back(id < 0 ? -1 : static_cast<int>(id));
+        }
+}
+
+// Ids [T, K] of two, four or eight bytes, row by row.
+std::vector<int> ids_of(const py::array& array, std::size_t experts) {
+    if (array.ndim() != 2 || array.dtype().kind() != 'i')
+        throw std::invalid_argument("ids are [T, K], signed");
+    std::vector<int> ids;
+    ids.reserve(static_cast<std::size_t>(array.size()));
+    if (array.itemsize() == 2)
+        copy_ids<std::int16_t>(array, experts, ids);
+    else if (array.itemsize() == 4)
+        copy_ids<std::int32_t>(array, experts, ids);
+    else if (array.itemsize() == 8)
+        copy_ids<std::int64_t>(array, experts, ids);
+    else
+        throw std::invalid_argument("ids have two, four or eight bytes");
+    return ids;
+}
+
+// An array on memory that `owner` keeps alive.
+template <class T>
+py::array_t<T> view(std::vector<py::ssize_t> shape, const T* data, const py::handle& owner) {
+    return py::array_t<T>(std::move(shape), data, owner);
+}
+
+class Adaptive {
+  public:
+    Adaptive(std::size_t layers, std::size_t experts, std::size_t keep_at_most, double hysteresis,
+             double worth, float sure, std::vector<float> decays, double step, double prompt,
+             std::size_t encoder_layers)
+        : layers_(checked(layers, experts)),
+          experts_(experts),
+          core_({layers, experts, keep_at_most, checked_encoder(encoder_layers, layers)},
+                {hysteresis, worth, sure}, {std::move(decays), step, prompt}) {}
+
+    void routed(std::size_t layer, const py::array& ids) {
+        check_layer(layer, layers_);
+        const auto flat = ids_of(ids, experts_);
+        core_.routed(layer, {flat, static_cast<std::size_t>(ids.shape(0))});
+    }
+
+    void hinted(std::size_t layer, const py::array& ids) {
+        check_layer(layer, layers_);
+        const auto flat = ids_of(ids, experts_);
+        core_.hinted(layer, {flat, static_cast<std::size_t>(ids.shape(0))});
+    }
+
+    void admitted(int cell) {
+        check_cell(cell, layers_ * experts_);
+        core_.admitted(cell);
+    }
+
+    bool keeps(int cell) {
+        check_cell(cell, layers_ * experts_);
+        return core_.keeps(cell);
+    }
+
+    std::vector<std::pair<int, bool>> wishes(std::size_t most) {
+        std::vector<std::pair<int, bool>> found;
+        for (const auto& [cell, urgent] : core_.wishes(most)) found.emplace_back(cell, urgent);
+        return found;
+    }
+
+    static py::object past(const py::object& self) {
+        auto& core = self.cast<Adaptive&>().core_;
+        return self.cast<Adaptive&>().matrix(core.usage().past().data(), self);
+    }
+
+    static py::object score(const py::object& self) {
+        auto& core = self.cast<Adaptive&>().core_;
+        return self.cast<Adaptive&>().matrix(core.usage().score().data(), self);
+    }
+
+    std::vector<float> share(std::size_t estimate) {
+        if (estimate > core_.usage().decays()) throw std::out_of_range("no such estimate");
+        const auto found = core_.usage().share(estimate);
+        return {found.begin(), found.end()};
+    }
+
+    std::vector<float> weights() {
+        const auto found = core_.usage().weights();
+        return {found.begin(), found.end()};
+    }
+
+    AdaptiveCore& core() { return core_; }
+
+  private:
+    static std::size_t checked_encoder(std::size_t encoder_layers, std::size_t layers) {
+        if (encoder_layers >= layers) throw std::invalid_argument("an encoder has some of the layers");
+        return encoder_layers;
+    }
+
+    static std::size_t checked(std::size_t layers, std::size_t experts) {
+        check_shape(layers, experts);
+        return layers;
+    }
+
+    py::array_t<float> matrix(const float* data, const py::handle& owner) const {
+        return view<float>({static_cast<py::ssize_t>(layers_), static_cast<py::ssize_t>(experts_)},
+                           data, owner);
+    }
+
+    std::size_t layers_, experts_;
+    AdaptiveCore core_;
+};
+
+using Floats = py::array_t<float>;
+
+class Match {
+  public:
+    Match(std::size_t layers, std::size_t experts)
+        : layers_(layers), experts_(experts), match_((check_shape(layers, experts), layers), experts) {}
+
+    // Keeps the arrays alive while it reads them.
+    void rebuild(const Floats& counts, const Floats& squares) {
+        const auto layers = static_cast<py::ssize_t>(layers_);
+        const auto experts = static_cast<py::ssize_t>(experts_);
+        if (counts.ndim() != 3 || counts.shape(0) != layers || counts.shape(1) != experts ||
+            squares.ndim() != 2 || squares.shape(0) != layers ||
+            squares.shape(1) != counts.shape(2))
+            throw std::invalid_argument("counts are [L, E, N], squares [L, N]");
+        constexpr auto item = static_cast<py::ssize_t>(sizeof(float));
+        const py::ssize_t stride = counts.strides(1) / item;
+        const bool rows = counts.shape(2) == 0 ||
+                          ((counts.strides(2) == item && squares.strides(1) == item) &&
+                           counts.strides(0) == experts * stride * item &&
+                           squares.strides(0) == stride * item);
+        if (!rows) throw std::invalid_argument("entries lie side by side");
+        counts_ = counts;
+        squares_ = squares;
+        match_.rebuild({counts.data(), squares.data(), static_cast<std::size_t>(counts.shape(2)),
+                        static_cast<std::size_t>(stride)});
+    }
+
+    void observe(std::size_t layer, const py::array& ids) {
+        check_layer(layer, layers_);
+        match_.observe(layer, ids_of(ids, experts_));
+    }
+
+    Floats similarity() const {
+        Floats out(static_cast<py::ssize_t>(match_.size()));
+        match_.similarity({out.mutable_data(), match_.size()});
+        return out;
+    }
+
+    EamMatch& match() { return match_; }
+
+  private:
+    std::size_t layers_, experts_;
+    Floats counts_, squares_;
+    EamMatch match_;
+};
+
+std::vector<std::size_t> best(const Floats& similarity, const py::array_t<std::int64_t>& stamps,
+                              std::size_t most) {
+    const auto count = static_cast<std::size_t>(similarity.size());
+    if (similarity.ndim() != 1 || stamps.ndim() != 1 || stamps.size() < similarity.size() ||
+        similarity.strides(0) != sizeof(float) || stamps.strides(0) != sizeof(std::int64_t))
+        throw std::invalid_argument("similarity is [N], stamps at least as long");
+    return best_matches({similarity.data(), count}, {stamps.data(), count}, most);
+}
+
+}  // namespace
+
+void bind_policies(py::module_& m) {
+    py::class_<Adaptive>(m, "AdaptiveCore", py::is_final())
+        .def(py::init<std::size_t, std::size_t, std::size_t, double, double, float, std::vector<float>,
+                      double, double, std::size_t>(),
+             py::arg("layers"), py::arg("experts"), py::arg("keep_at_most"), py::kw_only(),
+             py::arg("hysteresis"), py::arg("worth"), py::arg("sure"), py::arg("decays"), py::arg("step"),
+             py::arg("prompt"), py::arg("encoder_layers") = 0)
+        .def("begin_encode", [](Adaptive& self) { self.core().begin_encode(); })
+        .def("begin_prefill", [](Adaptive& self) { self.core().begin_prefill(); })
+        .def(
+            "begin_decode", [](Adaptive& self, unsigned age) { self.core().begin_decode(age); },
+            py::arg("age"))
+        .def("routed", &Adaptive::routed, py::arg("layer"), py::arg("ids"))
+        .def("hinted", &Adaptive::hinted, py::arg("layer"), py::arg("ids"))
+        .def("end_pass", [](Adaptive& self) { self.core().end_pass(); })
+        .def("admitted", &Adaptive::admitted, py::arg("cell"))
+        .def(
+            "victim",
+            [](Adaptive& self, const Evictable& evictable) {
+                return self.core().victim(evictable);
+            },
+            py::arg("evictable"))
+        .def("keeps", &Adaptive::keeps, py::arg("cell"))
+        .def("wishes", &Adaptive::wishes, py::arg("most"))
+        .def(
+            "hint_precision",
+            [](Adaptive& self, float score) { return self.core().hint_precision(score); },
+            py::arg("score"))
+        .def("share", &Adaptive::share, py::arg("estimate"))
+        .def_property_readonly("insertions",
+                               [](Adaptive& self) { return self.core().insertions(); })
+        .def_property_readonly("past", &Adaptive::past)
+        .def_property_readonly("score", &Adaptive::score)
+        .def_property_readonly("weights", &Adaptive::weights);
+
+    py::class_<Match>(m, "EamMatch", py::is_final())
+        .def(py::init<std::size_t, std::size_t>(), py::arg("layers"), py::arg("experts"))
+        .def("rebuild", &Match::rebuild, py::arg("counts").noconvert(),
+             py::arg("squares").noconvert())
+        .def("begin_pass", [](Match& self) { self.match().begin_pass(); })
+        .def("observe", &Match::observe, py::arg("layer"), py::arg("ids"))
+        .def("similarity", &Match::similarity)
+        .def_property_readonly("layer", [](Match& self) { return self.match().layer(); });
+    m.def("best_matches", &best, py::arg("similarity").noconvert(), py::arg("stamps").noconvert(),
+          py::arg("most"));
+}
+
+}  // namespace moeinf

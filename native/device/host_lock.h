@@ -1,0 +1,68 @@
+// Page-locks a slot pool, slice after slice, so that the device's copy engine reads it directly.
+// Does not know who fills the slots, how much memory the machine has left, or when to stop.
+//
+//   pool   |<- slice 0 ->|<- slice 1 ->| ... |<- the last, shorter ->|
+//          |s0|s1|..|s k-1|s k|..                                     a slice is whole slots:
+//          |<------- locked_slots() ------->|                         a copy may not cross two
+//
+// Why slices: registering 63 GiB at once takes seconds in which nothing else can be done, and it is
+// all or nothing. Slices of some 256 MiB are locked by a thread beside the load, and wherever that
+// ends (memory short, refused by the system) the rest stays pageable: slower to copy, never wrong.
+//
+// Why whole pages: what is locked is pages, and one that two slices share would be locked twice,
+// which the driver may refuse. Pages are larger than kPageBytes on some machines.
+//
+// Locking touches the pages: a locked slice is resident, whether or not experts lie in it yet.
+//
+// Threads: one thread calls lock_next; any may ask locked_slots, which only grows. Shutdown: the
+// copies that read the pool have ended before the last reference to this goes (DeviceSlots holds
+// one, and ends its copies first); then every slice is unlocked, then the pool may go.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <numeric>
+
+#include "device/cuda_driver.h"
+#include "queue/slot_pool.h"
+
+namespace moeinf {
+
+// Slots of a slice of some slice_bytes: at least one, and so many that slices begin with a page.
+constexpr std::size_t slots_of_slice(std::size_t slice_bytes, std::size_t slot_bytes,
+                                     std::size_t page_bytes) {
+    const std::size_t step = page_bytes / std::gcd(page_bytes, slot_bytes);
+    return std::max(step, slice_bytes / slot_bytes / step * step);
+}
+static_assert(slots_of_slice(12 << 10, 4 << 10, 4 << 10) == 3);
+static_assert(slots_of_slice(1, 4 << 10, 4 << 10) == 1);
+static_assert(slots_of_slice(1 << 20, 20 << 10, 64 << 10) == 48);
+static_assert(slots_of_slice(1 << 10, 20 << 10, 64 << 10) == 16);
+
+class HostLock {
+  public:
+    HostLock(std::shared_ptr<Context> context, std::shared_ptr<SlotPool> pool,
+             std::size_t slice_bytes);
+    ~HostLock();
+    HostLock(const HostLock&) = delete;
+    HostLock& operator=(const HostLock&) = delete;
+
+    // Bytes that the next lock_next would lock; 0 when everything is.
+    std::size_t next_bytes() const noexcept;
+    // Locks one more slice. Throws DriverError; what was locked stays so.
+    void lock_next();
+    // The first so many slots are page-locked.
+    std::size_t locked_slots() const noexcept { return locked_.load(std::memory_order_acquire); }
+
+    const SlotPool& pool() const noexcept { return *pool_; }
+
+  private:
+    std::shared_ptr<Context> context_;
+    std::shared_ptr<SlotPool> pool_;
+    std::size_t slice_slots_;
+    std::atomic<std::size_t> locked_{0};
+};
+
+}  // namespace moeinf

@@ -1,0 +1,121 @@
+// The order of the steps, and the cache's new row. Does not know how any of them is computed.
+#include "kernels/attention_step.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/decode_attention_paths.h"
+#include "kernels/scratch.h"
+#include "kernels/thread_pool.h"
+
+namespace moeinf {
+namespace {
+
+void norm_row(const RowNorm& norm, const std::uint16_t* x, std::size_t width, std::uint16_t* out) {
+    if (!norm.weight) {
+        if (out != x) std::memcpy(out, x, width * sizeof *x);
+        return;
+    }
+    for (std::size_t at = 0; at < width; at += norm.width)
+        attention::row_math().norm(norm.weight, norm.width, norm.eps, x + at, out + at);
+}
+
+void clip_row(float clip, std::size_t width, std::uint16_t* x) {
+    if (clip == 0) return;
+    const float bound = widen(narrow(clip));
+    for (std::size_t i = 0; i < width; ++i) {
+        const float value = widen(x[i]);
+        if (value > bound || value < -bound) x[i] = narrow(value > 0 ? bound : -bound);
+    }
+}
+
+// Pairs 2i with 2i + 1.
+void rotate_pairs(const std::uint16_t* x, const float* cos, const float* sin, std::size_t width,
+                  std::uint16_t* out) {
+    for (std::size_t i = 0; i < width / 2; ++i) {
+        const float a = widen(x[2 * i]), b = widen(x[2 * i + 1]);
+        out[2 * i] = narrow(a * cos[i] - b * sin[i]);
+        out[2 * i + 1] = narrow(a * sin[i] + b * cos[i]);
+    }
+}
+
+std::uint16_t* newest_key(const CachedRows& cache, std::size_t head) {
+    return static_cast<std::uint16_t*>(const_cast<void*>(cache.keys)) +
+           head * cache.key_head_stride + (cache.count - 1) * cache.key_row_stride;
+}
+
+std::uint16_t* newest_value(const CachedRows& cache, std::size_t head) {
+    return static_cast<std::uint16_t*>(const_cast<void*>(cache.values)) +
+           head * cache.value_head_stride + (cache.count - 1) * cache.value_row_stride;
+}
+
+std::uint16_t* scratch(std::size_t items) {
+    thread_local Scratch held;
+    return reinterpret_cast<std::uint16_t*>(held.take(items * sizeof(std::uint16_t)));
+}
+
+}  // namespace
+
+void rms_norm(const RowNorm& norm, const std::uint16_t* x, std::size_t rows, std::uint16_t* out) {
+    norm_row(norm, x, rows * norm.width, out);
+}
+
+void gqa_step(const GqaStep& step, std::span<const CachedRows> requests, const std::uint16_t* q,
+              const std::uint16_t* k, const std::uint16_t* v, Angles angles, std::uint16_t* out) {
+    const AttentionShape& shape = step.shape;
+    const std::size_t width = shape.key_width, half = width / 2;
+    const std::size_t wide = shape.heads * width, narrower = shape.kv_heads * width;
+    std::uint16_t* queries = scratch(requests.size() * wide + narrower);
+    std::uint16_t* row = queries + requests.size() * wide;
+    const attention::RowMath& math = attention::row_math();
+    for (std::size_t r = 0; r < requests.size(); ++r) {
+        const float *cos = angles.cos + r * half, *sin = angles.sin + r * half;
+        std::uint16_t* query = queries + r * wide;
+        norm_row(step.q_norm, q + r * wide, wide, query);
+        clip_row(step.clip, wide, query);
+        for (std::size_t h = 0; h < shape.heads; ++h)
+            math.rotate_half(query + h * width, cos, sin, width, query + h * width);
+        norm_row(step.k_norm, k + r * narrower, narrower, row);
+        clip_row(step.clip, narrower, row);
+        for (std::size_t g = 0; g < shape.kv_heads; ++g)
+            math.rotate_half(row + g * width, cos, sin, width, newest_key(requests[r], g));
+        std::memcpy(row, v + r * narrower, narrower * sizeof *row);
+        clip_row(step.clip, narrower, row);
+        for (std::size_t g = 0; g < shape.kv_heads; ++g)
+            std::memcpy(newest_value(requests[r], g), row + g * width, width * sizeof *row);
+    }
+    decode_attention(shape, requests, queries, out);
+}
+
+void mla_step(const MlaStep& step, std::span<const CachedRows> requests, const std::uint16_t* q,
+              const std::uint16_t* latent, Angles angles, std::uint16_t* out) {
+    const AttentionShape& shape = step.shape;
+    const std::size_t lora = shape.value_width, width = shape.key_width, rope = width - lora;
+    const std::size_t heads = shape.heads, items = requests.size() * heads;
+    const std::size_t per_head = (step.nope + step.value) * lora, q_width = step.nope + rope;
+    std::uint16_t* queries = scratch(items * (width + lora));
+    std::uint16_t* mixed = queries + items * width;
+    const attention::RowMath& math = attention::row_math();
+    for (std::size_t r = 0; r < requests.size(); ++r) {
+        std::uint16_t* row = newest_key(requests[r], 0);
+        norm_row(step.latent_norm, latent + r * width, lora, row);
+        rotate_pairs(latent + r * width + lora, angles.cos + r * rope / 2,
+                     angles.sin + r * rope / 2, rope, row + lora);
+    }
+    ThreadPool& pool = compute_pool();
+    pool.parallel_for(items, [&](std::size_t i) {
+        const std::size_t r = i / heads, h = i % heads;
+        const std::uint16_t* from = q + i * q_width;
+        math.sum(step.kv_b + h * per_head, step.nope, lora, from, queries + i * width);
+        rotate_pairs(from + step.nope, angles.cos + r * rope / 2, angles.sin + r * rope / 2, rope,
+                     queries + i * width + lora);
+    });
+    decode_attention(shape, requests, queries, mixed);
+    pool.parallel_for(items, [&](std::size_t i) {
+        const std::size_t h = i % heads;
+        math.dot(step.kv_b + h * per_head + step.nope * lora, step.value, lora,
+                     mixed + i * lora, out + i * step.value);
+    });
+}
+
+}  // namespace moeinf

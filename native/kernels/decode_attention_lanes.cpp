@@ -1,0 +1,62 @@
+// The float32 paths of decode attention: one body, compiled for three kinds of processor.
+// Does not know requests or threads.
+//
+// The target options stand around the body, not on each function, because generic vectors are cut
+// into what the enclosing function may use before anything is inlined into it.
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/decode_attention_paths.h"
+
+#define MOEINF_LANES portable
+#define MOEINF_LANE_FLOATS 4
+#include "kernels/decode_attention_lanes.h"
+#undef MOEINF_LANES
+#undef MOEINF_LANE_FLOATS
+
+#if defined(__x86_64__) && !defined(__clang__)
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define MOEINF_LANES avx2
+#define MOEINF_LANE_FLOATS 8
+#include "kernels/decode_attention_lanes.h"
+#undef MOEINF_LANES
+#undef MOEINF_LANE_FLOATS
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define MOEINF_LANES avx512
+#define MOEINF_LANE_FLOATS 16
+#include "kernels/decode_attention_lanes.h"
+#undef MOEINF_LANES
+#undef MOEINF_LANE_FLOATS
+#pragma GCC pop_options
+
+#endif
+
+namespace moeinf::attention {
+
+const Path kPortablePath{portable::packed_bytes, portable::pack, portable::run};
+#if defined(__x86_64__) && !defined(__clang__)
+const Path kAvx2Path{avx2::packed_bytes, avx2::pack, avx2::run};
+const Path kAvx512Path{avx512::packed_bytes, avx512::pack, avx512::run};
+#endif
+
+#define MOEINF_ROW_MATH(lanes) {lanes::sum_rows, lanes::dot_rows, lanes::norm, lanes::rotate_half}
+
+const RowMath& row_math() noexcept {
+    static constexpr RowMath kPortable = MOEINF_ROW_MATH(portable);
+#if defined(__x86_64__) && !defined(__clang__)
+    static constexpr RowMath kAvx2 = MOEINF_ROW_MATH(avx2);
+    static constexpr RowMath kAvx512 = MOEINF_ROW_MATH(avx512);
+    if (best_attention_path() >= AttentionPath::kAvx512) return kAvx512;
+    if (best_attention_path() == AttentionPath::kAvx2) return kAvx2;
+#endif
+    return kPortable;
+}
+
+#undef MOEINF_ROW_MATH
+
+}  // namespace moeinf::attention

@@ -1,0 +1,57 @@
+// What every path of decode attention offers: packing a query, and one task.
+// Does not know requests, threads or how tasks are combined.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/bf16.h"
+#include "kernels/decode_attention.h"
+
+namespace moeinf::attention {
+
+// One (key head, block of keys) for `heads` <= kMaxLanesHeads query heads that share the key head.
+struct Task {
+    const void* packed;  // what the path's pack() wrote for these heads
+    const void* keys;    // the first key of the block
+    const void* values;
+    std::size_t key_stride, value_stride;  // elements from one token to the next
+    std::size_t count;                     // keys in the block, at least 1
+    std::size_t heads;
+    std::size_t key_width, value_width;
+    float scale;  // times log2(e)
+    bool bf16;
+    float* partials;             // [heads] of them
+    std::size_t partial_stride;  // floats
+};
+
+// Bytes of a packed group of heads: a multiple of 64, aligned so.
+struct Path {
+    std::size_t (*packed_bytes)(std::size_t heads, std::size_t key_width);
+    void (*pack)(const void* q, std::size_t heads, std::size_t key_width, bool bf16, void* packed);
+    void (*run)(const Task& task) noexcept;
+};
+
+// Small steps on bfloat16 rows, computed in float32.
+struct RowMath {
+    // out [width] = sum over rows of x[row] * weights[row]; weights [rows][width]
+    void (*sum)(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+                const std::uint16_t* x, std::uint16_t* out) noexcept;
+    // out [rows] = weights[row] · x
+    void (*dot)(const std::uint16_t* weights, std::size_t rows, std::size_t width,
+                const std::uint16_t* x, std::uint16_t* out) noexcept;
+    // out = x / sqrt(mean(x²) + eps), rounded, times weight; may be in place
+    void (*norm)(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
+                 std::uint16_t* out) noexcept;
+    // Turns the pairs (i, i + width/2) by the angles cos, sin [width/2]; may be in place.
+    void (*rotate_half)(const std::uint16_t* x, const float* cos, const float* sin,
+                        std::size_t width, std::uint16_t* out) noexcept;
+};
+
+const RowMath& row_math() noexcept;  // of best_attention_path()
+
+inline constexpr float kNoKey = -1e30f;  // a score below every real one; its power of two is 0
+
+extern const Path kPortablePath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;
+
+}  // namespace moeinf::attention

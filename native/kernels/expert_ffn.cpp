@@ -1,0 +1,311 @@
+// Cuts products into pieces for the pool, and keeps the rows between the two rounds.
+// Does not know slots, files, routing or Python.
+#include "kernels/expert_ffn.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "kernels/scratch.h"
+
+namespace moeinf {
+namespace {
+
+constexpr std::size_t kPieceBlocks = 4;  // row blocks of a piece: some 70 KiB of q4 at K = 2048
+constexpr std::size_t kFewRows = 512;    // a matrix so small, a router's, is cut finer
+constexpr std::size_t kChunkRows = 64;   // activations that go through a piece's weights at once
+constexpr std::size_t kRowsWorthThreads = 8;  // from here on rows are prepared by all threads
+
+// Rows of activations as a format's kernel reads them.
+class Rows {
+  public:
+    Rows(Format format, std::size_t columns, std::size_t count, Scratch& scratch)
+        : format_(format),
+          columns_(columns),
+          stride_(groups_of(columns) * group_bytes()),
+          base_(scratch.take(count * stride_)) {}
+
+    std::size_t groups() const { return groups_of(columns_); }
+    const std::byte* row(std::size_t index) const { return base_ + index * stride_; }
+
+    void fill(std::size_t index, RowView row) noexcept {
+        std::byte* const to = base_ + index * stride_;
+        if (format_ == Format::kBf16)
+            split_row(row, columns_, reinterpret_cast<SplitGroup*>(to));
+        else
+            quantise_row(row, columns_, format_, reinterpret_cast<QuantGroup*>(to));
+    }
+
+    void fill_group(std::size_t index, std::size_t group, const float* values) noexcept {
+        std::byte* const to = base_ + index * stride_ + group * group_bytes();
+        if (format_ == Format::kBf16)
+            split_group(values, reinterpret_cast<SplitGroup*>(to));
+        else
+            quantise_group(values, format_, reinterpret_cast<QuantGroup*>(to));
+    }
+
+  private:
+    std::size_t group_bytes() const {
+        return format_ == Format::kBf16 ? sizeof(SplitGroup) : sizeof(QuantGroup);
+    }
+
+    Format format_;
+    std::size_t columns_;
+    std::size_t stride_;
+    std::byte* base_;
+};
+
+constexpr std::size_t item_bytes(Dtype dtype) {
+    return dtype == Dtype::kF32 ? 4 : 2;
+}
+
+// Row i of `rows` becomes row from(i) of x.
+template <class From>
+void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t count,
+              std::size_t columns, Dtype dtype, From from) {
+    const std::size_t stride = columns * item_bytes(dtype);
+    const auto fill = [&](std::size_t i) { rows.fill(i, {x + from(i) * stride, dtype}); };
+    if (count >= kRowsWorthThreads)
+        pool.parallel_for(count, fill);
+    else
+        for (std::size_t i = 0; i < count; ++i) fill(i);
+}
+
+QuantLoop loop_of(const Kernels& kernels, Format format) {
+    if (format == Format::kMxfp4) return kernels.mxfp4;
+    return format == Format::kQ4 ? kernels.q4 : kernels.q8;
+}
+
+// out[t][r] += the bias of row first + r, as far as there are rows.
+void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
+              float (*out)[kBlockRows]) noexcept {
+    if (matrix.bias == nullptr) return;
+    float bias[kBlockRows];
+    const std::size_t there = std::min(kBlockRows, matrix.rows - first);
+    for (std::size_t r = 0; r < there; ++r) bias[r] = widen(matrix.bias[first + r]);
+    for (std::size_t t = 0; t < count; ++t)
+        for (std::size_t r = 0; r < there; ++r) out[t][r] += bias[r];
+}
+
+// Row block `block` of a matrix times `count` rows, with its bias; zeros for a block behind the last.
+void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
+              const std::byte* const* x, std::size_t count, float (*out)[kBlockRows]) noexcept {
+    const std::size_t first = block * kBlockRows;
+    if (first >= matrix.rows) {
+        std::memset(out, 0, count * sizeof *out);
+        return;
+    }
+    for (std::size_t t = 0; t < count; t += kMaxRows) {
+        const std::size_t now = std::min<std::size_t>(kMaxRows, count - t);
+        if (matrix.format == Format::kBf16) {
+            const SplitGroup* rows[kMaxRows];
+            for (std::size_t i = 0; i < now; ++i)
+                rows[i] = reinterpret_cast<const SplitGroup*>(x[t + i]);
+            const std::size_t there = std::min(kBlockRows, matrix.rows - first);
+            if (there < kBlockRows) std::memset(out + t, 0, now * sizeof *out);
+            kernels.bf16(reinterpret_cast<const std::uint16_t*>(matrix.data) +
+                             first * matrix.columns,
+                         matrix.columns, there, rows, static_cast<int>(now), out + t);
+        } else {
+            const QuantGroup* rows[kMaxRows];
+            for (std::size_t i = 0; i < now; ++i)
+                rows[i] = reinterpret_cast<const QuantGroup*>(x[t + i]);
+            loop_of(kernels, matrix.format)(
+                matrix.data + block * block_bytes(matrix.format, matrix.columns),
+                ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
+        }
+    }
+    add_bias(matrix, first, count, out);
+}
+
+std::size_t piece_blocks(const Matrix& matrix) {
+    return matrix.rows <= kFewRows ? 1 : kPieceBlocks;
+}
+
+std::size_t pieces_of(const Matrix& matrix) {
+    return ceil_div(matrix.rows, kBlockRows * piece_blocks(matrix));
+}
+
+// One piece of outputs: x[i] times the piece's rows, into row place(i) of out.
+template <class Place>
+void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t piece,
+                    const std::byte* const* x, std::size_t count, std::byte* out, Dtype dtype,
+                    Place place) noexcept {
+    alignas(64) float values[kChunkRows][kBlockRows];
+    const std::size_t stride = matrix.rows * item_bytes(dtype), blocks = piece_blocks(matrix);
+    for (std::size_t start = 0; start < count; start += kChunkRows) {
+        const std::size_t now = std::min(kChunkRows, count - start);
+        for (std::size_t b = piece * blocks; b < (piece + 1) * blocks; ++b) {
+            const std::size_t first = b * kBlockRows;
+            if (first >= matrix.rows) break;
+            multiply(kernels, matrix, b, x + start, now, values);
+            const std::size_t there = std::min(kBlockRows, matrix.rows - first);
+            for (std::size_t i = 0; i < now; ++i)
+                store_row(values[i], there, out + place(start + i) * stride, dtype, first);
+        }
+    }
+}
+
+struct Expert {
+    Matrix gate, up, down;  // gate has no data where there is none
+    std::span<const std::int64_t> places;
+    std::size_t first;  // its first row among the rows of all experts
+
+    Expert(const ExpertShape& shape, const ExpertRows& from, std::size_t first_row)
+        : gate{nullptr, shape.format, shape.intermediate, shape.hidden},
+          up{from.weights + shape.up_offset(), shape.format, shape.intermediate, shape.hidden},
+          down{from.weights + shape.down_offset(), shape.format, shape.hidden, shape.intermediate},
+          places(from.places),
+          first(first_row) {
+        const bool gated = is_gated(shape.activation);
+        if (gated) gate.data = from.weights;
+        if (!shape.biased) return;
+        const auto* bias =
+            reinterpret_cast<const std::uint16_t*>(from.weights + shape.bias_offset());
+        if (gated) {
+            gate.bias = bias;
+            bias += shape.intermediate;
+        }
+        up.bias = bias;
+        down.bias = bias + shape.intermediate;
+    }
+};
+
+// Group `group` of the rows between: activation(gate · x, up · x) for 32 columns of F.
+void between(const Kernels& kernels, Activation activation, const Expert& expert,
+             std::size_t group, const std::byte* const* x, Rows& middle) noexcept {
+    alignas(64) float gate[2][kChunkRows][kBlockRows], up[2][kChunkRows][kBlockRows];
+    const std::size_t count = expert.places.size();
+    for (std::size_t start = 0; start < count; start += kChunkRows) {
+        const std::size_t now = std::min(kChunkRows, count - start);
+        const std::byte* const* rows = x + expert.first + start;
+        for (std::size_t half = 0; half < 2 && is_gated(activation); ++half)  // stream by stream
+            multiply(kernels, expert.gate, 2 * group + half, rows, now, gate[half]);
+        for (std::size_t half = 0; half < 2; ++half)
+            multiply(kernels, expert.up, 2 * group + half, rows, now, up[half]);
+        for (std::size_t i = 0; i < now; ++i) {
+            alignas(64) float g[kGroup], u[kGroup], values[kGroup];
+            for (std::size_t half = 0; half < 2; ++half) {
+                if (is_gated(activation))
+                    std::memcpy(g + half * kBlockRows, gate[half][i], sizeof gate[half][i]);
+                std::memcpy(u + half * kBlockRows, up[half][i], sizeof up[half][i]);
+            }
+            activate(activation, g, u, values);
+            middle.fill_group(expert.first + start + i, group, values);
+        }
+    }
+}
+
+static_assert(kGroup == 2 * kBlockRows, "between() makes one group of two row blocks");
+
+thread_local Scratch x_scratch, middle_scratch;
+std::atomic<const Kernels*> chosen{nullptr};
+
+const Kernels* fastest() noexcept {
+#if defined(__x86_64__)
+    if (has_avx512()) return &kAvx512Kernels;
+    if (has_avx2()) return &kAvx2Kernels;
+#endif
+    return &kPortableKernels;
+}
+
+}  // namespace
+
+void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& shape,
+                std::span<const ExpertRows> experts, const std::byte* x, std::size_t top_k,
+                std::byte* out, Dtype dtype) {
+    constexpr auto kUnnamed = std::numeric_limits<std::size_t>::max();
+    std::vector<Expert> all;
+    std::vector<std::size_t> tokens, row_of;  // tokens[row_of[t]] = t, for those that are named
+    std::size_t total = 0;
+    for (const ExpertRows& expert : experts) {
+        all.emplace_back(shape, expert, total);
+        total += expert.places.size();
+        for (const std::int64_t place : expert.places) {
+            const std::size_t token = static_cast<std::size_t>(place) / top_k;
+            if (token >= row_of.size()) row_of.resize(token + 1, kUnnamed);
+            if (row_of[token] != kUnnamed) continue;
+            row_of[token] = tokens.size();
+            tokens.push_back(token);
+        }
+    }
+    Rows inputs(shape.format, shape.hidden, tokens.size(), x_scratch);
+    fill_all(pool, inputs, x, tokens.size(), shape.hidden, dtype,
+             [&](std::size_t i) { return tokens[i]; });
+    Rows middle(shape.format, shape.intermediate, total, middle_scratch);
+    std::vector<const std::byte*> input_rows, middle_rows;
+    for (const Expert& expert : all)
+        for (const std::int64_t place : expert.places) {
+            middle_rows.push_back(middle.row(input_rows.size()));
+            input_rows.push_back(inputs.row(row_of[static_cast<std::size_t>(place) / top_k]));
+        }
+    const std::size_t groups = middle.groups();
+    pool.parallel_for(all.size() * groups, [&](std::size_t piece) {
+        between(kernels, shape.activation, all[piece / groups], piece % groups, input_rows.data(),
+                middle);
+    });
+    const std::size_t pieces = all.empty() ? 0 : pieces_of(all[0].down);
+    pool.parallel_for(all.size() * pieces, [&](std::size_t piece) {
+        const Expert& expert = all[piece / pieces];
+        multiply_piece(kernels, expert.down, piece % pieces, middle_rows.data() + expert.first,
+                       expert.places.size(), out, dtype,
+                       [&](std::size_t i) { return static_cast<std::size_t>(expert.places[i]); });
+    });
+}
+
+void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
+            Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype) {
+    Rows inputs(weights.format, weights.columns, count, x_scratch);
+    fill_all(pool, inputs, x, count, weights.columns, x_dtype,
+             [](std::size_t i) { return i; });
+    std::vector<const std::byte*> rows(count);
+    for (std::size_t t = 0; t < count; ++t) rows[t] = inputs.row(t);
+    pool.parallel_for(pieces_of(weights), [&](std::size_t piece) {
+        multiply_piece(kernels, weights, piece, rows.data(), count, out, out_dtype,
+                       [](std::size_t i) { return i; });
+    });
+}
+
+void combine(const std::byte* rows, const float* weights, std::size_t count, std::size_t top_k,
+             std::size_t width, std::byte* out, Dtype dtype) noexcept {
+    constexpr std::size_t kPart = 256;
+    const std::size_t item = item_bytes(dtype);
+    for (std::size_t t = 0; t < count; ++t)
+        for (std::size_t first = 0; first < width; first += kPart) {
+            const std::size_t now = std::min(kPart, width - first);
+            float sums[kPart];
+            for (std::size_t k = 0; k < top_k; ++k) {
+                const std::byte* const row = rows + ((t * top_k + k) * width + first) * item;
+                float values[kPart];
+                load_row(row, now, dtype, values);
+                const float weight = weights[t * top_k + k];
+                if (k == 0)
+                    for (std::size_t i = 0; i < now; ++i) sums[i] = values[i] * weight;
+                else
+                    for (std::size_t i = 0; i < now; ++i) sums[i] += values[i] * weight;
+            }
+            store_row(sums, now, out + t * width * item, dtype, first);
+        }
+}
+
+const Kernels& current_kernels() noexcept {
+    const Kernels* kernels = chosen.load(std::memory_order_relaxed);
+    if (kernels == nullptr) chosen.store(kernels = fastest(), std::memory_order_relaxed);
+    return *kernels;
+}
+
+bool use_kernels(std::string_view name) noexcept {
+    const Kernels* wanted = nullptr;
+    if (name.empty()) wanted = fastest();
+    if (name == kPortableKernels.name) wanted = &kPortableKernels;
+#if defined(__x86_64__)
+    if (name == kAvx2Kernels.name && has_avx2()) wanted = &kAvx2Kernels;
+    if (name == kAvx512Kernels.name && has_avx512()) wanted = &kAvx512Kernels;
+#endif
+    if (wanted != nullptr) chosen.store(wanted, std::memory_order_relaxed);
+    return wanted != nullptr;
+}
+
+}  // namespace moeinf

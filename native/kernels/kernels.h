@@ -1,0 +1,48 @@
+// The inner loops: one block of weight rows times a few rows of activations, on three paths.
+// Does not know threads, experts, or who chose the path.
+//
+// The quantised loops take one row block (16 rows, tiles.h) and `count` rows of activations, 1 to
+// kMaxRows, and write out[t][0 … 15]. The bf16 loop takes `rows` ≤ 16 neighbouring weight rows of a
+// row-major matrix. All paths give the same bits, for any `count`; what a row gets does not depend
+// on what travels with it. bf16's order, with 32 partial sums per output:
+//
+//   e[l] = fma(w[32 i + 2 l], x[32 i + 2 l], e[l])       i = 0, 1, …     l = 0 … 15
+//   o[l] = the same for 32 i + 2 l + 1
+//   s[l] = e[l] + o[l];  then s[l] += s[l + 8], s[l + 4], s[l + 2], s[l + 1]
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/activations.h"
+
+namespace moeinf {
+
+inline constexpr int kMaxRows = 8;
+
+using QuantLoop = void (*)(const std::byte* block, std::size_t tiles, const QuantGroup* const* x,
+                           int count, float (*out)[kBlockRows]) noexcept;
+using Bf16Loop = void (*)(const std::uint16_t* weights, std::size_t columns, std::size_t rows,
+                          const SplitGroup* const* x, int count,
+                          float (*out)[kBlockRows]) noexcept;
+
+struct Kernels {
+    const char* name;
+    bool fast;  // false: works, and is slow
+    QuantLoop q4;
+    QuantLoop q8;
+    QuantLoop mxfp4;
+    Bf16Loop bf16;
+};
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;    // AVX2, FMA, F16C
+extern const Kernels kAvx512Kernels;  // AVX-512 F, BW, VL, VNNI
+bool has_avx2() noexcept;
+bool has_avx512() noexcept;
+#endif
+
+float half_to_float(std::uint16_t bits) noexcept;
+
+}  // namespace moeinf

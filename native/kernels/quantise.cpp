@@ -1,0 +1,249 @@
+// The search for scales, over GCC's vectors of 16 rows, and writing tiles.
+// Does not know files or tensors' names.
+#include "kernels/quantise.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "kernels/expert_ffn.h"
+#include "kernels/kernels.h"
+
+namespace moeinf {
+namespace {
+
+// A lane is a row of the block. As wide as the processor's own: of wider ones, GCC takes choices
+// (?:) apart element by element.
+template <std::size_t lanes>
+struct Wide {
+    using Floats [[gnu::vector_size(lanes * 4)]] = float;
+    using Ints [[gnu::vector_size(lanes * 4)]] = std::int32_t;
+};
+
+#define MOEINF_INLINE __attribute__((always_inline)) inline
+
+// How the group's largest weight may be coded. Q8's gain by searching is small: three are enough.
+template <Format format>
+constexpr auto kCandidates = [] {
+    if constexpr (format == Format::kQ4)
+        return std::array{-8.0f, -6.8f, -7.1f, -7.4f, -7.7f, -8.3f, -8.6f, -8.9f, -9.2f,
+                          7.0f, 7.4f};
+    else
+        return std::array{127.0f, 126.4f, 127.6f};
+}();
+
+template <Format format>
+constexpr float kLowest = format == Format::kQ4 ? -8.0f : -127.0f;
+template <Format format>
+constexpr float kHighest = format == Format::kQ4 ? 7.0f : 127.0f;
+constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23: adding it rounds to the nearest even
+
+template <Format format, class Floats>
+MOEINF_INLINE void code(const Floats& x, const Floats& factor, Floats& q) {
+    q = (x * factor + kRounder) - kRounder;
+    q = q < kLowest<format> ? Floats{} + kLowest<format> : q;
+    q = q > kHighest<format> ? Floats{} + kHighest<format> : q;
+}
+
+// Chooses scales[r] (already float16) and codes[k][r] for as many groups as there are lanes.
+// x and codes: [k][row of the block]; the rows are first … first + lanes − 1.
+template <Format format, std::size_t lanes>
+MOEINF_INLINE void search(const float (*values)[kBlockRows], std::size_t first,
+                          std::uint16_t* scales, float (*codes)[kBlockRows]) {
+    using Floats = typename Wide<lanes>::Floats;
+    using Ints = typename Wide<lanes>::Ints;
+    Floats group[kGroup];
+    for (std::size_t k = 0; k < kGroup; ++k)
+        std::memcpy(&group[k], values[k] + first, sizeof group[k]);
+    Floats largest{}, magnitude{}, bad{};
+    for (const Floats& x : group) {
+        const Floats size = x < 0.0f ? -x : x;
+        const Ints larger = size > magnitude;
+        largest = larger ? x : largest;
+        magnitude = larger ? size : magnitude;
+        bad += x - x;  // NaN as soon as there is a NaN or an infinity
+    }
+    const Ints nothing = magnitude < kLeastMagnitude;
+    const Floats inverse = 1.0f / (nothing ? Floats{} + 1.0f : largest);
+    Floats best_score{}, best_scale{};
+    for (const float candidate : kCandidates<format>) {
+        const Floats factor = inverse * candidate;
+        Floats xq{}, qq{};
+        for (const Floats& x : group) {
+            Floats q;
+            code<format>(x, factor, q);
+            xq += x * q;
+            qq += q * q;
+        }
+        const Floats some = qq > 0.0f ? qq : Floats{} + 1.0f;
+        const Floats scale = xq / some;
+        const Floats score = xq * scale;
+        const Ints better = score > best_score;
+        best_scale = better ? scale : best_scale;
+        best_score = better ? score : best_score;
+    }
+    Floats factor{};
+    for (std::size_t r = 0; r < lanes; ++r) {
+        const float scale = nothing[r] ? 0.0f : best_scale[r];
+        scales[first + r] = float_to_half(bad[r] == 0.0f ? scale : bad[r]);
+        const float kept = half_to_float(scales[first + r]);
+        factor[r] = kept != 0.0f && kept - kept == 0.0f ? 1.0f / kept : 0.0f;
+    }
+    for (std::size_t k = 0; k < kGroup; ++k) {
+        const Floats clean = bad == 0.0f ? group[k] : Floats{};
+        Floats q;
+        code<format>(clean, factor, q);
+        std::memcpy(codes[k] + first, &q, sizeof q);
+    }
+}
+
+template <Format format>
+MOEINF_INLINE void write_codes(const float (*codes)[kBlockRows], std::byte* to) {
+    constexpr float kZero = format == Format::kQ4 ? kQ4Zero : kQ8Zero;
+    std::uint8_t bytes[kGroup][kBlockRows];
+    for (std::size_t k = 0; k < kGroup; ++k)
+        for (std::size_t r = 0; r < kBlockRows; ++r)
+            bytes[k][r] = static_cast<std::uint8_t>(static_cast<int>(codes[k][r] + kZero));
+    for (std::size_t v = 0; v < (format == Format::kQ4 ? 4 : 8); ++v)
+        for (std::size_t r = 0; r < kBlockRows; ++r)
+            for (std::size_t b = 0; b < 4; ++b) {
+                const std::size_t k = 4 * v + b;
+                if constexpr (format == Format::kQ4)
+                    *to++ = static_cast<std::byte>(bytes[k][r] | bytes[16 + k][r] << 4);
+                else
+                    *to++ = static_cast<std::byte>(bytes[k][r]);
+            }
+}
+
+template <Format format, std::size_t lanes>
+MOEINF_INLINE void quantise_block(const std::byte* rows, Dtype dtype, std::size_t count,
+                                  std::size_t columns, std::byte* out) {
+    constexpr std::size_t kTile = tile_bytes(format);
+    constexpr std::size_t kScales = kTile - 2 * kTileGroups * kBlockRows;
+    const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
+    for (std::size_t group = 0; group < groups_of(columns); ++group) {
+        float x[kGroup][kBlockRows] = {};
+        const std::size_t first = group * kGroup;
+        const std::size_t there = first < columns ? std::min(kGroup, columns - first) : 0;
+        for (std::size_t r = 0; r < count; ++r) {
+            float values[kGroup];
+            load_row(rows + (r * columns + first) * item, there, dtype, values);
+            for (std::size_t k = 0; k < there; ++k) x[k][r] = values[k];
+        }
+        std::uint16_t scales[kBlockRows];
+        float codes[kGroup][kBlockRows];
+        for (std::size_t r = 0; r < kBlockRows; r += lanes)
+            search<format, lanes>(x, r, scales, codes);
+        std::byte* const tile = out + group / kTileGroups * kTile;
+        const std::size_t half = group % kTileGroups;
+        write_codes<format>(codes, tile + half * (kScales / kTileGroups));
+        std::memcpy(tile + kScales + half * sizeof scales, scales, sizeof scales);
+    }
+}
+
+template <std::size_t lanes>
+MOEINF_INLINE void quantise_any(const std::byte* rows, Dtype dtype, std::size_t count,
+                                std::size_t columns, Format format, std::byte* out) {
+    if (format == Format::kQ4)
+        quantise_block<Format::kQ4, lanes>(rows, dtype, count, columns, out);
+    else
+        quantise_block<Format::kQ8, lanes>(rows, dtype, count, columns, out);
+}
+
+void quantise_baseline(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
+                       Format format, std::byte* out) {
+    quantise_any<4>(rows, dtype, count, columns, format, out);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void quantise_avx2(const std::byte* rows, Dtype dtype,
+                                                   std::size_t count, std::size_t columns,
+                                                   Format format, std::byte* out) {
+    quantise_any<8>(rows, dtype, count, columns, format, out);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl"))) void quantise_avx512(
+    const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns, Format format,
+    std::byte* out) {
+    quantise_any<16>(rows, dtype, count, columns, format, out);
+}
+#endif
+
+// Columns first … first + 31 of a row, as far as there are any; first is a multiple of 32.
+void dequantise_group(const std::byte* blocks, Format format, std::size_t row,
+                      std::size_t columns, std::size_t first, float* out) noexcept {
+    const std::size_t tile_size = tile_bytes(format);
+    const std::size_t scales = tile_size - 2 * kTileGroups * kBlockRows;
+    const std::size_t half = first % kTileColumns / kGroup, r = row % kBlockRows;
+    const std::byte* const tile = blocks + row / kBlockRows * block_bytes(format, columns) +
+                                  first / kTileColumns * tile_size;
+    const std::byte* const codes = tile + half * (scales / kTileGroups) + 4 * r;
+    std::uint16_t bits;
+    std::memcpy(&bits, tile + scales + 2 * (half * kBlockRows + r), 2);
+    const float scale = half_to_float(bits);
+    const std::size_t there = std::min(kGroup, columns - first);
+    for (std::size_t k = 0; k < there; ++k) {
+        int code;
+        if (format == Format::kQ4) {
+            const int both = std::to_integer<int>(codes[k % 16 / 4 * 64 + k % 4]);
+            code = (k < 16 ? both & 15 : both >> 4) - kQ4Zero;
+        } else {
+            code = std::to_integer<int>(codes[k / 4 * 64 + k % 4]) - kQ8Zero;
+        }
+        out[k] = scale * static_cast<float>(code);
+    }
+}
+
+}  // namespace
+
+void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
+                   Format format, std::byte* out) noexcept {
+    auto* quantise = quantise_baseline;
+#if defined(__x86_64__)
+    if (&current_kernels() == &kAvx2Kernels) quantise = quantise_avx2;
+    if (&current_kernels() == &kAvx512Kernels) quantise = quantise_avx512;
+#endif
+    const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
+    for (std::size_t first = 0; first < count; first += kBlockRows) {
+        quantise(rows + first * columns * item, dtype, std::min(kBlockRows, count - first),
+                 columns, format, out);
+        out += block_bytes(format, columns);
+    }
+}
+
+void dequantise_rows(const std::byte* blocks, Format format, std::size_t count,
+                     std::size_t columns, float* out) noexcept {
+    for (std::size_t row = 0; row < count; ++row, out += columns)
+        for (std::size_t first = 0; first < columns; first += kGroup)
+            dequantise_group(blocks, format, row, columns, first, out + first);
+}
+
+void gather_rows(const std::byte* blocks, Format format, std::size_t columns,
+                 std::span<const std::int64_t> ids, std::byte* out, Dtype dtype) noexcept {
+    const std::size_t row_bytes = columns * (dtype == Dtype::kF32 ? 4 : 2);
+    for (const std::int64_t id : ids) {
+        for (std::size_t first = 0; first < columns; first += kGroup) {
+            float values[kGroup];
+            dequantise_group(blocks, format, static_cast<std::size_t>(id), columns, first, values);
+            store_row(values, std::min(kGroup, columns - first), out, dtype, first);
+        }
+        out += row_bytes;
+    }
+}
+
+std::uint16_t float_to_half(float value) noexcept {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000);
+    const std::uint32_t rest = bits & 0x7FFFFFFF;
+    if (rest > 0x7F800000) return sign | 0x7E00;
+    if (rest >= 0x477FF000) return sign | 0x7C00;  // 65520 and above
+    if (rest < 0x38800000) {                       // below 2^-14: the unit is 2^-24
+        const float units = std::bit_cast<float>(rest) * 0x1p24f;
+        return sign | static_cast<std::uint16_t>((units + kRounder) - kRounder);
+    }
+    const std::uint32_t rounded = rest + 0xFFF + (rest >> 13 & 1);
+    return sign | static_cast<std::uint16_t>((rounded - (112u << 23)) >> 13);
+}
+
+}  // namespace moeinf

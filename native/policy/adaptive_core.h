@@ -1,0 +1,141 @@
+// The decisions of the policy `adaptive`: who leaves, who stays, what is read ahead.
+// Does not know bytes, time, threads, past requests or Python. One thread at a time.
+//
+// A cell is layer · E + expert. Its place, as far as the policy knows:
+//
+//            admitted                    more probable than the least kept one
+//   absent ───────────▶ staged ─────────────────────────────▶ kept
+//      ▲                  │  ▲                                  │
+//      └── victim ────────┘  └──── displaced by that one ───────┤
+//      └── victim, when nothing staged may go ──────────────────┘
+//
+// Admission: what has been read is staged first. It takes over the place of the least probable kept
+// expert only if it is more probable by the factor 1 + ε; the two change places, nothing is copied,
+// and the loser stays usable until its slot is needed. Victims are staged ones, the least probable
+// first. So a miss that will not come again costs one read and displaces nobody.
+//
+// Reading ahead: what a gate hints for a later layer, and lookahead by probability, each only while
+// it is more probably right than wrong. Hints are judged by what is routed afterwards, whether or
+// not they were acted upon, in classes by how probable their expert was anyway. Hinted experts are
+// not evicted before their layer has run, unless nothing else may go, and are settled only then.
+// Lookahead is judged in the same way, and stops while it is less often right than it claims.
+//
+// An encoder's experts leave first once it has run: but in a pass that encodes they score less than
+// any probability.
+//
+// least_ remembers the least probable kept cell of each layer; a row is searched again when its
+// scores or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "queue/usage.h"
+
+namespace moeinf {
+
+inline constexpr std::array kSurprise{0.01, 0.03, 0.1, 0.3};  // borders of the classes of hints
+inline constexpr double kHintMemory = 0.99;  // how long success is remembered: ~100 hints
+
+struct AdaptiveSizes {
+    std::size_t layers, experts;
+    std::size_t keep_at_most;    // slots less those for staging
+    std::size_t encoder_layers;  // of the layers, the first
+};
+
+struct AdaptiveKnobs {
+    double hysteresis;  // ε
+    double worth;       // the probability from which a hinted read is worth its while
+    float sure;         // the one from which lookahead reads: 0.5, what is likelier used than not
+};
+
+using Evictable = std::function<bool(int cell)>;
+
+// rows [T, K] of experts, row by row; negative: none.
+struct IdRows {
+    std::span<const int> ids;
+    std::size_t rows;
+};
+
+struct CellWish {
+    int cell;
+    bool urgent;  // a gate's hint, before any lookahead
+};
+
+class AdaptiveCore {
+  public:
+    AdaptiveCore(AdaptiveSizes sizes, AdaptiveKnobs knobs, UsageKnobs usage);
+
+    Usage& usage() { return usage_; }
+    std::size_t insertions() const { return insertions_; }
+
+    void begin_encode();  // a source is read: the encoder's layers count
+    void begin_prefill();
+    void begin_decode(unsigned age);  // after usage().past() was written; see Usage::begin_token
+    void routed(std::size_t layer, IdRows chosen);
+    void hinted(std::size_t layer, IdRows hints);  // every row's surest first
+    void end_pass();
+
+    void admitted(int cell);
+    std::optional<int> victim(const Evictable& evictable);
+    bool keeps(int cell);
+    std::vector<CellWish> wishes(std::size_t most);
+
+    // Share of recent hints that came true, among those of experts about as probable.
+    double hint_precision(float score) const;
+
+  private:
+    enum class Place : char { kAbsent, kStaged, kKept };
+    static constexpr int kUnknown = -2, kNone = -1;
+
+    struct Class {
+        double right = 1, seen = 1;
+
+        void judge(bool came) {
+            right = right * kHintMemory + (came ? 1 : 0);
+            seen = seen * kHintMemory + 1;
+        }
+        double precision() const { return right / seen; }
+    };
+
+    float score(int cell) const { return usage_.score()[static_cast<std::size_t>(cell)]; }
+    Place& place(int cell) { return place_[static_cast<std::size_t>(cell)]; }
+    std::size_t layer_of(int cell) const { return static_cast<std::size_t>(cell) / experts_; }
+    bool is_hinted(int cell) const { return hint_class_[static_cast<std::size_t>(cell)] >= 0; }
+
+    void begin(bool decoding, std::size_t over);
+    bool deserves(int cell, int loser) const;
+    int least_kept();
+    std::optional<int> staged_victim(const Evictable& evictable);
+    std::optional<int> kept_victim(const Evictable& evictable);
+    void settle(int cell);
+    void keep(int cell);
+    void unkeep(int cell);
+    void judge(std::size_t layer, std::span<const int> cells);
+    void forget_hints(std::size_t layer);
+
+    std::size_t layers_, experts_, keep_at_most_, encoder_cells_;
+    AdaptiveKnobs knobs_;
+    Usage usage_;
+    std::vector<Place> place_;
+    std::vector<int> staged_;  // the oldest first
+    std::vector<int> least_;   // [L]
+    std::size_t kept_ = 0;
+    std::size_t insertions_ = 0;
+    bool decoding_ = false;
+    std::ptrdiff_t layer_ = -1;             // the last one routed in this pass
+    std::vector<std::vector<int>> hints_;   // [L]: cells, the surest first
+    std::vector<signed char> hint_class_;   // [L·E]; -1: not hinted
+    std::array<Class, kSurprise.size() + 1> classes_;
+    std::vector<std::vector<int>> foreseen_;  // [L]: cells of lookahead, to be judged
+    std::vector<char> is_foreseen_;           // [L·E]
+    Class lookahead_;
+    std::vector<int> scratch_, counts_;
+};
+
+}  // namespace moeinf

@@ -1,0 +1,87 @@
+// CopyQueue: the core on real threads, real time and real files.
+// Does not know of Python.
+#include "queue/copy_queue_files.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "queue/crc32c.h"
+
+namespace moeinf {
+
+template class CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
+
+// Signals are Python's: one delivered to a reader thread would not interrupt the main thread.
+std::thread StdSync::start(std::function<void()> body) {
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // a new thread inherits it
+    struct Restore {
+        const sigset_t* mask;
+        ~Restore() { pthread_sigmask(SIG_SETMASK, mask, nullptr); }
+    } restore{&before};
+    std::thread thread(std::move(body));
+#ifdef __linux__
+    pthread_setname_np(thread.native_handle(), "moeinf-read");
+#endif
+    return thread;
+}
+
+void FileSlots::read(const Source& source, std::byte* slot) {
+    files.read(source.path, source.offset, source.bytes, slot);
+}
+
+std::uint32_t FileSlots::checksum(const Source& source, const std::byte* slot) {
+    return crc32c(slot, source.bytes);
+}
+
+void FileSlots::forget(const Source& source) {
+    files.forget(source.path);
+}
+
+CopyQueue::Parts::Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds,
+                        FileOptions files, int busy)
+    : pool(std::move(arena)),
+      copier{pool->base(), pool->slot_bytes()},
+      reader(files),
+      core({pool->slots(), pool->slot_bytes(), readers, hang_seconds, busy}, reader, copier,
+           clock) {}
+
+// Never destroyed: a reader may come back while the process exits.
+CopyQueue::Abandoned& CopyQueue::abandoned() {
+    static auto* const all = new Abandoned;
+    return *all;
+}
+
+void CopyQueue::bury_the_returned() {
+    Abandoned& all = abandoned();
+    const std::lock_guard lock(all.mutex);
+    std::erase_if(all.parts, [](const auto& parts) { return parts->core.close(); });
+}
+
+CopyQueue::CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds,
+                     FileOptions files, int busy)
+    : process_(getpid()) {
+    bury_the_returned();
+    parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files, busy);
+}
+
+CopyQueue::~CopyQueue() {
+    if (getpid() != process_) {
+        static_cast<void>(parts_.release());
+    } else if (!parts_->core.close()) {
+        Abandoned& all = abandoned();
+        const std::lock_guard lock(all.mutex);
+        all.parts.push_back(std::move(parts_));
+    }
+}
+
+void CopyQueue::close() {
+    if (getpid() == process_) parts_->core.close();
+}
+
+}  // namespace moeinf

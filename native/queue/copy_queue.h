@@ -1,0 +1,336 @@
+// The ticket queue: reads of experts into slots, most urgent first, each ending exactly once.
+// Does not know of files (Reader), where slots lie (Copier), time (Clock), threads (Sync), memory
+// (Allocator), Python or experts.
+//
+// The life of a ticket; each arrow is one critical section of mutex_:
+//
+//   submit ──▶ QUEUED ──a reader takes it──▶ RUNNING ──read, checksum right, copied──▶ DONE
+//     │           │                             ├──a step failed, or wrong twice──▶ FAILED
+//     │           │                             └──no end for hang_seconds, and seen twice──▶
+//     │           │                                    FAILED, slot kept
+//     │           ├──cancel(), close()──▶ CANCELLED
+//     │           └──every reader hangs──▶ FAILED
+//     └─the slot holds that source already──▶ kResident: no record, nothing to wait for
+//
+//   delivered: wait() returned or raised it, or collect() handed it out. An ended ticket is kept
+//   until then and forgotten after, once: several threads may wait on a ticket at the same time,
+//   but one that comes after the delivery gets std::invalid_argument.
+//
+// Who writes what (all under mutex_):
+//
+//   Record   source slot priority      submit; priority also raise_priority while QUEUED
+//            state                     submit, the reader that took it, cancel, close, watch
+//            failure, ended_as         whoever ends it, once
+//            waiters, delivered        threads in wait()
+//   queue_   { priority, ticket } of every QUEUED record and of no other: begin() is read next
+//   running_ reader -> { its ticket, since when, ... }; ticket 0: it reads nothing
+//   slots_   slot -> { owner: the ticket that may write it, or 0; holds: the source whose bytes
+//            are in it, or none }. holds is cleared when a read begins and set when it is DONE;
+//            who writes into a slot from elsewhere says so by invalidate()
+//   sources_ grows only, and a deque never moves its elements: readers use them unlocked
+//
+// Order. queue_ sorts by priority, larger first, then by ticket, older first: FIFO among equals,
+// and demand (kDemand, the largest double) is taken before any speculation however early that came.
+// A read that runs is never interrupted, and what runs shares the drive. So speculation begins only
+// while fewer reads run, demand among them, than speculative_limit(readers), which keeps a quarter
+// of the readers, at least one, for demand; and fewer than QueueShape::busy, which keep the drive
+// busy: more would finish no sooner, but could no longer be overtaken or cancelled.
+//
+//   readers           1   2   4   8   16   32
+//   for demand alone  0   1   1   2    4    8     with one reader demand waits for one read to end
+//
+// A bound on what is in flight, rather than a thread of its own for demand, because the drive has a
+// queue too: reads that it has accepted are served before a demand that comes later, by whatever
+// thread. And demand, when there is no speculation, has all the readers.
+//
+// Bytes. A reader fills the slot unlocked, then ends the ticket under mutex_; a waiter sees the end
+// under mutex_. So the bytes happen-before wait() returns, and before the slot's next ticket can be
+// submitted, since its owner is cleared in the same critical section. kResident is returned under
+// mutex_ too, after the read that set `holds`.
+//
+// Ending cannot fail: it allocates nothing (the cancelled and closed failures are made at birth),
+// and a reader thread catches everything, so no ticket is lost and no reader thread dies.
+//
+// Hanging. Whoever waits, drains or closes looks every kPollSeconds at what runs. A read without an
+// end for hang_seconds is overdue; one that still is at a look kSureSeconds after the first that
+// found it so ends its ticket as FAILED (ETIMEDOUT, its file, for how long). Two looks, since the
+// clock runs on while the whole process is stopped, and its reads with it (Ctrl-Z, a frozen
+// container, a laptop that sleeps): reads that go on have ended by the second. A hung read's thread
+// cannot be called back from the kernel, which may still write: so the slot keeps its owner, and
+// is refused to others, until the thread comes back. Then the thread serves on. Meanwhile the bound
+// on speculation is that of the readers that are left. While all of them hang, what is queued fails
+// too: nobody is there to read it.
+//
+// Shutdown. close() sets closing_ and ends every queued ticket in one critical section; readers
+// leave when they next look (a running read ends normally first). close() returns when each has
+// left or hangs: true, all are joined; false, some hang, and the core, with all that it borrows,
+// must stay where it is for as long as they hang (copy_queue_files.h does that; the destructor
+// would wait for them). A waiter waits only for tickets that close(), watch() or a reader that left
+// has ended, so it wakes. Readers never wait for a waiter, nor for Python. The
+// destructor closes and then lets the blocked callers out; it must not race with new calls.
+// Reader, Copier and Clock are borrowed and must outlive the queue.
+#pragma once
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "queue/failure.h"
+#include "queue/pages.h"
+
+namespace moeinf {
+
+using Ticket = std::uint64_t;  // 1, 2, ... in the order of submission
+using SourceId = std::size_t;  // 0, 1, ... in the order of add_source
+
+inline constexpr Ticket kResident = 0;  // no ticket: the bytes are there
+
+inline constexpr double kDemand = std::numeric_limits<double>::infinity();
+static_assert(std::numeric_limits<double>::is_iec559, "kDemand must order above every finite");
+
+inline constexpr double kPollSeconds = 0.1;  // how often a blocked caller looks at its KeepWaiting
+inline constexpr double kSureSeconds = 1;    // from the first look at an overdue read; see Hanging
+inline constexpr int kMaxReaders = 64;
+
+// How many reads may run when speculation has begun; see Order.
+constexpr int speculative_limit(int readers) {
+    return readers == 1 ? 1 : readers - std::max(1, readers / 4);
+}
+static_assert(speculative_limit(1) == 1 && speculative_limit(2) == 1 && speculative_limit(4) == 3);
+static_assert(speculative_limit(8) == 6 && speculative_limit(32) == 24);
+
+struct Source {
+    std::string path;
+    std::uint64_t offset;                 // a multiple of kPageBytes
+    std::size_t bytes;                    // at most a slot
+    std::optional<std::uint32_t> crc32c;  // nullopt: not checked
+};
+
+struct QueueShape {
+    std::size_t slots;
+    std::size_t slot_bytes;
+    int readers;                // 1 to kMaxReaders
+    double hang_seconds = 1e9;  // above 0; a read that takes longer is given up, see Hanging
+    int busy = kMaxReaders;     // above 0; so many reads at once keep the drive busy
+};
+
+struct Counters {
+    std::uint64_t submitted = 0;  // always queued + running + done + errors + cancelled
+    std::uint64_t resident = 0;   // asked for and there already: not submitted
+    std::uint64_t queued = 0;
+    std::uint64_t running = 0;
+    std::uint64_t hung = 0;  // readers whose ticket was ended because they hang
+    std::uint64_t done = 0;
+    std::uint64_t errors = 0;
+    std::uint64_t cancelled = 0;
+    std::uint64_t undelivered = 0;  // ended, and neither waited for nor collected
+    std::uint64_t waiting = 0;      // threads inside wait, wait_many or drain
+    std::uint64_t reads = 0;        // that delivered all their bytes; a reread counts again
+    std::uint64_t bytes_read = 0;   // of those reads
+    double read_seconds = 0;        // inside all reads, summed over the reader threads
+};
+
+// What the queue needs from a Reader; several threads call it at once, each with its own slot.
+template <class R>
+concept SlotReader = requires(R& reader, const Source& source, std::byte* slot) {
+    reader.read(source, slot);  // fills slot[0, bytes) or throws; beyond that is unspecified
+    { reader.checksum(source, slot) } -> std::same_as<std::uint32_t>;  // of slot[0, bytes)
+    reader.forget(source);  // the bytes were wrong: whatever is cached of them is doubted
+};
+
+// Where a slot lies, and how bytes get there when a reader cannot write to it. In host memory the
+// landing is the slot and there is nothing to copy. A tier behind a bus lands reads in page-locked
+// memory, one place per slot or reader, and copies on a stream of its own; copy() returns when the
+// bytes are in the slot. Several threads call it at once, each for its own slot.
+template <class C>
+concept SlotCopier = requires(C& copier, std::size_t slot, std::size_t bytes) {
+    { copier.landing(slot) } -> std::same_as<std::byte*>;  // kPageBytes aligned, slot_bytes long
+    copier.copy(slot, bytes);  // landing(slot)[0, bytes) is read and checked; may throw
+};
+
+// Sync: Mutex, Lock (unique_lock-like), Condition (wait, notify_one, notify_all), Thread (joinable)
+// and start(callable) -> Thread, wait_for(Condition, Lock, seconds). Clock: seconds() -> double.
+// Allocator: a standard one; all that the queue keeps comes from it. When it throws, the call that
+// needed memory has done nothing (a reader thread then fails its ticket without words).
+template <class Sync, class Clock, SlotReader Reader, SlotCopier Copier,
+          class Allocator = std::allocator<std::byte>>
+class CopyQueueCore {
+    using Lock = typename Sync::Lock;
+    template <class T>
+    using Of = typename std::allocator_traits<Allocator>::template rebind_alloc<T>;
+
+  public:
+    // Throws std::invalid_argument, or what Sync::start throws (no thread is left behind).
+    CopyQueueCore(QueueShape shape, Reader& reader, Copier& copier, Clock& clock,
+                  const Allocator& allocator = {});
+    ~CopyQueueCore();
+    CopyQueueCore(const CopyQueueCore&) = delete;
+    CopyQueueCore& operator=(const CopyQueueCore&) = delete;
+
+    // Throws std::invalid_argument for an offset off the page or bytes that are 0 or over a slot.
+    SourceId add_source(Source source);
+
+    // One ticket each, or kResident where the slot holds that source. All or none. Throws
+    // std::out_of_range (source, slot), std::invalid_argument (a priority that is not a number),
+    // std::logic_error (a slot with a live ticket, or with a reader that hangs; a closed queue).
+    using Tickets = std::vector<Ticket, Of<Ticket>>;
+    Tickets submit(std::span<const SourceId> sources, std::span<const std::size_t> slots,
+                   double priority);
+    Ticket submit(SourceId source, std::size_t slot, double priority);
+
+    // Only upwards, and only while queued: otherwise nothing happens.
+    void raise_priority(Ticket ticket, double priority);
+
+    // True: was queued, is cancelled now. False: it runs (and will complete) or has ended.
+    bool cancel(Ticket ticket);
+
+    // The slot's bytes are no longer what the queue read: the next submit reads them anew.
+    void invalidate(std::size_t slot);
+
+    // False while a ticket is queued or running for the slot, or a hung reader may write to it.
+    bool can_submit(std::size_t slot) const;
+
+    // Blocks until all have ended (kResident has), then delivers them; if one failed, delivers and
+    // throws only the first that did (in the order given) and leaves the others to collect() or
+    // another wait().
+    // keep_waiting() is asked every kPollSeconds, unlocked, and must not throw; when it says false,
+    // wait returns false and delivers nothing.
+    template <class KeepWaiting>
+    bool wait(std::span<const Ticket> tickets, KeepWaiting&& keep_waiting);
+
+    struct Ended {
+        Ticket ticket;
+        FailurePtr failure;  // null: done
+    };
+    // Delivers what has ended and nobody waits for, in the order of ending. Never blocks.
+    std::vector<Ended, Of<Ended>> collect();
+
+    // Blocks until nothing is queued or running (or keep_waiting() says false: returns false).
+    template <class KeepWaiting>
+    bool drain(KeepWaiting&& keep_waiting);
+
+    // While paused no reader takes a ticket; what runs ends. close() overrides it.
+    void pause();
+    void resume();
+
+    // See Shutdown; idempotent, any thread but a reader. False: readers hang, the core must stay.
+    bool close();
+
+    Counters counters() const;
+
+  private:
+    enum class State : std::uint8_t { kQueued, kRunning, kDone, kFailed, kCancelled };
+    struct Record {
+        SourceId source;
+        std::size_t slot;
+        double priority;
+        State state = State::kQueued;
+        bool delivered = false;
+        int waiters = 0;
+        std::uint64_t ended_as = 0;  // 1, 2, ... in the order of ending
+        FailurePtr failure;
+
+        bool ended() const { return state >= State::kDone; }
+    };
+    static_assert(State::kQueued < State::kDone && State::kRunning < State::kDone &&
+                      State::kDone < State::kFailed && State::kDone < State::kCancelled,
+                  "ended() is one comparison");
+
+    struct Place {
+        double priority;
+        Ticket ticket;
+        bool operator<(const Place& other) const {
+            if (priority != other.priority) return priority > other.priority;
+            return ticket < other.ticket;
+        }
+    };
+    struct Transfer {
+        FailurePtr failure;
+        std::uint64_t reads = 0;
+        double seconds = 0;
+    };
+    struct Running {
+        Ticket ticket = 0;
+        SourceId source = 0;
+        double since = 0;    // of the clock
+        double overdue = 0;  // when a look first found it so; 0: none has
+        bool hung = false;
+    };
+    struct Slot {
+        Ticket owner = 0;
+        SourceId holds = kNothing;
+    };
+    static constexpr SourceId kNothing = std::numeric_limits<SourceId>::max();
+    using Node = std::pair<const Ticket, Record>;
+    using Records = std::map<Ticket, Record, std::less<Ticket>, Of<Node>>;
+    using Places = std::set<Place, std::less<Place>, Of<Place>>;
+
+    // copy_queue_life.h: birth, the reader threads' loop, the watch over them, shutdown.
+    void serve(Running& running);
+    std::size_t takeable(double priority) const;
+    bool can_take() const;
+    void watch() noexcept;
+    FailurePtr hang_failure(const Running& running, double now, const char* what) noexcept;
+
+    // copy_queue_impl.h
+    Transfer transfer(const Source& source, std::size_t slot) noexcept;
+    FailurePtr make_failure(Failure failure) const;
+    FailurePtr internal_failure(const char* what) noexcept;
+    void check(SourceId source, std::size_t slot) const;
+    Record* find(Ticket ticket);
+    Record& find_waitable(Ticket ticket);
+    void end(Record& record, State state, FailurePtr failure) noexcept;
+    void leave(Ticket ticket, bool delivered);
+    void forget(typename Records::iterator record);
+    template <class KeepWaiting>
+    bool block(Lock& lock, double& next_poll, KeepWaiting& keep_waiting);
+
+    const QueueShape shape_;
+    Reader& reader_;
+    Copier& copier_;
+    Clock& clock_;
+    const Allocator allocator_;
+    const FailurePtr cancelled_;
+    const FailurePtr closed_;
+    const FailurePtr unknown_;
+    const FailurePtr hangs_;  // when there is no memory to say which file
+
+    mutable typename Sync::Mutex mutex_;
+    typename Sync::Condition work_;     // readers: queue_ grew or begins with demand, resume, close
+    typename Sync::Condition changed_;  // waiters: a ticket ended; closers: a reader left
+    std::deque<Source, Of<Source>> sources_;
+    Records records_;
+    Places queue_;
+    std::vector<Slot, Of<Slot>> slots_;
+    std::vector<Running, Of<Running>> running_;
+    Ticket next_ticket_ = 1;
+    std::uint64_t ended_count_ = 0;
+    Counters counters_;
+    std::uint64_t serving_ = 0;  // reader threads that have not left; the hung are among them
+    bool paused_ = false;
+    bool closing_ = false;
+    bool joining_ = false;
+    bool joined_ = false;
+    std::vector<typename Sync::Thread> readers_;  // last: started when all else exists
+};
+
+}  // namespace moeinf
+
+#include "queue/copy_queue_impl.h"
+#include "queue/copy_queue_life.h"

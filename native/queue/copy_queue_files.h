@@ -1,0 +1,116 @@
+// CopyQueue: the ticket queue that Python holds, reading real files into a SlotPool.
+// Does not know of Python.
+//
+//   CopyQueue ── parts_ ──▶ { pool, copier, reader, clock, core }
+//
+// The parts are destroyed from the last to the first, which is the shutdown order:
+//
+//   core    closes: queued tickets end, reader threads are joined
+//   reader  closes the files: nobody reads any more
+//   pool    lets go of the arena: nobody writes any more
+//
+// Twice the parts are left alone instead, arena included:
+//
+// - A reader hangs in the kernel (a dead disk, a network file system without its server) for
+//   hang_seconds. The thread cannot be ended and the kernel may yet write into its slot, so nothing
+//   that it uses may go: the parts move to abandoned(). A reader that comes back finds the queue
+//   closed and ends; the next queue to be made frees what such readers have left behind.
+// - After a fork the child has the memory but not the threads: joining them would hang.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "queue/copy_queue.h"
+#include "queue/file_reader.h"
+#include "queue/slot_pool.h"
+
+namespace moeinf {
+
+// What a drive that retries a bad sector may take; a read beyond that does not end.
+inline constexpr double kHangSeconds = 30;
+
+struct StdSync {
+    using Mutex = std::mutex;
+    using Lock = std::unique_lock<std::mutex>;
+    using Condition = std::condition_variable;
+    using Thread = std::thread;
+
+    static std::thread start(std::function<void()> body);
+    static void wait_for(Condition& condition, Lock& lock, double seconds) {
+        condition.wait_for(lock, std::chrono::duration<double>(seconds));
+    }
+};
+
+struct SteadyClock {
+    double seconds() const {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+            .count();
+    }
+};
+
+// The Copier of the queue: a slot in host memory is where its reads land.
+struct HostSlots {
+    std::byte* base;
+    std::size_t slot_bytes;
+
+    std::byte* landing(std::size_t slot) const { return base + slot * slot_bytes; }
+    void copy(std::size_t, std::size_t) const {}
+};
+
+// The Reader of the queue: a range of a file, checked by CRC-32C.
+struct FileSlots {
+    FileReader files;
+
+    explicit FileSlots(FileOptions options) : files(options) {}
+    void read(const Source& source, std::byte* slot);
+    std::uint32_t checksum(const Source& source, const std::byte* slot);
+    void forget(const Source& source);
+};
+
+extern template class CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
+
+class CopyQueue {
+  public:
+    using Core = CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
+
+    CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds, FileOptions files,
+              int busy = kMaxReaders);
+    ~CopyQueue();
+    CopyQueue(const CopyQueue&) = delete;
+    CopyQueue& operator=(const CopyQueue&) = delete;
+
+    Core* operator->() { return &parts_->core; }
+    const FileReader& files() const { return parts_->reader.files; }
+    void close();
+
+  private:
+    struct Parts {
+        std::shared_ptr<SlotPool> pool;
+        HostSlots copier;
+        FileSlots reader;
+        SteadyClock clock;
+        Core core;
+
+        Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds, FileOptions files,
+              int busy);
+    };
+    struct Abandoned {
+        std::mutex mutex;
+        std::vector<std::unique_ptr<Parts>> parts;
+    };
+    static Abandoned& abandoned();
+    static void bury_the_returned();
+
+    std::unique_ptr<Parts> parts_;
+    pid_t process_;
+};
+
+}  // namespace moeinf

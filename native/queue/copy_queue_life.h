@@ -1,0 +1,191 @@
+// Reader threads: started, serving, watched, and let go. copy_queue.h holds the arguments.
+// Does not know of files, time, threads, Python or experts.
+#pragma once
+
+#include "queue/copy_queue.h"
+
+#define MOEINF_QUEUE                                                            \
+    template <class Sync, class Clock, SlotReader Reader, SlotCopier Copier, class Allocator>
+#define MOEINF_CORE CopyQueueCore<Sync, Clock, Reader, Copier, Allocator>
+
+namespace moeinf {
+
+MOEINF_QUEUE MOEINF_CORE::CopyQueueCore(QueueShape shape, Reader& reader, Copier& copier,
+                                        Clock& clock, const Allocator& allocator)
+    : shape_(shape),
+      reader_(reader),
+      copier_(copier),
+      clock_(clock),
+      allocator_(allocator),
+      cancelled_(make_failure({Failure::Kind::kCancelled, 0, {}, "the ticket was cancelled"})),
+      closed_(make_failure(
+          {Failure::Kind::kCancelled, 0, {}, "the queue was closed before the read"})),
+      unknown_(make_failure({Failure::Kind::kInternal, 0, {}, "a reader thread failed"})),
+      hangs_(make_failure({Failure::Kind::kIo, ETIMEDOUT, {}, "a read does not end"})),
+      sources_(allocator),
+      records_(allocator),
+      queue_(allocator),
+      slots_(shape.slots, Slot{}, allocator),
+      running_(allocator) {
+    if (shape.readers < 1 || shape.readers > kMaxReaders)
+        throw std::invalid_argument("readers must be from 1 to " + std::to_string(kMaxReaders));
+    if (!(shape.hang_seconds > 0)) throw std::invalid_argument("hang_seconds must be above 0");
+    if (shape.busy < 1) throw std::invalid_argument("busy must be above 0");
+    const auto readers = static_cast<std::size_t>(shape.readers);
+    running_.resize(readers);
+    readers_.reserve(readers);
+    try {
+        for (Running& running : running_) {
+            {
+                const Lock lock(mutex_);
+                ++serving_;
+            }
+            readers_.push_back(Sync::start([this, &running] { serve(running); }));
+        }
+    } catch (...) {
+        {
+            const Lock lock(mutex_);
+            --serving_;  // the one that did not start
+        }
+        close();
+        throw;
+    }
+}
+
+MOEINF_QUEUE MOEINF_CORE::~CopyQueueCore() {
+    close();
+    {
+        Lock lock(mutex_);
+        while (serving_ != 0 || counters_.waiting != 0) changed_.wait(lock);
+    }
+    close();  // joins what hung before
+}
+
+// How many more reads of that priority may begin now.
+MOEINF_QUEUE std::size_t MOEINF_CORE::takeable(double priority) const {
+    if (paused_) return 0;
+    const int live = shape_.readers - static_cast<int>(counters_.hung);
+    const int ahead = std::min(shape_.busy, speculative_limit(std::max(1, live)));
+    const int most = priority == kDemand ? live : ahead;
+    return static_cast<std::size_t>(std::max(0, most - static_cast<int>(counters_.running)));
+}
+
+MOEINF_QUEUE bool MOEINF_CORE::can_take() const {
+    return !queue_.empty() && takeable(queue_.begin()->priority) > 0;
+}
+
+// The body of a reader thread; `running` is its own, written under mutex_.
+MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
+    Lock lock(mutex_);
+    for (;;) {
+        while (!closing_ && !can_take()) work_.wait(lock);
+        if (closing_) break;  // close() has already ended all that was queued
+        const Place taken = *queue_.begin();
+        Record& record = records_.find(taken.ticket)->second;
+        queue_.erase(queue_.begin());
+        record.state = State::kRunning;
+        running = {.ticket = taken.ticket, .source = record.source, .since = clock_.seconds()};
+        ++counters_.running;
+        const std::size_t slot = record.slot;
+        const Source& source = sources_[running.source];
+        slots_[slot].holds = kNothing;
+
+        lock.unlock();
+        Transfer transferred = transfer(source, slot);
+        lock.lock();
+
+        counters_.reads += transferred.reads;
+        counters_.bytes_read += transferred.reads * source.bytes;
+        counters_.read_seconds += transferred.seconds;
+        if (!transferred.failure) slots_[slot].holds = running.source;
+        if (running.hung) {  // watch() has ended the ticket; its record may be gone
+            --counters_.hung;
+            slots_[slot].owner = 0;
+            changed_.notify_all();
+        } else {
+            --counters_.running;
+            const State state = transferred.failure ? State::kFailed : State::kDone;
+            end(record, state, std::move(transferred.failure));
+        }
+        running = {};
+    }
+    --serving_;
+    changed_.notify_all();  // under mutex_: close() cannot free the condition before we are done
+}
+
+// Ends the tickets of reads that take too long, and those that no reader is left for.
+MOEINF_QUEUE void MOEINF_CORE::watch() noexcept {
+    const double now = clock_.seconds(), sure = std::min(kSureSeconds, shape_.hang_seconds);
+    const Running* oldest = nullptr;
+    for (Running& running : running_) {
+        if (running.ticket == 0 || now - running.since < shape_.hang_seconds) continue;
+        if (oldest == nullptr || running.since < oldest->since) oldest = &running;
+        if (running.overdue == 0) running.overdue = now;
+        if (running.hung || now - running.overdue < sure) continue;
+        Record& record = records_.find(running.ticket)->second;
+        end(record, State::kFailed, hang_failure(running, now, "the read has not ended"));
+        slots_[record.slot].owner = running.ticket;  // until its thread comes back
+        running.hung = true;
+        --counters_.running;
+        ++counters_.hung;
+        work_.notify_all();  // speculation has fewer readers now, but no longer this one's place
+    }
+    if (oldest == nullptr || counters_.hung < serving_ || queue_.empty()) return;
+    const FailurePtr failure = hang_failure(*oldest, now, "not read: every reader waits, longest");
+    for (const Place& place : queue_)
+        end(records_.find(place.ticket)->second, State::kFailed, failure);
+    queue_.clear();
+}
+
+MOEINF_QUEUE FailurePtr MOEINF_CORE::hang_failure(const Running& running, double now,
+                                                  const char* what) noexcept {
+    try {
+        char text[96];
+        std::snprintf(text, sizeof text, "%s for %.1f s", what, now - running.since);
+        return make_failure({Failure::Kind::kIo, ETIMEDOUT, sources_[running.source].path, text});
+    } catch (...) {
+        return hangs_;
+    }
+}
+
+MOEINF_QUEUE void MOEINF_CORE::pause() {
+    const Lock lock(mutex_);
+    paused_ = true;
+}
+
+MOEINF_QUEUE void MOEINF_CORE::resume() {
+    const Lock lock(mutex_);
+    paused_ = false;
+    work_.notify_all();
+}
+
+MOEINF_QUEUE bool MOEINF_CORE::close() {
+    Lock lock(mutex_);
+    if (!closing_) {
+        closing_ = true;
+        for (const Place& place : queue_)
+            end(records_.find(place.ticket)->second, State::kCancelled, closed_);
+        queue_.clear();
+        work_.notify_all();
+    }
+    for (;;) {
+        watch();
+        if (serving_ == counters_.hung) break;
+        Sync::wait_for(changed_, lock, kPollSeconds);
+    }
+    if (serving_ != 0) return false;
+    if (!std::exchange(joining_, true)) {
+        lock.unlock();
+        for (auto& reader : readers_) reader.join();
+        lock.lock();
+        joined_ = true;
+        changed_.notify_all();
+    }
+    while (!joined_) changed_.wait(lock);
+    return true;
+}
+
+}  // namespace moeinf
+
+#undef MOEINF_CORE
+#undef MOEINF_QUEUE

@@ -1,0 +1,188 @@
+// Opens, caches and reads files, with every way that a read can come short.
+// Does not know of tickets, slots or checksums.
+#include "queue/file_reader.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#ifndef O_DIRECT  // not on every system: then the flag changes nothing and reads are buffered
+#define O_DIRECT 0
+#endif
+
+namespace moeinf {
+namespace {
+
+// O_NONBLOCK: opening a FIFO someone put in the model's folder must fail, not hang a reader thread;
+// regular files do not notice it.
+constexpr int kOpenFlags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+
+[[noreturn]] void fail_io(int code, const std::string& path, const std::string& what) {
+    throw Failed(Failure::Kind::kIo, code, path,
+                 what + ": " + std::generic_category().message(code));
+}
+
+std::string range(std::size_t bytes, std::uint64_t offset) {
+    return std::to_string(bytes) + " bytes at offset " + std::to_string(offset);
+}
+
+}  // namespace
+
+struct FileReader::Descriptor {
+    int number = -1;
+    bool direct = false;
+
+    Descriptor() = default;
+    ~Descriptor() {
+        if (number >= 0) ::close(number);
+    }
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+};
+
+FileReader::FileReader(FileOptions options) : options_(options) {
+    if (options.max_open_files == 0)
+        throw std::invalid_argument("max_open_files must be at least 1");
+    if (options.block_bytes == 0 || options.block_bytes > kMaxBlockBytes ||
+        options.block_bytes % kPageBytes != 0)
+        throw std::invalid_argument("block_bytes must be a multiple of " +
+                                    std::to_string(kPageBytes) + " up to " +
+                                    std::to_string(kMaxBlockBytes));
+}
+
+FileReader::~FileReader() = default;
+
+// The descriptor number, or -1 with errno. Out of descriptors: gives back the cached ones, once.
+int FileReader::try_open(const std::string& path, int extra_flags) {
+    bool gave_back = false;
+    for (;;) {
+        const int number = options_.calls.open(path.c_str(), kOpenFlags | extra_flags);
+        if (number >= 0) return number;
+        const int code = errno;
+        if (code == EINTR) continue;
+        if ((code != EMFILE && code != ENFILE) || gave_back) {
+            errno = code;
+            return -1;
+        }
+        gave_back = true;
+        const std::lock_guard lock(mutex_);
+        by_path_.clear();
+        recent_.clear();
+    }
+}
+
+FileReader::DescriptorPtr FileReader::open(const std::string& path, bool direct) {
+    auto file = std::make_shared<Descriptor>();  // before the open: no number can leak
+    file->number = try_open(path, direct ? O_DIRECT : 0);
+    const bool refused = direct && file->number < 0 && errno == EINVAL;
+    if (refused) file->number = try_open(path, 0);
+    file->direct = direct && !refused;
+    if (file->number < 0) fail_io(errno, path, "cannot open");
+    struct stat status{};
+    if (fstat(file->number, &status) != 0) fail_io(errno, path, "cannot stat");
+    if (S_ISDIR(status.st_mode)) fail_io(EISDIR, path, "cannot read");
+    if (!S_ISREG(status.st_mode)) fail_io(EINVAL, path, "not a regular file");
+    if (refused) ++refusals_;
+    return file;
+}
+
+FileReader::DescriptorPtr FileReader::acquire(const std::string& path) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (const auto found = by_path_.find(path); found != by_path_.end()) {
+            recent_.splice(recent_.begin(), recent_, found->second);
+            return found->second->file;
+        }
+    }
+    return keep(path, open(path, options_.direct));  // may wait on the drive: not under the mutex
+}
+
+// Caches a descriptor, closing the least recently used. Returns another thread's if it came first.
+FileReader::DescriptorPtr FileReader::keep(const std::string& path, DescriptorPtr file) {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = by_path_.find(path); found != by_path_.end()) {
+        return found->second->file;  // another thread opened it meanwhile; ours closes
+    }
+    recent_.push_front({path, file});
+    by_path_.emplace(recent_.front().path, recent_.begin());
+    if (recent_.size() > options_.max_open_files) {
+        by_path_.erase(recent_.back().path);
+        recent_.pop_back();
+    }
+    return file;
+}
+
+void FileReader::forget(const std::string& path) {
+    DescriptorPtr file;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto found = by_path_.find(path);
+        if (found == by_path_.end()) return;
+        const auto node = found->second;
+        file = std::move(node->file);
+        by_path_.erase(found);  // before its key's node
+        recent_.erase(node);
+    }
+#ifdef POSIX_FADV_DONTNEED
+    posix_fadvise(file->number, 0, 0, POSIX_FADV_DONTNEED);  // advice: failing costs nothing
+#endif
+}
+
+std::size_t FileReader::open_files() const {
+    const std::lock_guard lock(mutex_);
+    return recent_.size();
+}
+
+// Continues from `got` until `bytes`, the end of the file, or (direct) a count off the page, after
+// which nothing aligned is left to ask for. Returns 0, or the errno that stopped it.
+int FileReader::pread_until(const Descriptor& file, std::byte* to, std::size_t bytes,
+                            std::uint64_t offset, std::size_t& got) const {
+    int retries = 0;
+    while (got < bytes) {
+        const ssize_t count =
+            options_.calls.pread(file.number, to + got, std::min(bytes - got, options_.block_bytes),
+                         static_cast<off_t>(offset + got));
+        if (count == 0) return 0;
+        if (count < 0) {
+            const int code = errno;
+            if (code == EINTR || (code == EIO && retries++ < kEioRetries)) continue;
+            return code;
+        }
+        got += static_cast<std::size_t>(count);
+        if (file.direct && got % kPageBytes != 0) return 0;
+    }
+    return 0;
+}
+
+void FileReader::read(const std::string& path, std::uint64_t offset, std::size_t bytes,
+                      std::byte* to) {
+    assert(offset % kPageBytes == 0);
+    assert(reinterpret_cast<std::uintptr_t>(to) % kPageBytes == 0);
+    DescriptorPtr file = acquire(path);
+    std::size_t got = 0;
+    int code = 0;
+    if (file->direct) {
+        code = pread_until(*file, to, round_up_to_page(bytes), offset, got);
+        if (code != 0 && code != EINVAL) fail_io(code, path, "cannot read " + range(bytes, offset));
+        if (got >= bytes) return;
+        file = open(path, false);
+        if (code == EINVAL) {
+            ++refusals_;
+            forget(path);
+            keep(path, file);
+        }
+    }
+    code = pread_until(*file, to, bytes, offset, got);
+    if (code != 0) fail_io(code, path, "cannot read " + range(bytes, offset));
+    if (got < bytes) {
+        throw Failed(Failure::Kind::kCorrupt, ENODATA, path,
+                     "truncated: wanted " + range(bytes, offset) + ", got " + std::to_string(got));
+    }
+}
+
+}  // namespace moeinf

@@ -1,0 +1,66 @@
+// Maps, aligns and unmaps the arena.
+// Does not know what is in a slot.
+#include "queue/slot_pool.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <stdexcept>
+#include <system_error>
+
+namespace moeinf {
+namespace {
+
+// No MAP_NORESERVE: an arena beyond RAM + swap must fail here, not be killed when touched.
+void* map_anonymous(std::size_t bytes) {
+    return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+}
+
+// Memory of exactly `bytes`, aligned to kHugePageBytes: maps that much more, trims both
+// ends. Null with errno set when the system refuses.
+std::byte* map_aligned(const ArenaCalls& calls, std::size_t bytes) {
+    const std::size_t wide = bytes + kHugePageBytes;
+    void* const raw = calls.map(wide);
+    if (raw == MAP_FAILED) return nullptr;
+    const auto start = reinterpret_cast<std::uintptr_t>(raw);
+    const std::size_t head = (kHugePageBytes - start % kHugePageBytes) % kHugePageBytes;
+    auto* const base = static_cast<std::byte*>(raw) + head;
+    if (head != 0) calls.unmap(raw, head);
+    calls.unmap(base + bytes, wide - head - bytes);
+    return base;
+}
+
+}  // namespace
+
+SlotPool::SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls)
+    : calls_{calls.map ? calls.map : map_anonymous, calls.unmap ? calls.unmap : munmap},
+      slots_(slots),
+      slot_bytes_(0) {
+    if (slots == 0 || slot_bytes == 0)
+        throw std::invalid_argument("a slot pool needs at least one slot of at least one byte");
+    const std::string shape =
+        std::to_string(slots) + " slots of " + std::to_string(slot_bytes) + " bytes";
+    std::size_t bytes = 0;
+    std::size_t wide = 0;
+    if (slot_bytes > kMaxRoundable ||
+        __builtin_mul_overflow(slots, round_up_to_page(slot_bytes), &bytes) ||
+        __builtin_add_overflow(bytes, kHugePageBytes, &wide) || wide > PTRDIFF_MAX)
+        throw ArenaError("cannot allocate " + shape + ": more bytes than a process can address");
+    slot_bytes_ = round_up_to_page(slot_bytes);
+    base_ = map_aligned(calls_, bytes);
+    if (base_ == nullptr) {
+        const int code = errno;
+        throw ArenaError("cannot allocate " + std::to_string(bytes) + " bytes (" + shape +
+                         "): " + std::generic_category().message(code));
+    }
+#ifdef MADV_HUGEPAGE
+    if (bytes >= kHugeAdviceBytes) madvise(base_, bytes, MADV_HUGEPAGE);  // advice: may be refused
+#endif
+}
+
+SlotPool::~SlotPool() {
+    calls_.unmap(base_, bytes());
+}
+
+}  // namespace moeinf
