@@ -15,8 +15,8 @@ from moeinf.offload.gpu_kernels.expert_ffn import rows_of_block
 from moeinf.offload.gpu_kernels.grouping import blocks_of
 from moeinf.offload.gpu_kernels.linear import tiled_linear
 from tests.native.test_kernels import aligned, relative
-from tests.offload import test_device_ffn as pairs
 from tests.offload.device import DEVICE
+from tests.offload.gpu_kernels import test_expert_ffn as pairs
 from tests.offload.gpu_kernels.test_expert_ffn import UNTOUCHED, Layer, random
 from tests.offload.gpu_kernels.test_linear import matrix
 
