@@ -1,4 +1,7 @@
-"""The README, tried as a new user would: its commands run, and print what it says they print."""
+"""The README and docs/cli.md, tried as a new user would.
+
+Their commands run and print what the pages show, and the table has every command and option.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli.conftest import COMMAND, environment
 from tests.hub_server import Hub, serve
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
 REPOSITORY = "allenai/OLMoE-1B-7B-0924-Instruct"
 ANYTHING = "…"
 # What differs from run to run: figures, their units, lists of them, and the shades of a heat map.
@@ -30,10 +35,10 @@ VARIES = (
 )
 
 
-def commands() -> list[tuple[str, list[str] | None]]:
-    """Every command of ours, in order, and the lines that it is said to print, if any are."""
+def commands(page: str) -> list[tuple[str, list[str] | None]]:
+    """Return every command of ours, in order, and the lines that the page shows, if any."""
     found: list[tuple[str, list[str] | None]] = []
-    for kind, text in re.findall(r"^```(sh|console)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+    for kind, text in re.findall(r"^```(sh|console)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         if kind == "sh":
             lines = (line.partition(" #")[0].rpartition("&& ")[2] for line in text.splitlines())
             found += [(line.strip(), None) for line in lines if line.startswith("moeinf ")]
@@ -84,9 +89,12 @@ def run(line: str, machine: tuple[Path, dict[str, str]]) -> subprocess.Completed
     )
 
 
-def test_every_command_does_what_it_says(machine: tuple[Path, dict[str, str]]) -> None:
-    found = commands()
-    assert len(found) >= 8
+@pytest.mark.parametrize(("page", "least"), [(README, 7), (REFERENCE, 3)], ids=["README", "cli"])
+def test_every_command_does_what_it_says(
+    machine: tuple[Path, dict[str, str]], page: str, least: int
+) -> None:
+    found = commands(page)
+    assert len(found) >= least
     for line, said in found:
         done = run(line, machine)
         assert done.returncode == 0, f"{line}: {done.stdout}"
@@ -126,10 +134,10 @@ def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -
 
 def test_every_command_and_option_of_the_table_exists() -> None:
     group: Any = typer.main.get_command(app)
-    rows = re.findall(r"^\| (`moeinf \w+[^|]*)\|(.*)\|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (`moeinf \w+[^|]*)\|(.*)\|$", REFERENCE, re.MULTILINE)
     known = {name for name, command in group.commands.items() if not command.hidden}
-    named = set(re.findall(r"`moeinf (\w+)", README)) | set(re.findall(r"`(\w+) MODEL`", README))
-    assert known <= named, "commands that the README does not name"
+    named = set(re.findall(r"`moeinf (\w+)|`(\w+) MODEL`", REFERENCE))
+    assert known <= {name for pair in named for name in pair}, "commands that no page names"
     for names, text in rows:
         shared = {"--json", "--quiet"}  # named below the table
         said = set(re.findall(r"--[a-z-]+", names + text))

@@ -1,4 +1,4 @@
-"""The pictures of docs/architecture.md are what their script draws, and name what there is."""
+"""The pictures of the documents are what their scripts draw, and name what there is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from scripts.picture_architecture import DOCS, LANES, MOVES, STATES, STEPS, pictures
+from scripts.picture_memory import PICTURE, measured, picture
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,3 +27,10 @@ def test_they_name_what_there_is() -> None:
     words += (ROOT / "offload/store/residency.py").read_text()
     for state in ("loading", "staged", "kept", "pinned"):
         assert re.search(rf"\b{state}\b", words), state
+
+
+def test_the_picture_of_the_readme_is_what_the_script_draws() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(), f"{PICTURE.name}: run the script again"
+    assert "](docs/memory.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f">{measured()['moeinf'][35]}<" in picture()
+    assert measured()["llama.cpp"][35] is None
