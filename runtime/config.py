@@ -31,7 +31,7 @@ PREFILL_CHUNK = 256  # tokens; a constant of the engine: results must not depend
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. See README, "Environment"."""
+    """What the environment says. See docs/cli.md, "Environment"."""
 
     home: Path
     memory: MemorySize | None = None
@@ -100,7 +100,7 @@ class ServerSettings:
 
 
 def read_server_environment(environment: Mapping[str, str] | None = None) -> ServerSettings:
-    """MOEINF_HOST and what else README names for `serve`. Raises InvalidValue."""
+    """MOEINF_HOST and what else docs/server.md names for `serve`. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     given = ServerSettings()
     host, port = _address(env.get("MOEINF_HOST") or "", given)

@@ -30,21 +30,23 @@ from moeinf.server.app import create_app
 PATH = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 _BEGIN = """# The HTTP API
 
-Written by `python scripts/api_docs.py` from what the server checks; do not edit. `moeinf serve`
-listens on `127.0.0.1:11435`. Answers have the fields of Ollama's and OpenAI's APIs; errors are
-`{"error", "code"}` under `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
-A body has at most 8 MiB, of which no value nests more than 100 levels deep; all bodies that the
-server holds have 64 MiB together, beyond the first 64 KiB of each (503, `Retry-After`). There each
-object or list beyond the first 128 of a body counts as 1 KiB more. Numbers that JSON lacks (NaN,
-infinity) are refused, and are null in answers.
-Fields without a default must be given; one that is null counts as not given.
-The whole as an OpenAPI document: `GET /openapi.json`.
-"""
-_OPTIONS = """Of Ollama's `options` these work: {}. These are
-accepted and change nothing: {}. Any other is refused by name.
+`python scripts/api_docs.py` writes this page from the server's own checks; do not edit it.
+[server.md](server.md) says how to use the server. It listens on `127.0.0.1:11435`.
 
-What a request leaves out the model's `generation_config.json` says. What that leaves out has the
-default of transformers: greedy without `do_sample`, else temperature 1.0, top_k 50, top_p 1.0 and
+- Answers have the fields of Ollama's and OpenAI's APIs. An error is `{"error", "code"}` under
+  `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
+- A field without a default is required. A null counts as not given.
+- A body has at most 8 MiB and nests at most 100 levels deep. All bodies in flight have 64 MiB
+  together, beyond the first 64 KiB of each (503, `Retry-After`). Each object or list beyond the
+  first 128 of a body counts as 1 KiB more.
+- Numbers that JSON lacks (NaN, infinity) are refused, and are null in answers.
+- `GET /openapi.json` is the whole as an OpenAPI document.
+"""
+_OPTIONS = """These of Ollama's `options` work: {}. These are
+accepted and ignored: {}. Any other is refused by name.
+
+A field that a request leaves out has the value in the model's `generation_config.json`, else
+transformers' default: greedy without `do_sample`, else temperature 1.0, top_k 50, top_p 1.0 and
 no penalty. A model without that file samples with Ollama's defaults: temperature 0.8, top_k 40,
 top_p 0.9 and a repeat_penalty of 1.1 over 64 tokens.
 """
@@ -79,8 +81,8 @@ def written() -> str:
 
 def _schemas() -> str:
     items = ", ".join(f"{most:,} in `{keyword}`" for keyword, most in MOST_ITEMS.items())
-    return f"""A JSON schema (`format`, `response_format`, and of a tool that must be called
-`parameters`) has at most {MOST_BYTES >> 10} KiB of text, {MOST_VALUES:,} names and values,
+    return f"""A JSON schema is `format`, `response_format`, or the `parameters` of a tool that
+must be called. It has at most {MOST_BYTES >> 10} KiB of text, {MOST_VALUES:,} names and values,
 {MOST_DEPTH} levels, {MOST_CHAIN} definitions along `$ref`, and {MOST_PATTERNS} patterns of
 {MOST_PATTERN_CHARACTERS:,} characters each; items by keyword: {items}.
 One that is larger, invalid, or takes more than {COMPILE_SECONDS:g} s or too much memory is

@@ -1,4 +1,5 @@
-"""What other ways to divide and keep would change with a device, on recordings; see docs/log.md.
+"""What other ways to divide and keep would change with a device, on recordings; see
+docs/decisions/0040.
 
 Run: python -m scripts.study_tiers tests/data/traces/*.csv.gz
 The policy is `adaptive`, misses are `auto`. Each way is the replay with one thing changed; none of

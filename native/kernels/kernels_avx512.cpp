@@ -14,7 +14,7 @@ namespace moeinf {
 namespace {
 
 // How far ahead of the tile that is computed its stream is fetched, into the second-level cache:
-// fetching into the first, or further ahead, is slower than not fetching at all (docs/log.md).
+// fetching into the first, or further ahead, is slower than not fetching at all (docs/decisions/0014).
 constexpr std::size_t kAhead = 1024;
 
 template <std::size_t bytes>

@@ -1,7 +1,7 @@
 """Reads and writes files past the page cache, in aligned blocks.
 
 Does not know what the bytes are. Gigabytes that pass through the page cache cost a copy of every
-byte, and drive out what others have there (docs/log.md has the times).
+byte, and drive out what others have there (docs/decisions/0020 has the times).
 
 Direct input and output wants memory, offset and length in whole pages:
 

@@ -96,9 +96,9 @@ class Inventory:
     def form_of(self, name: str, dtype: str) -> str:
         """The format of a dense tensor in a model of format `dtype`.
 
-        The output head and the embedding keep 8 bits (docs/log.md), so that they can be tied; in
-        MXFP4, as checkpoints have it, only experts are, and all else gets 8 bits. What is neither a
-        linear's weight nor an embedding (norms, router gates) is never quantised.
+        The output head and the embedding keep 8 bits (docs/decisions/0025), so that they can be
+        tied; in MXFP4, as checkpoints have it, only experts are, and all else gets 8 bits. What is
+        neither a linear's weight nor an embedding (norms, router gates) is never quantised.
         """
         if name.endswith(_EXACT):
             return "F32"

@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 
 # oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
 # in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
-# family; both variables are read at the first product (docs/log.md, "Memory that was not ours").
+# family; both variables are read at the first product (docs/decisions/0010).
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CODE_CACHE_SHAPES = "16"
 

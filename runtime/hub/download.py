@@ -1,7 +1,7 @@
 """Fetches one file by ranges: parallel, resumable after any kill, checked against its hash.
 
 Does not know models or hubs. Why our own: the hub's library neither resumes across processes nor
-checks hashes (docs/log.md).
+checks hashes (docs/decisions/0007).
 
 While a file `x` is on its way there are two more:
 

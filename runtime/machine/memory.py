@@ -67,7 +67,7 @@ def keep_heap_small() -> None:
 
     Left alone it raises that border to what it has seen freed, up to 32 MiB, and the heap keeps the
     holes: 7 to 23 MiB after a long prefill; and it has up to eight heaps per core, each of which
-    keeps the most that it ever held (docs/log.md). Other C libraries have no such knobs.
+    keeps the most that it ever held (docs/decisions/0010). Other C libraries have no such knobs.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -196,7 +196,7 @@ def threads_worth_having(manifest: Manifest) -> int:
     """One thread per MiB that a layer reads for a token: below that, threads only wait.
 
     Measured with the demo (0.34 MiB a layer): 1 thread decodes 2.0 times as fast as 2 threads, and
-    some 80 times as fast when another process keeps the second core busy (docs/log.md).
+    some 80 times as fast when another process keeps the second core busy (docs/decisions/0011).
     """
     routed = manifest.layers * manifest.top_k * manifest.slots.slot_bytes
     per_layer = (manifest.dense_bytes + routed) // manifest.layers

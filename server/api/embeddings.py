@@ -81,7 +81,7 @@ async def embed(asked: OllamaRequest, request: Request) -> Response:
 
 @router.post("/api/embeddings")
 async def embed_as_before(asked: OldOllamaRequest, request: Request) -> dict[str, Any]:
-    """What Ollama had before /api/embed: one text, and its vector alone."""
+    """Return the vector of one text, as Ollama did before /api/embed."""
     loaded = await _model(asked, request)
     if not asked.prompt:  # only loads
         return {"embedding": []}
