@@ -26,6 +26,7 @@ from moeinf.runtime.sampling.schema_limits import (
 )
 from moeinf.server.api.ollama_api import OF_OTHER_ENGINES, SAMPLING
 from moeinf.server.app import create_app
+from moeinf.server.metrics import Metrics
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 _BEGIN = """# The HTTP API
@@ -71,6 +72,8 @@ def written() -> str:
                 parts.append(" ".join(words.split()) + "\n")
             for name in _body(operation):
                 parts.append(_table(schemas[name], used))
+            if path == "/metrics":
+                parts.append(_metrics(app.state.metrics))
     for name in used:  # grows while it is read
         parts.append(f"### {_title(name)}\n")
         if schemas[name].get("description"):
@@ -88,6 +91,19 @@ must be called. It has at most {MOST_BYTES >> 10} KiB of text, {MOST_VALUES:,} n
 One that is larger, invalid, or takes more than {COMPILE_SECONDS:g} s or too much memory is
 answered 400. An answer that follows a schema has at most one space between its parts.
 """
+
+
+def _metrics(metrics: Metrics) -> str:
+    """A row per metric, from the text that names them all before any model is loaded."""
+    lines = ["| metric | type | meaning |", "|---|---|---|"]
+    texts: dict[str, str] = {}
+    for line in metrics.exposition().splitlines():
+        _, what, name, words = line.split(" ", 3)
+        if what == "HELP":
+            texts[name] = words
+        else:
+            lines.append(f"| `{name}` | {words} | {texts[name]} |")
+    return "\n".join(lines) + "\n"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -49,7 +49,6 @@ def serve(home: Path) -> None:
             "requests": sum(w.running + w.waiting for w in workers),
             "busy": sum(not store.idle for store in stores),
             "models": len(workers),
-            "answers": sum(w.answers for w in workers),
         }
 
     def report() -> None:

@@ -20,7 +20,7 @@ from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.security import Guard
-from moeinf.server.metrics import exposition
+from moeinf.server.metrics import Metrics
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
@@ -49,6 +49,7 @@ def create_app(
         strict_content_type=False,  # curl -d says it sends a form, and Ollama does not mind
     )
     app.state.host = Host(settings, server, config, say)
+    app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
     app.include_router(ollama_api.router)
     app.include_router(openai_api.router)
@@ -69,7 +70,14 @@ def create_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics(request: Request) -> str:
-        return exposition(request.app.state.host)
+        """Return metrics in Prometheus' text format, under vLLM's names where it has them.
+
+        The label `model_name` is on every sample. `request_success_total` also has `kind`
+        (`generation` or `embedding`, one per input) and `finished_reason`. Times are measured by
+        the engine, from when a request reaches a loaded model.
+        """
+        found: Metrics = request.app.state.metrics
+        return found.exposition()
 
     @app.exception_handler(RequestValidationError)
     async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:

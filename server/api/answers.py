@@ -14,8 +14,9 @@ from fastapi import Request
 from moeinf.runtime.config import Settings
 from moeinf.runtime.crash_log import note_bug
 from moeinf.runtime.invalid import InvalidValue
-from moeinf.server.engines.jobs import Ended, Event, Failed, Job
+from moeinf.server.engines.jobs import Busy, Ended, Event, Failed, Job, Unloaded
 from moeinf.server.engines.model_manager import Loaded
+from moeinf.server.metrics import Metrics
 
 _STATUS = {
     "NoSuchModel": 404,
@@ -112,13 +113,20 @@ async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[E
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Event] = asyncio.Queue()
+    metrics: Metrics = request.app.state.metrics
+    count = metrics.watch(loaded, job)
 
     def emit(event: Event) -> None:
+        count(event)
         with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
     job.emit = emit
-    loaded.worker.submit(job)
+    try:
+        loaded.worker.submit(job)
+    except (Busy, Unloaded) as error:
+        count(Failed(error))
+        raise
     watch = asyncio.create_task(_cancel_when_gone(request, job))
     try:
         while True:

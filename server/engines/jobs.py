@@ -6,6 +6,7 @@ Does not know HTTP, nor how requests are batched.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -76,6 +77,49 @@ Event = Piece | Vector | Ended | Failed
 
 
 @dataclass
+class Times:
+    """Moments of a request in seconds of a monotonic clock; None until they come."""
+
+    arrived: float | None = None  # submitted to an engine that is loaded
+    started: float | None = None  # given a place: its prefill begins
+    first_token: float | None = None
+    last_token: float | None = None
+    tokens: int = 0
+
+    def arrive(self) -> None:
+        self.arrived = time.perf_counter()
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def take(self) -> None:
+        """Note that a token was chosen."""
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        self.tokens += 1
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Time from arrival to prefill."""
+        return _between(self.arrived, self.started)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time from arrival to the first token (TTFT)."""
+        return _between(self.arrived, self.first_token)
+
+    @property
+    def seconds_per_output_token(self) -> float | None:
+        """Mean time of the tokens after the first (TPOT); None without such tokens."""
+        spent = _between(self.first_token, self.last_token)
+        return None if spent is None or self.tokens < 2 else spent / (self.tokens - 1)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+@dataclass
 class Job:
     """One answer. `prepare` and `constrain` run on the engine's thread; `emit` is called there.
 
@@ -91,3 +135,4 @@ class Job:
     constrain: Constrain | None = None
     embed: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
+    times: Times = field(default_factory=Times)

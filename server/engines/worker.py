@@ -77,7 +77,6 @@ class Worker:
         self.loaded = threading.Event()  # or failed to
         self.engine: Engine | None = None
         self.last_used = time.monotonic()
-        self.answers = 0  # that have ended, in whatever way
         self.tokens = 0  # decoded
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -108,6 +107,7 @@ class Worker:
             gone = self._drop_cancelled() if len(self._waiting) >= self._max_queue else []
             if len(self._waiting) >= self._max_queue:
                 raise Busy(f"{len(self._waiting)} requests are waiting for this model")
+            job.times.arrive()
             self._waiting.append(job)
             self._changed.notify()
         self._tell_cancelled(gone)
@@ -264,6 +264,7 @@ class Worker:
         place.prefilled = place.prefilled[:shared]
         request = engine.begin_request(place.state)
         self._free.remove(place)
+        job.times.start()
         return Running(job, place, answer, one.constraint, len(prompt), shared, request)
 
     def _round(self, engine: Engine) -> None:
@@ -335,9 +336,9 @@ class Worker:
         if one.constraint is not None:
             one.constraint.took(token)
         self.tokens += 1
-        info = None
-        if one.job.logprobs is not None:
-            info = token_info(allowed, token, one.job.logprobs)
+        one.job.times.take()
+        best = one.job.logprobs
+        info = None if best is None else token_info(allowed, token, best)
         if text or info is not None:
             one.job.emit(Piece(text, info))
 
@@ -389,7 +390,6 @@ class Worker:
         self._free.append(one.place)
         one.close()
         self.last_used = time.monotonic()
-        self.answers += 1
         with suppress(Exception):  # an answer is worth more than the memory of it
             engine.end_request(one.request, counts=one.prefill_seconds > 0)
         self._say(*engine.take_notes())
