@@ -140,6 +140,9 @@ _WORDS: dict[str, Callable[[Any], Described]] = {
     "NewerModel": _plain(
         "newer_model", "Update moeinf, or `moeinf rm MODEL` and `moeinf pull MODEL` again."
     ),
+    "OlderModel": _plain(
+        "older_model", "`moeinf pull MODEL` replaces it, `moeinf rm MODEL` removes it."
+    ),
     "DamagedModel": _damaged,
     "ExpertReadError": _read_error,
     "NotFiniteWeights": _plain(

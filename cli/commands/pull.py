@@ -12,7 +12,7 @@ from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.hub.resolve import can_be_had, find_source
 from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
-from moeinf.runtime.library.manifest import Manifest, is_current
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.staging import PullInProgress
 from moeinf.runtime.names import DEMO, TAGS, ModelName, parse_name
 from moeinf.runtime.sizes import format_bytes
@@ -74,7 +74,6 @@ def pull(
     library = Library(settings)
     manifest = library.made_of(wanted, source.origin, source.revision)
     if manifest is not None:
-        manifest = _in_todays_layout(library, manifest, out)
         out.note(f"{wanted} is up to date")
     else:
         manifest = _pull(wanted, source, settings, out, allow_nan)
@@ -90,26 +89,8 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
     """The model's manifest and folder; what is absent and can be had is pulled first.
 
     Without a tag nothing is fetched where another tag of the model is here: NoSuchModel names it.
-    A model in an older layout is re-tiled, without a download.
     """
     library = Library(settings)
-    manifest, folder = _find_or_pull(model, library, settings, out)
-    return _in_todays_layout(library, manifest, out), folder
-
-
-def _in_todays_layout(library: Library, manifest: Manifest, out: Output) -> Manifest:
-    if is_current(manifest):
-        return manifest
-    from moeinf.runtime.library.retile import retile  # imports torch
-
-    out.note(f"{manifest.model} has an older layout: re-tiling it, nothing is downloaded")
-    with out.progress(str(manifest.model)) as progress:
-        return retile(library, manifest.model, progress)
-
-
-def _find_or_pull(
-    model: str, library: Library, settings: Settings, out: Output
-) -> tuple[Manifest, Path]:
     try:
         return library.read(model)
     except NoSuchModel as error:

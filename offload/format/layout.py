@@ -25,7 +25,6 @@ from typing import NamedTuple
 from moeinf.native import PAGE_BYTES, is_gated, matrix_bytes
 
 LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2, "MXFP4": 1}  # by format
-OLDER_VERSIONS = frozenset({("Q8", 1), ("Q4", 1)})  # what older_layouts.py can read
 ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
 
 

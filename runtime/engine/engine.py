@@ -38,7 +38,7 @@ from moeinf.runtime.eamc.recorder import Recorder, routing_shape
 from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
 from moeinf.runtime.engine.loader import check_small_files, load_model, open_store
 from moeinf.runtime.library.library import Library, NoSuchModel
-from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, is_current
+from moeinf.runtime.library.manifest import MANIFEST, Manifest
 from moeinf.runtime.library.processes import Figures, Registry
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.machine.measurements import DEFAULT_READING
@@ -98,8 +98,6 @@ class Engine:
         set_compute_threads(self.placement.threads)
         with ExitStack() as undo:  # in reverse, should anything below fail
             undo.callback(registration.close)
-            if not is_current(manifest):
-                raise DamagedModel(f"{manifest.model} has an older layout; `moeinf pull` mends it")
             check_small_files(folder, manifest)
             self.tokenizer = Tokenizer(folder)
             self.template: TemplateWorker | None = None

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moeinf.native import PAGE_BYTES
-from moeinf.offload.format.layout import LAYOUT_VERSIONS, OLDER_VERSIONS, ExpertKey, ExpertLayout
+from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
 from moeinf.runtime.atomic_files import write_text_durably
@@ -34,7 +34,11 @@ class DamagedModel(ValueError):
 
 
 class NewerModel(DamagedModel):
-    """A newer moeinf has written the model, in a way that this one does not know."""
+    """The model is in a format or layout of a newer moeinf."""
+
+
+class OlderModel(DamagedModel):
+    """The model is in a format or layout that this moeinf no longer reads."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedModel(f"{path} is no manifest")
         _check_version(path, "format", raw.get("format"), FORMAT_VERSION)
         form = str(raw.get("dtype"))
-        if (form, raw.get("layout")) not in OLDER_VERSIONS:
-            layout = f"{form} layout"
-            _check_version(path, layout, raw.get("layout"), LAYOUT_VERSIONS.get(form, 0))
+        _check_version(path, f"{form} layout", raw.get("layout"), LAYOUT_VERSIONS.get(form, 0))
         raw["files"] = tuple(_record(file) for file in raw["files"])
         manifest = Manifest(**raw)
         for field in _COUNTS:
@@ -160,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedModel(f"{path}: it names fewer files than there are experts")
         data_bytes = manifest.expert_layout.data_bytes
         shards = manifest.shards()
-        if is_current(manifest) and any(shard.data_bytes != data_bytes for shard in shards):
+        if any(shard.data_bytes != data_bytes for shard in shards):
             raise DamagedModel(f"{path}: a shard is not of the size of an expert")
         return manifest
     except DamagedModel:
@@ -173,14 +175,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedModel(f"{path} is damaged: {error}") from error
 
 
-def is_current(manifest: Manifest) -> bool:
-    """Whether its files have today's layout; older ones must be re-tiled before they can run."""
-    return manifest.layout == LAYOUT_VERSIONS[manifest.dtype]
-
-
 def _check_version(path: Path, what: str, version: Any, ours: int) -> None:
     if type(version) is int and version > ours > 0:
         raise NewerModel(f"{path}: {what} {version} is newer than this moeinf, which knows {ours}")
+    if type(version) is int and 0 < version < ours:
+        raise OlderModel(f"{path}: {what} {version} is older than this moeinf, which reads {ours}")
     if version != ours:
         raise DamagedModel(f"{path}: {what} {version}, not {ours}")
 

@@ -18,7 +18,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.manifest import is_current
 from moeinf.runtime.names import is_path
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.api.answers import BadRequest, noted, words_of
@@ -140,8 +139,7 @@ async def _lines(
 
 def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: _Client) -> None:
     from moeinf.runtime.hub.resolve import find_source
-    from moeinf.runtime.library.repack import repack  # these import torch
-    from moeinf.runtime.library.retile import retile
+    from moeinf.runtime.library.repack import repack  # imports torch
 
     def note(text: str) -> None:
         say({"status": text})
@@ -150,11 +148,8 @@ def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: 
     note("pulling manifest")
     library = Library(settings)
     progress = _Progress(say, client.gone, source.revision or str(name))
-    manifest = library.made_of(name, source.origin, source.revision)
-    if manifest is None:
+    if library.made_of(name, source.origin, source.revision) is None:
         repack(source, library, name, progress, note)
-    elif not is_current(manifest):
-        retile(library, name, progress)
 
 
 class _Progress:
