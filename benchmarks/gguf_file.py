@@ -81,7 +81,7 @@ def stored(name: str, shape: tuple[int, ...], kind: Kind) -> Array:
 
 def _q6_k(rows: Array) -> Array:
     """By ggml itself, whose Python package cannot."""
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     folder = Path(llama_cpp.__file__).parent / "lib"
     quantise = ctypes.CDLL(str(next(folder.glob("libggml-base.*")))).ggml_quantize_chunk

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp as api
+import llama_cpp as api  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from benchmarks.peers.base import main

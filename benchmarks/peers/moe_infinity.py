@@ -25,8 +25,10 @@ def load(o: argparse.Namespace) -> Generating:
     _, total_bytes = torch.cuda.mem_get_info()
     ratio = min(1.0, o.device_bytes / total_bytes)
     config: dict[str, Any] = {"offload_path": o.folder, "device_memory_ratio": ratio}
-    with suppress(ImportError):
-        from moe_infinity.utils.config import ArcherConfig  # older ones know no such choice
+    with suppress(ImportError):  # older versions have no such choice
+        from moe_infinity.utils.config import (  # pyright: ignore[reportMissingImports]
+            ArcherConfig,
+        )
 
         if "use_native_engine" in ArcherConfig.__dataclass_fields__:
             config["use_native_engine"] = False

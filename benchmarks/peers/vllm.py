@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import AutoConfig
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.platforms import current_platform
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.base import main, streamed
 
