@@ -31,7 +31,8 @@ from moeinf.cli.commands.simulate import simulate
 from moeinf.cli.commands.stop import stop
 from moeinf.cli.commands.trace import trace
 from moeinf.cli.commands.verify import verify
-from moeinf.cli.failure import tell
+from moeinf.cli.errors import tell
+from moeinf.cli.options import Usage
 from moeinf.cli.output import Output, flush
 from moeinf.runtime.config import read_environment
 from moeinf.runtime.invalid import InvalidValue
@@ -99,8 +100,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
         flush()  # what fails now is told; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
-        out.error("usage", error.format_message(), "`moeinf --help` shows what can be typed.")
-        return error.exit_code
+        return tell(out, Usage(error.format_message()))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell

@@ -29,13 +29,20 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from moeinf.errors import Failure
 from moeinf.runtime.visible import json_visible, visible
 
 _NOTE_EVERY_S = 10.0
 
 
-class OutputFailed(OSError):
+class OutputFailed(Failure, OSError):
     """Standard output cannot be written: its disk is full, or its device fails."""
+
+    code = "output_failed"
+    hint = "the same again after you free some space, or another place to write to"
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Output:
@@ -104,7 +111,7 @@ class Output:
                 hint = ""
         self.err.print(Text.assemble(("Error:", "red"), " ", visible(message)))
         if hint:
-            self._tell(hint)
+            self._tell(f"Try: {hint}")
 
     def trace(self, error: BaseException) -> None:
         """Print where a bug happened, on stderr."""

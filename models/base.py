@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeinf.errors import ContextExceeded, UnusableInput
+
 Phase = Literal["encode", "prefill", "decode"]
 Role = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 Activation = Literal["swiglu", "clamped_swiglu", "relu"]  # see ffn.py
@@ -103,8 +105,11 @@ class Parts(Protocol):
         ...
 
 
-class ModelDataError(ValueError):
+class ModelDataError(UnusableInput, ValueError):
     """A checkpoint or a configuration does not describe a model that we can run."""
+
+    code = "unsupported_model"
+    hint = "`moeinf pull --help`, which names the families"
 
 
 @dataclass(frozen=True)
@@ -191,8 +196,11 @@ class State(Protocol):
         ...
 
 
-class ContextFull(ValueError):
-    """More tokens than the state has room for."""
+class ContextFull(ContextExceeded):
+    """The state has no room for more tokens."""
+
+    code = "context_full"
+    hint = "a larger --ctx"
 
 
 class Model(Protocol):

@@ -26,7 +26,10 @@ _DETAILS = ("quant_algo", "format", "bits")  # what tells the forms of a method 
 
 
 class UnsupportedQuantisation(ModelDataError):
-    """The weights are quantised in a way that is not read."""
+    """The weights are quantised by a method that is not supported."""
+
+    code = "unsupported_quantisation"
+    hint = "`moeinf pull ORG/NAME:q4` of a repository whose weights have 16 bits"
 
     def __init__(self, method: str, key: str = KEYS[0]) -> None:
         super().__init__(

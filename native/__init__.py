@@ -1,6 +1,6 @@
 """The compiled floor: slots, a copy queue that fills them, checksums, kernels, cores of policies.
 
-Does not know models, files' meaning or torch; imports nothing of ours.
+Does not know models, files' meaning or torch; imports of ours the tree of errors alone.
 """
 
 from moeinf.native._native import (

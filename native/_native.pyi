@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from moeinf.errors import DeviceError as DeviceError
+from moeinf.errors import OutOfDeviceMemory as OutOfDeviceMemory
+
 PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
 SHARD_DATA_OFFSET: Final[int]  # 4096: where the tensor data of a shard begins
 DEMAND: Final[float]  # the largest priority: somebody needs the expert now
@@ -60,15 +63,6 @@ LEAST_BATCHED_BYTES: Final[int]  # smaller copies go one by one
 
 class NoDriver(RuntimeError):
     """There is no libcuda here, or it lacks a call."""
-
-class DeviceError(RuntimeError):
-    """A call of the CUDA driver failed, or work that was queued before it."""
-
-    name: str  # the driver's own: CUDA_ERROR_ILLEGAL_ADDRESS
-    call: str  # cuMemcpyHtoDAsync
-
-class OutOfDeviceMemory(DeviceError):
-    """CUDA_ERROR_OUT_OF_MEMORY: of the device, or of what may be page-locked."""
 
 @final
 class Driver:

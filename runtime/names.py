@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.errors import InvalidInput
+
 TAGS = ("q4", "q8", "mxfp4", "bf16", "f32")
 DEFAULT_TAG = "q4"
 DEMO = "demo"  # the model inside the package
@@ -23,8 +25,11 @@ _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
 MACHINE_STATE = "devices.json"  # lies in state/ beside the folders that are named as models are
 
 
-class BadName(ValueError):
-    """Not a model name, or not a tag that we can make."""
+class BadName(InvalidInput, ValueError):
+    """A text is not a model name, or its tag is unknown."""
+
+    code = "bad_name"
+    hint = "`moeinf list`, which shows the names on this machine"
 
 
 @dataclass(frozen=True, order=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from moeinf.errors import ContextExceeded
 from moeinf.runtime.invalid import InvalidValue
 
 Role = Literal["system", "user", "assistant"]
@@ -17,8 +18,11 @@ Form = str | dict[str, Any] | None  # of an answer: "json", or a JSON schema
 MAX_TEXT_BYTES = 8 << 20
 
 
-class PromptTooLong(ValueError):
-    """What is asked does not fit the context."""
+class PromptTooLong(ContextExceeded):
+    """The prompt does not fit the context."""
+
+    code = "prompt_too_long"
+    hint = "a shorter prompt, or a larger --ctx"
 
 
 @dataclass(frozen=True)

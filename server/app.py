@@ -15,12 +15,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from moeinf.errors import MoeinfError
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.security import Guard
 from moeinf.server.metrics import Metrics
+from moeinf.server.refusals import Refusal, UnknownPath, WrongMethod
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
@@ -85,9 +87,10 @@ def create_app(
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         return _told(request, BadRequest(f"{where}: {first['msg']}" if where else first["msg"]))
 
+    @app.exception_handler(Refusal)
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> JSONResponse:
-        answer = _told(request, BadRequest(str(error.detail)))
+        answer = _told(request, _refused(error))
         answer.status_code = error.status_code
         answer.headers.update(error.headers or {})
         return answer
@@ -95,9 +98,10 @@ def create_app(
     async def tell(request: Request, error: Exception) -> JSONResponse:
         return _told(request, noted(error, settings))
 
-    # By their builtin ancestors: what `Exception` alone handles is logged as a bug, and is one.
-    for kind in (LookupError, ValueError, RuntimeError, OSError, MemoryError, Exception):
+    # By builtin ancestors: Starlette logs as a bug what only a handler of `Exception` takes.
+    for kind in (MoeinfError, LookupError, ValueError, RuntimeError, OSError, MemoryError):
         app.add_exception_handler(kind, tell)
+    app.add_exception_handler(Exception, tell)
 
     app.add_middleware(
         CORSMiddleware,
@@ -110,7 +114,15 @@ def create_app(
     return app
 
 
-def _told(request: Request, error: Exception) -> JSONResponse:
+def _refused(error: HTTPException) -> MoeinfError:
+    """Return the refusal: ours, or what FastAPI's status means."""
+    if isinstance(error, Refusal):
+        return error
+    kinds = {kind.http_status: kind for kind in (UnknownPath, WrongMethod)}
+    return kinds.get(error.status_code, BadRequest)(error.detail)
+
+
+def _told(request: Request, error: MoeinfError) -> JSONResponse:
     if request.url.path.startswith("/v1/"):
         return openai_api.error_response(error)
     return ollama_api.error_response(error)

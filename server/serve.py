@@ -19,11 +19,14 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from moeinf.errors import MoeinfError, Unavailable
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.machine.memory import keep_heap_small
+from moeinf.server.api.answers import BadRequest
 from moeinf.server.app import create_app
 from moeinf.server.http.log_lines import log_config
 from moeinf.server.http.security import HEADER_BYTES
+from moeinf.server.refusals import HeadersTooLong
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 1024
@@ -31,8 +34,11 @@ _GOODBYE_SECONDS = 5
 _END_SECONDS = 9.0  # from the first signal; then the process ends, whatever it is doing
 
 
-class CannotListen(OSError):
-    """Somebody else has the address, or it is not of this machine."""
+class CannotListen(Unavailable, OSError):
+    """The address is in use, or is not one of this machine."""
+
+    code = "cannot_listen"
+    hint = "`moeinf serve --port N`, or another address in MOEINF_HOST"
 
 
 class Deadlines(H11Protocol):
@@ -54,18 +60,17 @@ class Deadlines(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request. Called while h11's error is handled."""
-        status = getattr(sys.exception(), "error_status_hint", 400)
-        code, words = "bad_request", msg
-        if status == 431:
-            code, words = "headers_too_long", f"line and headers have at most {HEADER_BYTES} bytes"
-        body = json.dumps({"error": words, "code": code}).encode()
+        error: MoeinfError = BadRequest(msg)
+        if getattr(sys.exception(), "error_status_hint", 400) == HeadersTooLong.http_status:
+            error = HeadersTooLong(f"line and headers have at most {HEADER_BYTES} bytes")
+        body = json.dumps({"error": str(error), "code": error.code}).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
         for event in (
-            h11.Response(status_code=status if status == 431 else 400, headers=headers),
+            h11.Response(status_code=error.http_status, headers=headers),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):

@@ -20,7 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from moeinf.errors import Unavailable
 from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.sampling.schema_limits import BadFormat
 
 _GOODBYE_SECONDS = 1.0
 _MOST_LINE_BYTES = 16 << 20
@@ -28,16 +30,22 @@ _LOOK_EVERY_S = 0.05  # whether Ctrl-C has been pressed
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # a server's way to say: here
 
 
-class ServerError(RuntimeError):
+class ServerError(Unavailable, RuntimeError):
     """A server has refused, or its answer was cut off.
 
-    code: the error's name there, if it said; status: of HTTP, 0 without one.
+    said: the error's code there, if it told one; status: of HTTP, 0 without one.
     """
 
-    def __init__(self, message: str, code: str = "", status: int = 0) -> None:
+    code = "server"
+    hint = "the same without it: end `moeinf serve`, or set MOEINF_HOST"
+
+    def __init__(self, message: str, said: str = "", status: int = 0) -> None:
         super().__init__(message)
-        self.code = code
+        self.said = said
         self.status = status
+        if said == BadFormat.code:  # wrong usage, here as there
+            self.code, self.hint = BadFormat.code, BadFormat.hint
+            self.exit_code = BadFormat.exit_code
 
 
 @dataclass(frozen=True)

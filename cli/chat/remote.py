@@ -14,7 +14,7 @@ from moeinf.cli.chat.client import Client, ServerError
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.processes import Figures, Registry
 from moeinf.runtime.names import ModelName, parse_name
-from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
+from moeinf.runtime.requests import Form, Limits, Message, PromptTooLong, SamplingOptions
 from moeinf.runtime.sizes import format_bytes
 
 _NS = 1e9
@@ -69,7 +69,7 @@ class RemotePartner:
                     answer += piece[1] if piece[0] == "answer" else ""
                     yield piece
             except ServerError as error:
-                if error.code != "PromptTooLong" or not self._drop_oldest():
+                if error.said != PromptTooLong.code or not self._drop_oldest():
                     raise
                 continue
             self.messages += [question, Message("assistant", answer)]

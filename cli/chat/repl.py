@@ -17,8 +17,9 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from moeinf.cli.chat.backends import Partner, parse_form
 from moeinf.cli.chat.signals import Leave, interruptible
-from moeinf.cli.failure import tell
+from moeinf.cli.errors import tell
 from moeinf.cli.output import Output
+from moeinf.errors import UnusableInput
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.saved_chats import load_conversation, save_conversation
 from moeinf.runtime.invalid import InvalidValue
@@ -44,8 +45,11 @@ _HELP = (
 _FENCE = '"""'
 
 
-class BadCommand(ValueError):
-    """A slash command that does not exist or lacks its words."""
+class BadCommand(UnusableInput, ValueError):
+    """A slash command is unknown, or lacks a word."""
+
+    code = "bad_command"
+    hint = "/?, which shows the commands"
 
 
 class Repl:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeinf.cli.chat.client import Client, ServerError
+from moeinf.runtime.library.library import NoSuchModel
 from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.version import version
 
@@ -22,7 +23,7 @@ LOOK_S = 2.0
 KNOWN_LOOK_S = 30.0  # a process of ours listens: it may be starting, or loading a model
 _HELLO = b"moeinf is running"
 _MOST_BYTES = 4 << 20
-_ABSENT = ("NoSuchModel", "BadName")  # a path, say: it will be pulled from here
+_ABSENT = (NoSuchModel.code, BadName.code)  # a path, say: it will be pulled from here
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class _Look:
         try:
             about = json.loads(self._ask("POST", "/api/show", {"model": self.model}))
         except ServerError as error:
-            if error.code in _ABSENT:
+            if error.said in _ABSENT:
                 return Found()
             if error.status == 401 and client.api_key and not (client.trusted or client.proved):
                 return Found(

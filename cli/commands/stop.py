@@ -10,6 +10,7 @@ import typer
 from moeinf.cli.chat.client import Client, ServerError
 from moeinf.cli.options import Json, Quiet, Usage, installed_models
 from moeinf.cli.output import Output
+from moeinf.errors import NotFound
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import LiveServer, NotStopped, Registry
@@ -18,8 +19,11 @@ _UNLOAD_S = 15.0
 _LOOK_EVERY_S = 0.1
 
 
-class NotRunning(LookupError):
+class NotRunning(NotFound, LookupError):
     """No engine runs the model."""
+
+    code = "not_running"
+    hint = "`moeinf ps`, which shows what runs"
 
 
 def stop(
@@ -86,5 +90,5 @@ def _unload(registry: Registry, server: LiveServer, model: str, api_key: str | N
         except TimeoutError:
             continue
         except ServerError as error:
-            raise ServerError(f"the server at {server.address}: {error}", error.code) from error
+            raise ServerError(f"the server at {server.address}: {error}", error.said) from error
         time.sleep(_LOOK_EVERY_S)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.errors import Unavailable
+
 if TYPE_CHECKING:
     from moeinf.offload.routing.clustering import Summary
 
@@ -18,8 +20,11 @@ _SHADES = " ░▒▓█"
 _MOST_ROWS = 48
 
 
-class NoMatplotlib(ImportError):
+class NoMatplotlib(Unavailable, ImportError):
     """A picture was asked for, and the library that draws it is not installed."""
+
+    code = "no_matplotlib"
+    hint = "`pip install matplotlib`"
 
 
 def terminal_lines(heat: NDArray[np.float32], width: int) -> list[str]:

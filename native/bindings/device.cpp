@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace moeinf {
 namespace {
 
-py::handle device_error;  // set once in bind_device; the module keeps them alive
+py::handle device_error;  // of moeinf.errors, set once in bind_device; the module keeps them
 py::handle out_of_memory;
 
 void raise(const DriverError& error) {
@@ -54,8 +54,11 @@ void bind_context(py::module_& m) {
 
 void bind_device(py::module_& m) {
     const auto no_gil = py::call_guard<py::gil_scoped_release>();
-    device_error = py::exception<DriverError>(m, "DeviceError", PyExc_RuntimeError);
-    out_of_memory = py::exception<DriverError>(m, "OutOfDeviceMemory", device_error);
+    const py::module_ errors = py::module_::import("moeinf.errors");
+    m.attr("DeviceError") = errors.attr("DeviceError");
+    m.attr("OutOfDeviceMemory") = errors.attr("OutOfDeviceMemory");
+    device_error = py::object(m.attr("DeviceError"));
+    out_of_memory = py::object(m.attr("OutOfDeviceMemory"));
     py::register_exception<NoDriver>(m, "NoDriver", PyExc_RuntimeError);
     py::register_exception_translator([](std::exception_ptr thrown) {
         try {

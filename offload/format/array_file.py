@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.errors import UnusableInput
+
 Arrays = dict[str, NDArray[Any]]
 
 _MAGIC = b"MOEINF\r\n"
@@ -36,8 +38,11 @@ _MAX_BYTES = 4 << 30  # of all arrays, inflated
 _DEFLATE_LEVEL = 3  # ids and counts shrink 4 to 8 times; higher levels gain a few percent
 
 
-class BadContainer(ValueError):
-    """Bytes that are not a container of the expected kind, or a damaged one."""
+class BadContainer(UnusableInput, ValueError):
+    """A file is not a container of the expected kind, or is damaged."""
+
+    code = "bad_trace"
+    hint = "`moeinf trace --out FILE.eam`, which writes a recording"
 
 
 def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> bytes:

@@ -22,6 +22,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from moeinf.errors import Unavailable
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, Miss, Split
 from moeinf.offload.store.compute import MOST_ROWS, SlotMath
@@ -30,8 +31,14 @@ from moeinf.offload.store.residency import Residency
 assert FEW_ROWS <= MOST_ROWS  # of more the CPU and the device have other bits, and `auto` divides
 
 
-class OutOfMemory(MemoryError):
-    """The device has no memory left for a computation, with half the slots neither."""
+class OutOfMemory(Unavailable, MemoryError):
+    """The device has no memory for a computation, even with half the slots."""
+
+    code = "no_workspace"
+    hint = (
+        "a smaller --ctx, --device cpu, or the same again after you free some of the device; "
+        "more --device-memory helps where the device has it free"
+    )
 
 
 class TierRunner:

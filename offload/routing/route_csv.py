@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.errors import UnusableInput
 from moeinf.offload.routing.trace import Pass, PassBuilder, Recording, RoutingShape
 
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 15  # ids are int16
@@ -25,8 +26,11 @@ _MOST_BYTES = 256 << 20  # of text: some 8 million rows
 _MOST_IDS = 1 << 28  # of all tokens
 
 
-class BadRouteTrace(ValueError):
-    """A file that is not a route trace."""
+class BadRouteTrace(UnusableInput, ValueError):
+    """A file is not a route trace."""
+
+    code = "bad_route_trace"
+    hint = "`moeinf trace --out FILE.eam`, which writes a recording"
 
 
 def read_route_csv(path: Path) -> Recording:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from moeinf.errors import InvalidInput
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup
@@ -26,8 +27,11 @@ from moeinf.offload.simulator.simulated_device import Above
 from moeinf.offload.simulator.tiered_replay import TieredReplay
 
 
-class UnknownChoice(ValueError):
-    """A study names a knob or a label that does not exist."""
+class UnknownChoice(InvalidInput, ValueError):
+    """A study names an unknown knob or label."""
+
+    code = "unknown_choice"
+    hint = "`moeinf simulate --help`"
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeinf.errors import Unavailable
 
-class DoesNotFit(MemoryError):
+
+class DoesNotFit(Unavailable, MemoryError):
     """The memory given for experts is below the least with which the model can run."""
 
+    code = "does_not_fit"
+
     def __init__(self, given_bytes: int, min_bytes: int) -> None:
-        super().__init__(f"{given_bytes} bytes given for experts, at least {min_bytes} needed")
+        super().__init__(
+            f"{_size(given_bytes)} for experts is too little: at least {min_bytes} bytes "
+            f"({_size(min_bytes)}) are needed"
+        )
         self.given_bytes = given_bytes
         self.min_bytes = min_bytes
+        self.hint = f"--memory {min_bytes}, or the same again after you free some memory"
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1000 << 20 else f"{count / (1 << 20):.1f} MiB"
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moeinf.errors import Failure
 from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
 from moeinf.offload.format.shards import FileRecord
 
 
-class ExpertReadError(OSError):
-    """An expert's bytes could not be had. `shard` is the file, relative to the model's folder."""
+class ExpertReadError(Failure, OSError):
+    """An expert's bytes cannot be read. shard: the file, relative to the model's folder."""
+
+    code = "unreadable_shard"
+    hint = "`moeinf verify MODEL --repair`"
 
     def __init__(self, shard: str, problem: str) -> None:
         super().__init__(problem)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from moeinf.errors import UnusableInput
 from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
 from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
 from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
@@ -40,8 +41,11 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.(safetensors|bin)")
 TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class BadCheckpoint(ValueError):
+class BadCheckpoint(UnusableInput, ValueError):
     """A checkpoint cannot be used. The message names the file."""
+
+    code = "bad_checkpoint"
+    hint = "a folder with config.json, tokenizer.json and *.safetensors, all of them whole"
 
 
 @dataclass(frozen=True)

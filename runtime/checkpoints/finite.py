@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeinf.errors import Failure
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
@@ -30,9 +31,15 @@ _MOST = {
 class NotFiniteWeights(BadCheckpoint):
     """A weight is NaN or infinite, or would be in the format it is stored in."""
 
+    code = "broken_weights"
+    hint = "`moeinf pull --allow-nan`, which goes on; the model may then fail at any token"
 
-class NotFiniteLogits(RuntimeError):
-    """The model computed NaN or infinity instead of logits: no token can be chosen."""
+
+class NotFiniteLogits(Failure, RuntimeError):
+    """The model computed NaN or infinity instead of logits."""
+
+    code = "not_finite"
+    hint = "`moeinf verify MODEL`, which checks its files, or another tag"
 
 
 class WeightCheck:

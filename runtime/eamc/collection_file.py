@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moeinf.errors import UnusableInput
 from moeinf.offload.format.array_file import BadContainer
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RequestEam
@@ -32,8 +33,11 @@ _DEFLATE_LEVEL = 1
 _SMALL = 64  # a log of fewer entries is not worth rewriting
 
 
-class ForeignEamc(ValueError):
-    """A file holds no EAMC, or that of a model of another shape."""
+class ForeignEamc(UnusableInput, ValueError):
+    """A file holds no EAMC, or one of a model of another shape."""
+
+    code = "foreign_eamc"
+    hint = "`moeinf eamc export MODEL FILE`, which writes one that fits"
 
 
 class EamcState:

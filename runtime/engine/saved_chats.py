@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Protocol
 
+from moeinf.errors import UnusableInput
 from moeinf.runtime.atomic_files import make_folder_durably, write_text_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.names import ModelName
@@ -29,8 +30,11 @@ class Conversation(Protocol):
     def clear(self) -> None: ...
 
 
-class BadConversation(ValueError):
-    """No conversation of that name, or not one that we can read."""
+class BadConversation(UnusableInput, ValueError):
+    """No conversation has that name, or its file cannot be read."""
+
+    code = "bad_conversation"
+    hint = "/save NAME, which keeps a conversation under that name"
 
 
 def save_conversation(

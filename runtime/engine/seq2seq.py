@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moeinf.errors import UnusableInput
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
 from moeinf.runtime.engine.chat import Conversation, Message, PromptTooLong
 from moeinf.runtime.engine.engine import Engine
@@ -22,8 +23,11 @@ DEFAULT_LANGUAGE = "eng_Latn"
 _CODE = re.compile("[a-z]{3}_[A-Z][a-z]{3}")  # FLORES-200
 
 
-class BadLanguage(ValueError):
-    """A language that the model does not know, or one where it takes none."""
+class BadLanguage(UnusableInput, ValueError):
+    """The model does not know the language, or takes none."""
+
+    code = "bad_language"
+    hint = "codes like eng_Latn and fra_Latn"
 
 
 @dataclass(frozen=True)

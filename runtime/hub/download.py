@@ -29,6 +29,7 @@ from typing import Any
 
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
+from moeinf.errors import Unavailable
 from moeinf.native import crc32c
 from moeinf.runtime.hub.http import BadAnswer, get
 
@@ -38,8 +39,11 @@ _MAX_WAIT_SECONDS = 60.0
 _REFUSED = {401, 403, 404, 410, 416, 451}
 
 
-class DownloadFailed(OSError):
+class DownloadFailed(Unavailable, OSError):
     """A file could not be fetched. The message names it and says why."""
+
+    code = "download_failed"
+    hint = "the same again: what has arrived is kept"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from moeinf.errors import NotFound
 from moeinf.runtime.bounded_json import BadJson, parse_json
 from moeinf.runtime.hub.download import RemoteFile
 from moeinf.runtime.hub.http import BadAnswer, get, read_body
@@ -39,8 +40,11 @@ def is_offline() -> bool:
     return bool(constants.is_offline_mode())
 
 
-class RepositoryError(ConnectionError):
-    """The hub does not give what was asked for. The message says why and what to do."""
+class RepositoryError(NotFound, ConnectionError):
+    """The hub does not give what was asked for. The message says why."""
+
+    code = "hub"
+    hint = "`moeinf pull --help`, which says how models are named"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from moeinf.errors import NotFound
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.aliases import entry_of, registry
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     from moeinf.runtime.library.repack import Source
 
 
-class UnknownSource(ValueError):
-    """A name that is no short name, no repository's and no path."""
+class UnknownSource(NotFound, ValueError):
+    """A name is not a short name, a repository or a path."""
+
+    code = "unknown_source"
+    hint = "`moeinf pull --help`, which says how models are named"
+    exit_code = 2
 
 
 def can_be_had(model: str) -> bool:

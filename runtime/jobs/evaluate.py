@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moeinf.errors import InvalidInput
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.engine.engine import Engine
 
@@ -24,8 +25,13 @@ WINDOW = 512  # tokens at most that see each other; a begin-of-text token begins
 _ROWS = 64  # logits rows at once
 
 
-class CannotCompare(ValueError):
-    """A text of fewer than two tokens, or two models with different tokens."""
+class CannotCompare(InvalidInput, ValueError):
+    """A text has fewer than two tokens, or two models have different tokens."""
+
+    code = "cannot_compare"
+    hint = (
+        "`moeinf eval NAME:q4 --file TEXT --against NAME:bf16`, which compares two tags of a model"
+    )
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from moeinf.errors import UnusableInput
 from moeinf.models.base import Experts, Pending, Phase
 from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Pass, Recording, RoutingShape
 from moeinf.runtime.library.manifest import Manifest
 
 
-class OtherShape(ValueError):
-    """A recording of a model that is not shaped like this one."""
+class OtherShape(UnusableInput, ValueError):
+    """A recording is of a model of another shape."""
+
+    code = "other_shape"
+    hint = "`moeinf trace MODEL --out FILE.eam`, which records that model"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from moeinf.errors import Conflict
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library, NoSuchModel
@@ -18,8 +19,11 @@ from moeinf.runtime.library.staging import JOURNAL, discard, only_maker, partial
 from moeinf.runtime.names import BadName, ModelName, parse_name
 
 
-class ModelExists(FileExistsError):
-    """There is a model, or an unfinished pull, of the name that a new one is to have."""
+class ModelExists(Conflict, FileExistsError):
+    """A model, or an unfinished pull, has the new name already."""
+
+    code = "model_exists"
+    hint = "another name"
 
 
 def copy_model(settings: Settings, source: str, target: str) -> ModelName:

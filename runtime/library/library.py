@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.errors import Conflict, NotFound
 from moeinf.runtime.atomic_files import sync_folder
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
@@ -32,8 +33,10 @@ _LAST_USED = "last_used"  # an empty file: its time is what counts
 DEMO_CHECKPOINT = Path(__file__).parents[2] / "models" / "demo"
 
 
-class NoSuchModel(LookupError):
-    """No model of that name is on this machine. tags: the ones of that name that are."""
+class NoSuchModel(NotFound, LookupError):
+    """No model of that name is on this machine. tags: those of that name that are."""
+
+    code = "model_not_found"
 
     def __init__(self, wanted: str, nearest: list[str], tags: tuple[str, ...] = ()) -> None:
         only = f", only {' and '.join(tags)}" if tags else ""
@@ -41,14 +44,29 @@ class NoSuchModel(LookupError):
         self.wanted = wanted
         self.nearest = nearest
         self.tags = tags
+        self.hint = _other_names(wanted, nearest, tags)
 
 
-class ModelInUse(RuntimeError):
+def _other_names(wanted: str, nearest: list[str], tags: tuple[str, ...]) -> str:
+    if tags:
+        return f"{tags[0]}, or `moeinf pull {wanted}`, which adds the other"
+    near = f"{', '.join(nearest)}, or " if nearest else ""
+    add = f"`moeinf pull ./folder --name {wanted}`, which adds one"
+    return f"{near}`moeinf list`, which shows all, or {add}"
+
+
+class ModelInUse(Conflict, RuntimeError):
     """A live engine is running the model."""
 
+    code = "model_in_use"
+    hint = "`moeinf stop MODEL`, which unloads it"
 
-class NoModelUsed(LookupError):
-    """Nobody has used a model yet, so that there is no last one."""
+
+class NoModelUsed(NotFound, LookupError):
+    """No model was named, and no model was used before."""
+
+    code = "no_model_used"
+    hint = "`moeinf trace MODEL --dataset demo`"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from moeinf.errors import Failure
 from moeinf.native import PAGE_BYTES
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_path
@@ -29,16 +30,25 @@ _COUNTS = (
 )  # fmt: skip
 
 
-class DamagedModel(ValueError):
+class DamagedModel(Failure, ValueError):
     """A file of a pulled model is not what the manifest says it is."""
+
+    code = "damaged_model"
+    hint = "`moeinf verify MODEL --repair`"
 
 
 class NewerModel(DamagedModel):
     """The model is in a format or layout of a newer moeinf."""
 
+    code = "newer_model"
+    hint = "a newer moeinf, or `moeinf rm MODEL` and `moeinf pull MODEL`"
+
 
 class OlderModel(DamagedModel):
     """The model is in a format or layout that this moeinf no longer reads."""
+
+    code = "older_model"
+    hint = "`moeinf pull MODEL` to replace it, or `moeinf rm MODEL`"
 
 
 @dataclass(frozen=True)

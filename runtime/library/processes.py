@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from moeinf.errors import Failure
 from moeinf.runtime.library.process_entries import Entry, figures_path, live_entries, started_ticks
 from moeinf.runtime.regular_files import read_regular
 
@@ -27,12 +28,15 @@ _ENGINE, _SERVER = ".json", ".server"  # ends of their entries
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class NotStopped(RuntimeError):
-    """An engine was asked to end and has not done so in time."""
+class NotStopped(Failure, RuntimeError):
+    """An engine was asked to end and still runs."""
+
+    code = "not_stopped"
 
     def __init__(self, pid: int, seconds: float) -> None:
         super().__init__(f"process {pid} was asked to end and is still there after {seconds:.0f} s")
         self.pid = pid
+        self.hint = f"`kill -9 {pid}`"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moeinf.errors import Conflict
 from moeinf.offload.format.shards import FileRecord
 from moeinf.runtime.atomic_files import sync_filesystem
 from moeinf.runtime.regular_files import open_regular, read_regular
@@ -36,8 +37,11 @@ PARTIAL, OLD = ".partial", ".old"  # ends of the hidden folders beside a model's
 _LEFTOVERS = (errno.ENOTEMPTY, errno.ENOENT)
 
 
-class PullInProgress(RuntimeError):
-    """Another process is writing the same model."""
+class PullInProgress(Conflict, RuntimeError):
+    """Another process writes the same model."""
+
+    code = "pull_in_progress"
+    hint = "the same again when that pull has ended"
 
 
 class Workplace:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from moeinf.errors import Failure
 from moeinf.models import family_of
 from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.atomic_files import sync_filesystem
@@ -33,8 +34,11 @@ from moeinf.runtime.text.tokenizer_trial import convert
 _WORKERS = 2
 
 
-class CannotRepair(RuntimeError):
-    """The source is gone, or is not what the model was made from any more."""
+class CannotRepair(Failure, RuntimeError):
+    """The source of a model is gone, or has changed since the pull."""
+
+    code = "cannot_repair"
+    hint = "`moeinf rm MODEL`, then `moeinf pull MODEL`"
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moeinf.errors import DeviceError, Unavailable
 from moeinf.runtime.config import Wanted
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.gpu import Gpu, NoGpu, find_gpu, is_there
 from moeinf.runtime.sizes import MemorySize
 
 
-class DeviceUnavailable(ValueError):
-    """A processor was asked for, or memory of one, that is not there."""
+class DeviceUnavailable(Unavailable, ValueError):
+    """A processor or its memory was asked for and is missing."""
+
+    code = "device_unavailable"
+    hint = "--device cpu, without --device-memory"
+    serve_hint = DeviceError.serve_hint
 
 
 class DeviceNotChosen(DeviceUnavailable):
-    """There is a GPU, whose memory is asked for, and nobody has asked for itself."""
+    """--device-memory was given without --device cuda."""
+
+    code = "device_not_chosen"
+    hint = "--device cuda with it, or no --device-memory"
 
 
 class NoKernels(DeviceUnavailable):
     """There is a GPU, and this installation cannot compute on it."""
+
+    code = "no_kernels"
+    hint = (
+        "--device cpu. A GPU needs torch with CUDA (`pip install --force-reinstall torch`), "
+        "Triton (`pip install '.[gpu]'` in the clone) with a C compiler, and Ampere or later"
+    )
+    serve_hint = "this installation lacks what `moeinf plan MODEL --device cuda` names"
 
 
 @dataclass(frozen=True)

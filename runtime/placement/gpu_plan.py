@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moeinf.errors import Unavailable
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import Gpu
@@ -29,8 +30,11 @@ _GRAPHS_BYTES = 64 << 20  # of CUDA graphs: a token's activations, and up to 32 
 _TORCH_BYTES = 64 << 20  # pieces of 2 to 20 MiB that torch takes, and up to 32 MiB for cuBLAS
 
 
-class DeviceDoesNotFit(MemoryError):
+class DeviceDoesNotFit(Unavailable, MemoryError):
     """--device-memory, or what the device has free, is below the least that works."""
+
+    code = "device_does_not_fit"
+    hint = "more --device-memory, --device cpu, or the same again after you free some of the device"
 
     def __init__(self, given_bytes: int, min_bytes: int) -> None:
         super().__init__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.store.budget import DoesNotFit
@@ -26,8 +27,11 @@ _DEVICE_FASTER = 32  # times as fast as RAM or a bus a device reads its own memo
 _CONTEXT_SHARE = 0.25  # of what is free beside --memory: the KV cache, unless --ctx is given
 
 
-class BadContext(ValueError):
-    """A context was asked for that the model does not have."""
+class BadContext(Unavailable, ValueError):
+    """The context is longer than the model's, or its cache does not fit."""
+
+    code = "bad_context"
+    hint = "a smaller --ctx"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moeinf.errors import InvalidInput
+
 MOST_BYTES = 256 << 10  # of text, in UTF-8: names, values and patterns
 MOST_VALUES = 20_000  # objects, lists, names and values together
 MOST_DEPTH = 100
@@ -29,8 +31,11 @@ MOST_ITEMS = {  # by keyword
 }
 
 
-class BadFormat(ValueError):
-    """A form that an answer cannot be held to: invalid, too large, or too slow."""
+class BadFormat(InvalidInput, ValueError):
+    """An answer's format is invalid, too large or too slow."""
+
+    code = "bad_format"
+    hint = "--format json, or --format with a JSON schema"
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeinf.errors import UnusableInput
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
 
 RENDER_SECONDS = 1.0
 
 
-class TemplateError(ValueError):
+class TemplateError(UnusableInput, ValueError):
     """A model's chat template cannot be rendered."""
+
+    code = "bad_template"
+    hint = "--raw, which sends the prompt without the template"
 
 
 class TemplateWorker:

@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
+from moeinf.errors import UnusableInput
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, read_json
 from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
@@ -50,8 +51,11 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTES = _characters_of_bytes()
 
 
-class TokenizerFailed(ValueError):
+class TokenizerFailed(UnusableInput, ValueError):
     """The tokenizer of a model cannot take a text."""
+
+    code = "bad_tokenizer"
+    hint = "a shorter text, or another model"
 
 
 @contextmanager

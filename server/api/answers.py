@@ -1,4 +1,4 @@
-"""From a job on an engine's thread to events in the event loop, and errors as HTTP statuses.
+"""From a job on an engine's thread to events in the event loop, and errors in an answer's words.
 
 Does not know which API is spoken.
 """
@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from fastapi import Request
 
+from moeinf.errors import InternalError, MoeinfError, as_moeinf
 from moeinf.runtime.config import Settings
 from moeinf.runtime.crash_log import note_bug
 from moeinf.runtime.invalid import InvalidValue
@@ -18,91 +19,27 @@ from moeinf.server.engines.jobs import Busy, Ended, Event, Failed, Job, Unloaded
 from moeinf.server.engines.model_manager import Loaded
 from moeinf.server.metrics import Metrics
 
-_STATUS = {
-    "NoSuchModel": 404,
-    "RepositoryError": 404,
-    "BadName": 400,
-    "PromptTooLong": 400,
-    "ContextFull": 400,
-    "TemplateError": 400,
-    "TokenizerFailed": 400,
-    "InvalidValue": 400,
-    "BadFormat": 400,
-    "BadRequest": 400,
-    "UnknownSource": 404,
-    "DownloadFailed": 503,
-    "ModelInUse": 409,
-    "ModelExists": 409,
-    "PullInProgress": 409,
-    "Busy": 503,
-    "DoesNotFit": 503,
-    "DeviceDoesNotFit": 503,
-    "DeviceUnavailable": 503,
-    "OutOfMemory": 503,
-    "MemoryError": 503,
-    "DeviceError": 503,
-    "Unloaded": 503,
-    "DamagedModel": 500,
-    "ExpertReadError": 500,
-    "NotFiniteLogits": 500,
-    "BadContext": 503,
-    "ModelDataError": 400,
-    "BadCheckpoint": 400,
-}
-_MOST_WORDS = 2000  # characters
-
-
-_FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
-_NEXT = {
-    "OutOfDeviceMemory": "give `moeinf serve` less --device-memory, or free some of the device",
-    "DeviceError": _FAILED,
-    "NoKernels": "this installation lacks what `moeinf plan MODEL --device cuda` names",
-    "DeviceUnavailable": _FAILED,
-}
+_MOST_WORDS = 2000  # characters: a request can name anything
 
 
 class BadRequest(InvalidValue):
-    """A request asks for something that cannot be."""
+    """A request is malformed, or asks for something impossible."""
+
+    code = "bad_request"
 
 
-def status_of(error: Exception) -> int:
-    """By the class name, or that of an ancestor; what is nobody's fault but ours is 500."""
-    return _known(error) or 500
+def words_of(error: MoeinfError) -> str:
+    """What happened, and what the operator of the server can do."""
+    words = str(error)[:_MOST_WORDS]
+    return f"{words}: {error.serve_hint}" if error.serve_hint else words
 
 
-def code_of(error: Exception) -> str:
-    """The name of the error's class; `internal` for our own bugs."""
-    return "internal" if _is_bug(error) else type(error).__name__
-
-
-def words_of(error: Exception) -> str:
-    """What happened; of our own bugs only that there was one."""
-    words = str(error)[:_MOST_WORDS]  # a request can name what it likes
-    if _is_bug(error):
-        return f"this is a bug in moeinf: {type(error).__name__}: {words}"
-    return (words or type(error).__name__) + _next(error)
-
-
-def _next(error: Exception) -> str:
-    """What whoever runs the server can do, where that is not to be seen."""
-    names = (ancestor.__name__ for ancestor in type(error).__mro__)
-    return next((f": {_NEXT[name]}" for name in names if name in _NEXT), "")
-
-
-def noted(error: Exception, settings: Settings) -> Exception:
-    """The error, which is about to be told; the traceback of a bug of ours is kept."""
-    if _is_bug(error):
+def noted(error: Exception, settings: Settings) -> MoeinfError:
+    """Return the error to be shown; keep the traceback of a bug."""
+    told = as_moeinf(error)
+    if isinstance(told, InternalError):
         note_bug(settings, error)
-    return error
-
-
-def _is_bug(error: Exception) -> bool:
-    return _known(error) is None and not isinstance(error, OSError)
-
-
-def _known(error: Exception) -> int | None:
-    names = (ancestor.__name__ for ancestor in type(error).__mro__)
-    return next((_STATUS[name] for name in names if name in _STATUS), None)
+    return told
 
 
 async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[Event]:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
+from moeinf.errors import MoeinfError
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
@@ -23,7 +24,7 @@ from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
-from moeinf.server.api.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS, Few, Listed, Tokens
 from moeinf.server.api.chat_turn import Chat, Heard, Reply, Text, called_ollama, heard
 from moeinf.server.api.logprobs import token_words
@@ -210,7 +211,7 @@ async def _answer(
         async for event in heard(first, answer, turn):
             if isinstance(event, Failed):
                 error = noted(event.error, request.app.state.settings)
-                yield dump(_error(error)) + "\n"
+                yield dump(error_document(error)) + "\n"
             elif isinstance(event, Ended):
                 yield dump(line(Reply(), [], event)) + "\n"
             else:
@@ -361,11 +362,11 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def _error(error: Exception) -> dict[str, str]:
-    """code is ours: `moeinf run` tells errors by it."""
-    return {"error": words_of(error), "code": code_of(error)}
+def error_document(error: MoeinfError) -> dict[str, str]:
+    """Ollama's form of an error. code is ours: `moeinf run` tells errors by it."""
+    return {"error": words_of(error), "code": error.code}
 
 
-def error_response(error: Exception) -> Answer:
-    """Ollama's form of an error."""
-    return Answer(_error(error), status_of(error))
+def error_response(error: MoeinfError) -> Answer:
+    """Return an answer in Ollama's form of an error."""
+    return Answer(error_document(error), error.http_status)

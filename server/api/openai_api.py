@@ -15,11 +15,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
+from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
-from moeinf.server.api.answers import BadRequest, code_of, events, noted, status_of, words_of
+from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.bounds import Few, Inputs, Listed, StopText, Tokens
 from moeinf.server.api.chat_turn import Called, Chat, Heard, Reply, Text, heard
 from moeinf.server.api.logprobs import LegacyWords, token_words
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
 
 router = APIRouter(prefix="/v1", route_class=JsonRoute)
-_CODES = dict.fromkeys(("PromptTooLong", "ContextFull"), "context_length_exceeded")
+_CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a ContextExceeded
 _OPENING = {"role": "assistant", "content": ""}
 
 
@@ -338,13 +339,12 @@ def _event(document: dict[str, Any]) -> str:
     return f"data: {dump(document)}\n\n"
 
 
-def _error(error: Exception) -> dict[str, Any]:
-    status = status_of(error)
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    code = _CODES.get(name := code_of(error), "model_not_found" if status == 404 else name)
+def _error(error: MoeinfError) -> dict[str, Any]:
+    kind = "server_error" if error.http_status >= 500 else "invalid_request_error"
+    code = _CONTEXT_EXCEEDED if isinstance(error, ContextExceeded) else error.code
     return {"error": {"message": words_of(error), "type": kind, "param": None, "code": code}}
 
 
-def error_response(error: Exception) -> Answer:
-    """OpenAI's form of an error."""
-    return Answer(_error(error), status_of(error))
+def error_response(error: MoeinfError) -> Answer:
+    """Return an answer in OpenAI's form of an error."""
+    return Answer(_error(error), error.http_status)

@@ -20,7 +20,8 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import is_path
 from moeinf.runtime.text.panic import as_exception
-from moeinf.server.api.answers import BadRequest, noted, words_of
+from moeinf.server.api.answers import BadRequest, noted
+from moeinf.server.api.ollama_api import error_document
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.http.bodies import JsonRoute
 
@@ -101,7 +102,7 @@ async def _worded(
     yield json.dumps(first) + "\n"
     async for line in lines:
         if isinstance(line, Exception):
-            line = {"error": words_of(noted(line, settings))}
+            line = {**error_document(noted(line, settings))}
         yield json.dumps(line) + "\n"
 
 

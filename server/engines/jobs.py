@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from moeinf.errors import Unavailable
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import Constrain
 
@@ -21,12 +22,18 @@ if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
 
 
-class Busy(RuntimeError):
-    """As many requests wait as may wait."""
+class Busy(Unavailable, RuntimeError):
+    """The request queue is full."""
+
+    code = "busy"
+    hint = "the same again later"
 
 
-class Unloaded(RuntimeError):
-    """The model was unloaded, or the server ends, before the answer was complete."""
+class Unloaded(Unavailable, RuntimeError):
+    """The model was unloaded, or the server ended, before the answer was complete."""
+
+    code = "unloaded"
+    hint = "the same again, which loads the model"
 
 
 @dataclass(frozen=True)

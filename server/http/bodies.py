@@ -13,9 +13,9 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 
 from moeinf.server.http.json_text import BadJson, parse
+from moeinf.server.refusals import BadBody, BodiesTooLong, BodyLate, BodyTooLong
 
 MOST_BODY_BYTES = 8 << 20
 BODY_SECONDS = 60.0  # for all of a request's body to arrive
@@ -23,10 +23,6 @@ ALL_BODIES_BYTES = 64 << 20
 FREE_BYTES = 64 << 10  # of each body: short requests are taken however many long ones there are
 FREE_CONTAINERS, CONTAINER_BYTES = 128, 1 << 10  # objects and lists, checked and rendered
 _MOST_CONTAINERS_BYTES = ALL_BODIES_BYTES - MOST_BODY_BYTES  # one body alone is always taken
-
-
-class TooMuch(HTTPException):
-    """A body is too long (413), does not arrive (408), or there are too many long ones (503)."""
 
 
 class Budget:
@@ -56,14 +52,14 @@ class Body:
         self._whole = False
 
     async def receive(self) -> Any:
-        """The next message. Raises TooMuch."""
+        """Return the next message. Raises BodyLate, BodyTooLong, BodiesTooLong."""
         if self._whole:  # what comes now is that the client has gone
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
-            raise TooMuch(408, "the body does not arrive") from error
+            raise BodyLate("the body does not arrive") from error
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
             self._whole = not message.get("more_body", False)
@@ -71,7 +67,7 @@ class Body:
         return message
 
     def admit(self, containers: int) -> None:
-        """Count the objects and lists that are about to be made of it. Raises TooMuch."""
+        """Count the objects and lists that are about to be made of it. Raises BodiesTooLong."""
         beyond = max(0, containers - FREE_CONTAINERS) * CONTAINER_BYTES
         self._take(min(beyond, _MOST_CONTAINERS_BYTES))
 
@@ -81,13 +77,13 @@ class Body:
 
     def _count(self) -> None:
         if self._bytes > MOST_BODY_BYTES:
-            raise TooMuch(413, f"a body has at most {MOST_BODY_BYTES} bytes")
+            raise BodyTooLong(f"a body has at most {MOST_BODY_BYTES} bytes")
         self._take(max(0, self._bytes - FREE_BYTES) - self._taken)
 
     def _take(self, more: int) -> None:
         if not self._budget.take(more):
             words = "the requests of all clients are too long together: try again"
-            raise TooMuch(503, words, {"Retry-After": "1"})
+            raise BodiesTooLong(words, {"Retry-After": "1"})
         self._taken += more
 
 
@@ -95,15 +91,15 @@ class JsonRequest(Request):
     """A request whose JSON is bounded before it is parsed. The Guard gives its state a Body."""
 
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException (400), TooMuch."""
+        """Return the body's value. Raises BadBody and what Body raises."""
         body = await self.body()
         try:
             text = body.decode(json.detect_encoding(body), "surrogatepass")
             return parse(text, self.state.body.admit)
         except UnicodeDecodeError as error:
-            raise HTTPException(400, "the body is not text in UTF-8") from error
+            raise BadBody("the body is not text in UTF-8") from error
         except BadJson as error:
-            raise HTTPException(400, str(error)) from error
+            raise BadBody(str(error)) from error
 
 
 class JsonRoute(APIRoute):

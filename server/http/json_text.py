@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 
 from fastapi.responses import JSONResponse
 
-from moeinf.runtime.invalid import InvalidValue
-
 MOST_DEPTH = 100
 MOST_VALUES = 1 << 20  # beside objects, lists and their first values: commas
 FREE_CONTAINERS, BYTES_EACH_CONTAINER = 8192, 128
@@ -26,8 +24,8 @@ FREE_STRINGS, BYTES_EACH_STRING = 65_536, 64
 _MARK = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
-class BadJson(InvalidValue):
-    """The text is no JSON, or has more values than its length allows."""
+class BadJson(ValueError):
+    """The text is not JSON, or has more values than its length allows."""
 
 
 def parse(text: str, admit: Callable[[int], None] | None = None) -> Any:

@@ -19,6 +19,15 @@ from urllib.parse import urlsplit
 
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.http import bodies
+from moeinf.server.refusals import (
+    BodyTooLong,
+    HeadersTooLong,
+    InvalidApiKey,
+    Refusal,
+    TwoLengths,
+    UnknownHost,
+    UnknownOrigin,
+)
 
 HEADER_BYTES = 64 << 10  # of a request's line and headers
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -46,7 +55,7 @@ class Guard:
         }
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _refuse(send, *refusal)
+            await _refuse(send, refusal)
             return
         if scope["path"].startswith("/api/"):  # what clients of Ollama call a form is JSON, too
             others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
@@ -58,43 +67,34 @@ class Guard:
         finally:
             body.close()
 
-    def _refusal(self, scope: Any, headers: dict[str, str]) -> tuple[int, str, str] | None:
-        """A status, a code and words."""
+    def _refusal(self, scope: Any, headers: dict[str, str]) -> Refusal | None:
         size = len(scope["raw_path"] or b"") + len(scope["query_string"])
         if (
             size + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
             > HEADER_BYTES
         ):
-            return 431, "headers_too_long", f"line and headers have at most {HEADER_BYTES} bytes"
+            return HeadersTooLong(f"line and headers have at most {HEADER_BYTES} bytes")
         if "transfer-encoding" in headers and "content-length" in headers:
             words = "Transfer-Encoding and Content-Length say the body's length twice"
-            return 400, "two_lengths", words
+            return TwoLengths(words)
         host = _host_name(headers.get("host", ""))
         silent = not host and scope["http_version"] == "1.0"  # no browser: they all say it
         if not (silent or self._is_ours(host)):
-            return (
-                403,
-                "unknown_host",
-                f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it",
-            )
+            words = f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it"
+            return UnknownHost(words)
         origin = headers.get("origin")
         if origin is not None and not self._may(origin):
-            return (
-                403,
-                "unknown_origin",
-                f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS",
-            )
+            return UnknownOrigin(f"Origin {origin[:80]!r} is not allowed; see MOEINF_ORIGINS")
         key = self._settings.api_key
         if key is not None and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
             known = hmac.compare_digest(given.strip().encode(), key.encode())
             if not (known and scheme.lower() == "bearer"):
                 words = "the API key is missing or wrong: send Authorization: Bearer KEY"
-                return 401, "invalid_api_key", words
+                return InvalidApiKey(words)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 20 or int(length) > bodies.MOST_BODY_BYTES:
-            words = f"a body has at most {bodies.MOST_BODY_BYTES} bytes"
-            return 413, "body_too_long", words
+            return BodyTooLong(f"a body has at most {bodies.MOST_BODY_BYTES} bytes")
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -131,8 +131,8 @@ def _name_of(origin: str) -> str:
         return ""
 
 
-async def _refuse(send: Any, status: int, code: str, words: str) -> None:
-    body = json.dumps({"error": words, "code": code}).encode()
+async def _refuse(send: Any, error: Refusal) -> None:
+    status, body = error.http_status, json.dumps({"error": str(error), "code": error.code}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 400:  # where this request ends is unknown
         headers.append((b"connection", b"close"))

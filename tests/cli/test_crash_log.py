@@ -89,4 +89,4 @@ def test_the_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
 def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").write_text("no folder")
     assert answer(["list"]) == 1
-    assert "MOEINF_DEBUG=1 shows where it happened." in capsys.readouterr().err
+    assert "Try: MOEINF_DEBUG=1, which shows where it happened\n" in capsys.readouterr().err

@@ -327,7 +327,7 @@ def test_auto_stays_on_the_cpu_and_says_so(home: Path, capsys: pytest.CaptureFix
     [
         (["--device-memory", "512MiB"], "of device memory is too little: at least"),
         (["--miss", "guess"], "'guess' is not one of auto, compute, fetch"),
-        (["--device", "auto", "--device-memory", "600MiB"], "Give --device cuda with it"),
+        (["--device", "auto", "--device-memory", "600MiB"], "Try: --device cuda with it"),
     ],
 )
 def test_refusals(

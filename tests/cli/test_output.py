@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moeinf.cli.failure import tell
+from moeinf.cli.errors import tell
 from moeinf.cli.output import Output
 from moeinf.runtime.hub.listing import RepositoryError
 from moeinf.runtime.visible import visible

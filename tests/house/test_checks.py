@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("cli", "server", "runtime", "offload", "models", "native")
+FLOORS = ("cli", "server", "runtime", "offload", "models", "native", "errors")
 
 
 LINT_IMPORTS = (

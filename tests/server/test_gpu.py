@@ -16,7 +16,7 @@ from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.server.api.answers import status_of, words_of
+from moeinf.server.api.answers import words_of
 from moeinf.server.api.ollama_api import _living
 from moeinf.server.engines.jobs import Ended, Event, Failed, Job, Piece
 from moeinf.server.engines.model_manager import Host, Loaded
@@ -102,7 +102,7 @@ def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_hom
         assert host.loaded() == []
         with pytest.raises(DeviceUnavailable) as caught:
             await host.model("demo:bf16")
-        assert status_of(caught.value) == 503
+        assert caught.value.http_status == 503
         assert "restart `moeinf serve`" in words_of(caught.value)
 
     with_host(fake, demo_home, "664MiB", test)

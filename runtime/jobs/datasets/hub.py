@@ -25,7 +25,11 @@ _MAX_PARTS = 4  # folders and a name
 
 
 class DatasetUnavailable(RepositoryError):
-    """The hub cannot be asked, and nothing of the data set is on this machine."""
+    """The hub cannot be reached, and the data set is not on this machine."""
+
+    code = "dataset_unavailable"
+    hint = "`--dataset demo`, or --dataset with a .jsonl, .txt or .parquet file"
+    http_status = 503
 
 
 class DatasetFiles:

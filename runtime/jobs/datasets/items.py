@@ -11,16 +11,27 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from moeinf.errors import InvalidInput, UnusableInput
+
 MOST_ROWS = 20_000  # of one file: no trace needs more, and a hostile file must end somewhere
 MOST_CHARACTERS = 1 << 20  # of one prompt
 
 
-class NoSuchDataset(ValueError):
-    """No data set, task or file of that name."""
+class NoSuchDataset(InvalidInput, ValueError):
+    """No data set, task or file has that name."""
+
+    code = "no_such_dataset"
+    hint = "`moeinf trace --help`, which has examples"
 
 
-class BadDataset(ValueError):
-    """A file is not what a data set looks like. The message names the file and what is wrong."""
+class BadDataset(UnusableInput, ValueError):
+    """A file is not a data set. The message names the file and what is wrong."""
+
+    code = "bad_dataset"
+    hint = (
+        "a .txt file with a prompt per line, or a .jsonl or .parquet file with a column named "
+        "prompt"
+    )
 
 
 @dataclass(frozen=True)

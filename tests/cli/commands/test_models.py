@@ -115,7 +115,7 @@ def test_pull_a_local_folder(own: Command, tmp_path: Path) -> None:
     other = own("run", "mine", "17+25=")
     assert other.code == 1
     assert "no model 'mine:q4' on this machine, only mine:f32" in other.err
-    assert "Type mine:f32; `moeinf pull mine:q4` adds the other." in other.err
+    assert "Try: mine:f32, or `moeinf pull mine:q4`, which adds the other" in other.err
     assert own("run", "mine:f32", "17+25=").out == "42\n"
     unnamed = own("pull", str(folder))
     assert unnamed.code == 2
@@ -128,7 +128,7 @@ def test_pull_and_run_of_a_model_with_nan(own: Command, tmp_path: Path) -> None:
     refused = own(*pull)
     assert refused.code == 1
     assert name in refused.err
-    assert "`moeinf pull --allow-nan` goes on" in refused.err
+    assert "Try: `moeinf pull --allow-nan`, which goes on" in refused.err
     assert own(*pull, "--allow-nan").code == 0
     for temperature in ("0", "1"):
         result = own("run", "x:q8", "17+25=", "--temperature", temperature)

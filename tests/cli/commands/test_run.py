@@ -117,7 +117,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
     [
         (["run", "demo"], 2, "there is no prompt"),
         (["run", "demo", ""], 2, "the prompt is empty"),
-        (["run", "dmo", "x"], 1, "Did you mean demo:bf16"),
+        (["run", "dmo", "x"], 1, "demo:bf16, or `moeinf list`"),
         (["run", "demo:q9", "x"], 2, "there is no tag 'q9'"),
         (["run", "../demo", "x"], 2, "is not a model name"),
         (["run", "demo", "x", "--memory", "lots"], 2, "'lots' is not a size"),
@@ -132,7 +132,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         ),
         (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
         (["run", "demo", "x", "--device", "cuda"], 1, "--device cuda: "),
-        (["plan", "demo", "--device", "cuda"], 1, "or give --device cpu"),
+        (["plan", "demo", "--device", "cuda"], 1, "--device cpu"),
         (["bench", "demo", "--device", "cuda"], 1, "--device cuda: "),
         (["run", "demo", "x", "--miss", "wait"], 2, "'wait' is not one of auto, compute, fetch"),
         (["run", "demo", "x", "--device-memory", "50%"], 1, "there is no device whose memory"),

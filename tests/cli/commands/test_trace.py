@@ -88,7 +88,7 @@ def test_words_and_the_last_model_that_was_used(moeinf: Command, home: Path) -> 
     assert refused.code == 1
     assert refused.err.splitlines() == [
         "Error: no model has been used yet",
-        "Name one: `moeinf trace MODEL --dataset demo`.",
+        "Try: `moeinf trace MODEL --dataset demo`",
     ]
     assert moeinf("run", "demo:f32", "17+25=").out == "42\n"
     assert moeinf("run", "demo", "17+25=", "--no-trace").out == "42\n"
@@ -157,7 +157,7 @@ def test_mmlu_through_the_hub(home: Path, tmp_path: Path) -> None:
         (["demo", "--dataset", "demo", "--subset", "sums"], 2, "demo has no subset 'sums'"),
         (["demo", "--dataset", "demo", "--out", "x.csv"], 2, "a file named *.eam"),
         (["demo", "--dataset", "demo", "--out", "/no/x.eam"], 1, "/no"),
-        (["dmo", "--dataset", "demo"], 1, "Did you mean demo:bf16"),
+        (["dmo", "--dataset", "demo"], 1, "demo:bf16, or `moeinf list`"),
         (["demo", "--dataset", "demo", "--limit", "0"], 2, "--limit"),
     ],
 )

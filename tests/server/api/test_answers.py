@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.native import DeviceError, OutOfDeviceMemory
+from moeinf.errors import DeviceError, OutOfDeviceMemory, as_moeinf
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.manifest import DamagedModel, NewerModel
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
-from moeinf.server.api.answers import status_of, words_of
+from moeinf.server.api.answers import words_of
 
 _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
 
@@ -34,19 +34,20 @@ _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is los
             503,
             "none is left: give `moeinf serve` less --device-memory, or free some of the device",
         ),
-        (MemoryError(), 503, "MemoryError"),
-        (OSError(28, "No space left on device"), 500, "[Errno 28] No space left on device"),
+        (MemoryError(), 503, "not enough memory"),
+        (OSError(28, "No space left on device", "/f"), 500, "/f: No space left on device"),
         (RuntimeError("oh"), 500, "this is a bug in moeinf: RuntimeError: oh"),
         (KeyError("oh"), 500, "this is a bug in moeinf: KeyError: 'oh'"),
     ],
 )
 def test_errors_in_words(error: Exception, status: int, words: str) -> None:
     """A damaged model is not the fault of who asks, nor of the program."""
-    assert status_of(error) == status
-    assert words_of(error) == words
+    told = as_moeinf(error)
+    assert told.http_status == status
+    assert words_of(told) == words
 
 
 def test_too_little_memory_is_no_bug() -> None:
     error = DoesNotFit(1, 2)
-    assert status_of(error) == 503
+    assert error.http_status == 503
     assert words_of(error) == str(error)

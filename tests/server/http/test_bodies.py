@@ -20,7 +20,8 @@ import moeinf.server.http.bodies
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.server.engines.model_manager import Host
-from moeinf.server.http.bodies import Body, Budget, JsonRequest, TooMuch
+from moeinf.server.http.bodies import Body, Budget, JsonRequest
+from moeinf.server.refusals import BodiesTooLong
 from tests.server.conftest import serving
 from tests.server.scripted import CHATML, talking
 from tests.server.test_http import connected, until
@@ -177,7 +178,7 @@ def test_what_is_parsed_counts_until_the_end() -> None:
         bodies.append(body)
         try:
             assert asyncio.run(parse()) == wasteful
-        except TooMuch as error:
+        except BodiesTooLong as error:
             refused.append((error.status_code, (error.headers or {})["Retry-After"]))
     assert refused == [(503, "1")] * (100 - (64 << 20) // (1874 << 10))
     assert (64 << 20) - (1874 << 10) < budget.held_bytes <= 64 << 20
@@ -234,7 +235,7 @@ def test_a_ValueError_of_ours_is_a_bug(  # noqa: N802
         (ValueError, 500, "internal"),
         (KeyError, 500, "internal"),
         (ZeroDivisionError, 500, "internal"),
-        (InvalidValue, 400, "InvalidValue"),
+        (InvalidValue, 400, "invalid"),
     ):
 
         async def fail(*_: Any, kind: type[Exception] = kind) -> Any:

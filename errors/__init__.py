@@ -1,0 +1,141 @@
+"""The root and the branches of the one tree of errors, and the builtin exceptions that join it.
+
+    MoeinfError
+    ├── InvalidInput     wrong usage: a value, an option, a field   exit 2, HTTP 400
+    ├── UnusableInput    a file, a text or a model cannot be used   exit 1, HTTP 400
+    │   └── ContextExceeded
+    ├── NotFound         nothing has the name that was given        exit 1, HTTP 404
+    ├── Conflict         another process or model is in the way     exit 1, HTTP 409
+    ├── Unavailable      memory, a device or a server is missing    exit 1, HTTP 503
+    └── Failure          a read, a computation or this program      exit 1, HTTP 500
+
+A leaf is defined next to the code that raises it. docs/errors.md lists all of them. Imports nothing
+of ours. Does not know how an error is shown: cli/errors.py and server/api/answers.py do.
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class MoeinfError(Exception):
+    """An error that a face shows: its text says what happened, its attributes what follows.
+
+    code: stable, for scripts and tests. hint: completes "Try: …"; an instance may set its own.
+    serve_hint: what the operator of a server can do, shown in its answers.
+    """
+
+    code: str = ""
+    hint: str = ""
+    serve_hint: str = ""
+    exit_code: int = 1
+    http_status: int = 500
+
+
+class InvalidInput(MoeinfError):
+    """A value on the command line, in the environment or in a request is invalid."""
+
+    exit_code, http_status = 2, 400
+    hint = "`moeinf COMMAND --help`"
+
+
+class UnusableInput(MoeinfError):
+    """A file, a text or a model was found and cannot be used."""
+
+    http_status = 400
+
+
+class ContextExceeded(UnusableInput, ValueError):
+    """A text has more tokens than the context takes."""
+
+
+class NotFound(MoeinfError):
+    """Nothing has the name that was given."""
+
+    http_status = 404
+
+
+class Conflict(MoeinfError):
+    """Another process or model is in the way."""
+
+    http_status = 409
+
+
+class Unavailable(MoeinfError):
+    """Memory, a device or a server is missing or busy."""
+
+    http_status = 503
+
+
+class Failure(MoeinfError):
+    """A read, a write or a computation failed."""
+
+
+class InternalError(Failure):
+    """An exception that nothing expects: a bug in moeinf."""
+
+    code = "internal"
+    hint = "MOEINF_DEBUG=1, which shows where it happened"
+
+
+class OutOfMemory(Unavailable, MemoryError):
+    """The system has no memory left."""
+
+    code = "out_of_memory"
+    hint = "less --memory, or a smaller --ctx"
+
+
+class FileError(Failure, OSError):
+    """The system refuses to read or write a file."""
+
+    code = "io_error"
+    hint = "MOEINF_DEBUG=1, which shows where it happened"
+
+
+class DiskFull(FileError):
+    """A file cannot be written: its disk is full."""
+
+    code = "disk_full"
+    hint = "the same again after you free some disk space"
+
+
+class DeviceError(Unavailable, RuntimeError):
+    """A call of the CUDA driver failed, or work that was queued before it. Raised by native."""
+
+    code = "device_failed"
+    hint = "--device cpu"
+    serve_hint = (
+        "if that goes on, restart `moeinf serve`: a GPU that has failed is lost to its process"
+    )
+    name: str  # the driver's own: CUDA_ERROR_ILLEGAL_ADDRESS
+    call: str  # cuMemcpyHtoDAsync
+
+
+class OutOfDeviceMemory(DeviceError):
+    """CUDA_ERROR_OUT_OF_MEMORY: of the device, or of what may be page-locked. Raised by native."""
+
+    code = "out_of_device_memory"
+    hint = "less --device-memory, --device cpu, or the same again after you free some of the device"
+    serve_hint = "give `moeinf serve` less --device-memory, or free some of the device"
+
+
+def as_moeinf(error: BaseException) -> MoeinfError:
+    """Return the error in the tree: itself, what a builtin means, or InternalError."""
+    if isinstance(error, MoeinfError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"not enough memory: {error}" if str(error) else "not enough memory")
+    if isinstance(error, OSError):
+        return _file_error(error)
+    return InternalError(f"this is a bug in moeinf: {type(error).__name__}: {error}")
+
+
+def _file_error(error: OSError) -> FileError:
+    words = error.strerror or str(error)
+    words = f"{error.filename}: {words}" if error.filename else words
+    if error.errno == errno.ENOSPC:
+        return DiskFull(words)
+    found = FileError(words)
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        found.hint = "another owner or mode of it, or another folder in MOEINF_HOME"
+    return found
