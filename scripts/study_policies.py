@@ -5,7 +5,7 @@ Does not know recordings or figures. None of these is offered to users: docs/stu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,9 @@ class Decayed(Passive):
             self._resident[cell] = False
         return cell
 
+    def forget(self, cells: Iterable[int]) -> None:
+        self._resident[list(cells)] = False
+
 
 class Gate(Lru):
     """LRU that reads ahead what the next layer's gate names, and knows nothing else."""
@@ -91,8 +94,13 @@ class LruVictims:
     def victim(self, evictable: Evictable) -> int | None:
         leaves = self._lru.victim(evictable)
         if leaves is not None:
-            self._adaptive.victim(lambda cell: cell == leaves)
+            self._adaptive.forget([leaves])
         return leaves
+
+    def forget(self, cells: Iterable[int]) -> None:
+        gone = list(cells)
+        self._adaptive.forget(gone)
+        self._lru.forget(gone)
 
 
 @dataclass(frozen=True)

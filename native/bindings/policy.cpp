@@ -100,6 +100,11 @@ class Adaptive {
         core_.admitted(cell);
     }
 
+    void forget(int cell) {
+        check_cell(cell, layers_ * experts_);
+        core_.forget(cell);
+    }
+
     bool keeps(int cell) {
         check_cell(cell, layers_ * experts_);
         return core_.keeps(cell);
@@ -234,6 +239,7 @@ void bind_policies(py::module_& m) {
                 return self.core().victim(evictable);
             },
             py::arg("evictable"))
+        .def("forget", &Adaptive::forget, py::arg("cell"))
         .def("keeps", &Adaptive::keeps, py::arg("cell"))
         .def("wishes", &Adaptive::wishes, py::arg("most"))
         .def(

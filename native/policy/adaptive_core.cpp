@@ -98,6 +98,12 @@ std::optional<int> AdaptiveCore::victim(const Evictable& evictable) {
     return found;
 }
 
+void AdaptiveCore::forget(int cell) {
+    if (place(cell) == Place::kKept) unkeep(cell);
+    if (place(cell) == Place::kStaged) std::erase(staged_, cell);
+    place(cell) = Place::kAbsent;
+}
+
 bool AdaptiveCore::keeps(int cell) {
     return kept_ < keep_at_most_ || deserves(cell, least_kept());
 }

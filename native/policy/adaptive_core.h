@@ -83,6 +83,7 @@ class AdaptiveCore {
 
     void admitted(int cell);
     std::optional<int> victim(const Evictable& evictable);
+    void forget(int cell);  // it has left, or never arrived; absent cells stay absent
     bool keeps(int cell);
     std::vector<CellWish> wishes(std::size_t most);
 

@@ -274,8 +274,8 @@ class DeviceTier:
             if taken:
                 self._copy(taken)
         except BaseException:
+            self.policy.forget(taken)
             for cell in taken:
-                self.policy.victim(lambda other, cell=cell: other == cell)  # type: ignore[misc]
                 self._residency.release(cell)
             raise
         for cell in taken:

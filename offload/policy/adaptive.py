@@ -18,7 +18,7 @@ A pass of several requests is one token that chose all that they chose; `past` i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,10 @@ class Adaptive:
 
     def victim(self, evictable: Evictable) -> int | None:
         return self.core.victim(evictable)
+
+    def forget(self, cells: Iterable[int]) -> None:
+        for cell in cells:
+            self.core.forget(cell)
 
     def keeps(self, cell: int) -> bool:
         return self.core.keeps(cell)

@@ -9,6 +9,7 @@ The caller tells what happens, in this order, per pass:
       routed(layer, ids)       a layer has chosen; its cells are pinned by the caller
       hinted(layer, ids)       a gate says what a later layer will choose (optional)
       victim() / admitted()    per miss: who leaves, who has come
+      forget()                 a cell that was admitted has not arrived, or left otherwise
       prefetch()               what is worth reading now, best first
     end_pass(accepted)
     end_request(request)       no further pass names it
@@ -19,7 +20,7 @@ are then asked for in between, and a policy must answer from what it knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -96,6 +97,13 @@ class Policy(Protocol):
         """The admitted cell to evict among those that `evictable` allows; None if there is none.
 
         The policy forgets the cell's residency: the caller evicts it.
+        """
+        ...
+
+    def forget(self, cells: Iterable[int]) -> None:
+        """Forget that these cells are resident: they left without `victim`, or never arrived.
+
+        A cell that was not admitted is ignored.
         """
         ...
 

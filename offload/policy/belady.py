@@ -55,3 +55,6 @@ class Belady(Passive):
         if cell is not None:
             self._resident[cell] = _ABSENT
         return cell
+
+    def forget(self, cells: Iterable[int]) -> None:
+        self._resident[list(cells)] = _ABSENT

@@ -11,7 +11,7 @@ among equals the cell used longest ago leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,9 @@ class EamcPolicy(Passive):
                     return cell
             candidates, keys = np.delete(candidates, ties), np.delete(keys, ties)
         return None
+
+    def forget(self, cells: Iterable[int]) -> None:
+        self._resident[list(cells)] = False
 
     def prefetch(self, most: int) -> Sequence[Wish]:
         if not len(self._requests.eamc) or self._layer >= self.setup.shape.layers - 1:

@@ -6,6 +6,7 @@ too, and never age.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -44,3 +45,6 @@ class Lfu(Passive):
         if cell is not None:
             self._resident[cell] = _ABSENT
         return cell
+
+    def forget(self, cells: Iterable[int]) -> None:
+        self._resident[list(cells)] = _ABSENT

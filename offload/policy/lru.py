@@ -7,6 +7,7 @@ exactly nothing (the cliff): every expert leaves just before its turn comes agai
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -37,3 +38,7 @@ class Lru(Passive):
                 del self._resident[cell]
                 return cell
         return None
+
+    def forget(self, cells: Iterable[int]) -> None:
+        for cell in cells:
+            self._resident.pop(cell, None)

@@ -249,7 +249,7 @@ class ExpertStore:
 
     def _give_up(self, cell: int) -> None:
         """The read into the cell's slot has ended badly, or is given up."""
-        self._policy.victim(lambda other: other == cell)  # it was told of an arrival
+        self._policy.forget([cell])  # it was told of an arrival
         self._residency.give_up(cell, self._transfer.may_write)
 
     def _make_room(self) -> bool:

@@ -181,6 +181,11 @@ class PlainAdaptive:
             return cell
         return None
 
+    def forget(self, cell: int) -> None:
+        self.kept.discard(cell)
+        if cell in self.staged:
+            self.staged.remove(cell)
+
     def least(self) -> int | None:
         return min(self.kept, key=lambda c: (self.score(c), c), default=None)
 

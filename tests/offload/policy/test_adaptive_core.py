@@ -84,6 +84,10 @@ class Pair:
             assert wishes == self.plain.wishes(6)
             for cell, _urgent in wishes[:2]:
                 self.fetch(cell, cells)
+            if layer == 1 and self.resident:  # a read that has failed
+                for policy in (self.native, self.plain):
+                    policy.forget(min(self.resident))
+                self.resident.remove(min(self.resident))
             assert self.native.insertions == self.plain.insertions
         for policy in (self.native, self.plain):
             policy.end_pass()
@@ -210,6 +214,8 @@ def test_ids_are_checked(ids: np.ndarray, error: type[Exception]) -> None:
         policy.routed(2, np.array([[1]]))
     with pytest.raises(IndexError):
         policy.admitted(8)
+    with pytest.raises(IndexError):
+        policy.forget(8)
     with pytest.raises(ValueError, match="layers"):
         core(0, 4, 1, AdaptiveKnobs())
 

@@ -233,6 +233,32 @@ def test_a_victim_is_resident_allowed_and_told_once(
     assert sorted(leave(policy)) == sorted(resident)
 
 
+@pytest.mark.parametrize("name", [*POLICIES, "belady"])
+def test_a_forgotten_cell_is_no_victim_until_it_is_admitted_again(name: str) -> None:
+    """Kept, staged, hinted or never admitted: the others' order does not change."""
+    setup = Setup(RoutingShape(layers=2, experts=8, top_k=1), 6, Eamc(4, 2, 8))
+
+    def filled() -> Policy:
+        policy: Policy = Belady(setup, []) if name == "belady" else POLICIES[name](setup)
+        policy.begin_pass(ROW, "decode")
+        for cell in range(6):
+            if name != "belady":
+                policy.routed(0, ids(cell))
+            policy.admitted(cell)
+        policy.hinted(1, ids(1))
+        policy.admitted(9)
+        return policy
+
+    expected = leave(filled())
+    assert sorted(expected) == [*range(6), 9]
+    policy = filled()
+    policy.forget([2, 9, 7])
+    assert leave(policy) == [cell for cell in expected if cell not in (2, 9)]
+    policy.admitted(9)
+    policy.forget([])
+    assert leave(policy) == [9]
+
+
 @pytest.mark.parametrize("name", ["eamc", "adaptive"])
 def test_an_encoder_that_has_run_leaves_first(name: str) -> None:
     """Layer 0 is the encoder's. Its expert 0 was used most, by every row of the source; from the
