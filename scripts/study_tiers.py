@@ -1,5 +1,4 @@
-"""What other ways to divide and keep would change with a device, on recordings; see
-docs/decisions/0040.
+"""Compares other ways to divide and keep with a device, on recordings; see docs/decisions/0040.
 
 Run: python -m scripts.study_tiers tests/data/traces/*.csv.gz
 The policy is `adaptive`, misses are `auto`. Each way is the replay with one thing changed; none of

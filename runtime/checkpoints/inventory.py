@@ -97,8 +97,8 @@ class Inventory:
         """The format of a dense tensor in a model of format `dtype`.
 
         The output head and the embedding keep 8 bits (docs/decisions/0025), so that they can be
-        tied; in MXFP4, as checkpoints have it, only experts are, and all else gets 8 bits. What is
-        neither a linear's weight nor an embedding (norms, router gates) is never quantised.
+        tied. A checkpoint's MXFP4 holds only experts, and all else gets 8 bits. Tensors other than
+        linears' weights and embeddings (norms, router gates) are never quantised.
         """
         if name.endswith(_EXACT):
             return "F32"
