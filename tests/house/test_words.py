@@ -30,6 +30,10 @@ BANNED = {
 }
 OPENINGS = ("Of", "As", "What", "Whether", "Who", "Whom")
 WORD = re.compile(r"\w")
+PLACES = ("tests", "scripts", "benchmarks", "docs")  # whose files the documents may name
+PATH = re.compile(
+    rf"(?<![\w/.~$-])((?:{'|'.join(PLACES)})/[\w/.-]+\.(?:py|cpp|c|csv(?:\.gz)?|md|svg|png))\b"
+)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PARTS = ["Problem", "Tried", "Measured", "Decided"]
 DECISIONS = ROOT / "docs/decisions"
@@ -107,6 +111,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = (ROOT / page).parent / place if place else ROOT / page
         assert path.exists(), f"{page}: {target}"
         assert not heading or heading in headings(path), f"{page}: {target}"
+
+
+def test_files_that_documents_name_exist() -> None:
+    pages = [path for path in checked() if path.suffix == ".md"]
+    named = {(page.name, path) for page in pages for path in PATH.findall(page.read_text("utf-8"))}
+    assert len(named) > 50
+    assert [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 def headings(path: Path) -> set[str]:
