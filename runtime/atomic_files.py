@@ -14,11 +14,6 @@ from moeinf.native import syncfs
 from moeinf.runtime.regular_files import open_regular
 
 
-def write_text_durably(path: Path, text: str, mode: int = 0o644) -> None:
-    """As `write_bytes_durably`, in UTF-8."""
-    write_bytes_durably(path, text.encode(), mode)
-
-
 def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Writes `path` whole or not at all; on return it is on the disk.
 

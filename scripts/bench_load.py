@@ -12,8 +12,9 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.shards import FileRecord, write_file

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import msgspec
+
 from moeinf.cli.options import Json, Model, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment
@@ -28,7 +30,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
         _show_unpulled(entry, out)
         return
     if json:
-        about = {key: value for key, value in asdict(m).items() if key != "files"}
+        about = {key: value for key, value in msgspec.structs.asdict(m).items() if key != "files"}
         sizes = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
         memory = {"min_memory_bytes": m.slots.min_bytes, "max_memory_bytes": m.slots.max_bytes}
         out.document({**about, **sizes, **memory, "path": str(folder), "files": len(m.files)})

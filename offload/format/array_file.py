@@ -16,14 +16,15 @@ inflates to more than its shape says is refused.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, cast, get_args
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from moeinf.errors import UnusableInput
@@ -32,10 +33,34 @@ Arrays = dict[str, NDArray[Any]]
 
 _MAGIC = b"MOEINF\r\n"
 _PREFIX = struct.Struct("<8sII")
-_DTYPES = ("|u1", "|b1", "<i2", "<u4", "<i4", "<i8", "<f4")
+_Dtype = Literal["|u1", "|b1", "<i2", "<u4", "<i4", "<i8", "<f4"]
+_DTYPES = get_args(_Dtype)
+_Size = Annotated[int, Meta(ge=0)]
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_BYTES = 4 << 30  # of all arrays, inflated
 _DEFLATE_LEVEL = 3  # ids and counts shrink 4 to 8 times; higher levels gain a few percent
+
+
+class _Array(Struct):
+    """An array of the table: `bytes` as deflated, `crc32` of the numbers."""
+
+    name: str
+    dtype: _Dtype
+    shape: tuple[_Size, ...]
+    bytes: _Size
+    crc32: _Size
+
+
+class _Versions(Struct):
+    kind: str
+    version: int
+
+
+class _Header(Struct):
+    kind: str
+    version: int
+    meta: dict[str, Any]
+    arrays: list[_Array]
 
 
 class BadContainer(UnusableInput, ValueError):
@@ -53,17 +78,10 @@ def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> by
         assert little.dtype.str in _DTYPES, f"{name}: {little.dtype.str}"
         body = zlib.compress(little.tobytes(), _DEFLATE_LEVEL)
         bodies.append(body)
-        table.append(
-            {
-                "name": name,
-                "dtype": little.dtype.str,
-                "shape": list(little.shape),
-                "bytes": len(body),
-                "crc32": zlib.crc32(little.tobytes()),
-            }
-        )
-    document = {"kind": kind, "version": version, "meta": dict(meta), "arrays": table}
-    header = json.dumps(document, separators=(",", ":")).encode()
+        dtype = cast(_Dtype, little.dtype.str)
+        crc = zlib.crc32(little.tobytes())
+        table.append(_Array(name, dtype, little.shape, len(body), crc))
+    header = msgspec.json.encode(_Header(kind, version, dict(meta), table))
     return b"".join((_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)), header, *bodies))
 
 
@@ -78,15 +96,7 @@ def unpack(
         return _unpack(data, kind, version, most_bytes)
     except BadContainer:
         raise
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        struct.error,
-        zlib.error,
-        ValueError,
-        RecursionError,
-    ) as error:
+    except (struct.error, zlib.error, ValueError, RecursionError) as error:
         raise BadContainer(f"not a readable {kind} file: {error}") from error
 
 
@@ -97,40 +107,30 @@ def _unpack(data: bytes, kind: str, version: int, most_bytes: int) -> tuple[dict
     header = data[_PREFIX.size : _PREFIX.size + size]
     if zlib.crc32(header) != crc:
         raise BadContainer("the header is damaged")
-    document = json.loads(header)
-    if document["kind"] != kind:
-        raise BadContainer(f"a file of kind {document['kind']!r}, not {kind!r}")
-    if document["version"] != version:
-        raise BadContainer(f"version {document['version']}; this moeinf reads version {version}")
-    meta = document["meta"]
-    if not isinstance(meta, dict):
-        raise BadContainer("meta is not a mapping")
+    found = msgspec.json.decode(header, type=_Versions)
+    if found.kind != kind:
+        raise BadContainer(f"a file of kind {found.kind!r}, not {kind!r}")
+    if found.version != version:
+        raise BadContainer(f"version {found.version}; this moeinf reads version {version}")
+    document = msgspec.json.decode(header, type=_Header)
     arrays, start = Arrays(), _PREFIX.size + size
-    for entry in document["arrays"]:
-        end = start + _size(entry["bytes"])
-        array = arrays[str(entry["name"])] = _array(entry, data[start:end], most_bytes)
+    for entry in document.arrays:
+        end = start + entry.bytes
+        array = arrays[entry.name] = _array(entry, data[start:end], most_bytes)
         most_bytes -= array.nbytes
         start = end
     if start != len(data):
         raise BadContainer(f"{len(data)} bytes where the header counts {start}")
-    return meta, arrays
+    return document.meta, arrays
 
 
-def _array(entry: Mapping[str, Any], body: bytes, most_bytes: int) -> NDArray[Any]:
-    if entry["dtype"] not in _DTYPES:
-        raise BadContainer(f"dtype {entry['dtype']!r}")
-    dtype, shape = np.dtype(entry["dtype"]), tuple(_size(n) for n in entry["shape"])
-    expected = math.prod(shape) * dtype.itemsize
+def _array(entry: _Array, body: bytes, most_bytes: int) -> NDArray[Any]:
+    dtype = np.dtype(entry.dtype)
+    expected = math.prod(entry.shape) * dtype.itemsize
     if expected > most_bytes:
         raise BadContainer(f"an array of {expected} bytes where {most_bytes} are allowed")
     inflate = zlib.decompressobj()
     raw = inflate.decompress(body, expected + 1)
-    if len(raw) != expected or zlib.crc32(raw) != entry["crc32"]:
-        raise BadContainer(f"the array {entry['name']!r} is damaged")
-    return np.frombuffer(raw, dtype).reshape(shape)
-
-
-def _size(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise BadContainer(f"{value!r} is not a size")
-    return value
+    if len(raw) != expected or zlib.crc32(raw) != entry.crc32:
+        raise BadContainer(f"the array {entry.name!r} is damaged")
+    return np.frombuffer(raw, dtype).reshape(entry.shape)

@@ -13,23 +13,36 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated
 
-from moeinf.native import SHARD_DATA_OFFSET, crc32c
+from msgspec import Meta, Struct
+
+from moeinf.native import PAGE_BYTES, SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.format.direct_io import DirectWriter
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 
+Bytes = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
-@dataclass(frozen=True)
-class FileRecord:
-    """What a manifest remembers of a file. crc32c covers the data behind `data_offset` only."""
+
+class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest remembers of a file. crc32c covers the data behind `data_offset` only.
+
+    Raises ValueError for a path that leaves its folder or an offset that is not possible.
+    """
 
     path: str
-    size_bytes: int
+    size_bytes: Bytes
     sha256: str
-    crc32c: int | None = None
-    data_offset: int = 0
+    crc32c: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
+    data_offset: Bytes = 0
+
+    def __post_init__(self) -> None:
+        parts = PurePosixPath(self.path).parts
+        if not parts or ".." in parts or self.path.startswith("/") or "\0" in self.path:
+            raise ValueError(f"a file name leaves the model's folder: {self.path!r}")
+        if self.data_offset % PAGE_BYTES or self.data_offset > self.size_bytes:
+            raise ValueError(f"{self.path!r} has no possible data_offset")
 
     @property
     def data_bytes(self) -> int:

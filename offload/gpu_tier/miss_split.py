@@ -8,10 +8,13 @@ carry first. So many of a layer's misses are fetched that the later of the two e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta
 
 Miss = Literal["auto", "compute", "fetch"]
 MISSES: tuple[Miss, ...] = get_args(Miss)
+BytesPerSecond = Annotated[float, Meta(gt=0)]
 FEW_ROWS = 16  # of one expert: the CPU's time grows with them, the bus's does not
 
 
@@ -19,8 +22,8 @@ FEW_ROWS = 16  # of one expert: the CPU's time grows with them, the bus's does n
 class Contended:
     """Bytes per second of experts, both measured while the other was busy."""
 
-    bus_bytes_per_s: float
-    cpu_bytes_per_s: float
+    bus_bytes_per_s: BytesPerSecond
+    cpu_bytes_per_s: BytesPerSecond
 
     @property
     def fetched_share(self) -> float:

@@ -7,12 +7,12 @@ that order, and the log shrinks by being rewritten as what the EAMC holds.
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from moeinf.errors import UnusableInput
@@ -31,6 +31,15 @@ _LOG = "eamc.log"
 _SIZES = struct.Struct("<II")  # layers, experts
 _DEFLATE_LEVEL = 1
 _SMALL = 64  # a log of fewer entries is not worth rewriting
+
+
+class _Header(msgspec.Struct):
+    """The first record of a log."""
+
+    kind: str
+    version: int
+    layers: int
+    experts: int
 
 
 class ForeignEamc(UnusableInput, ValueError):
@@ -58,8 +67,7 @@ class EamcState:
         self._live: Eamc | None = None
         self._shape = (manifest.layers, manifest.experts)
         layers, experts = self._shape
-        about = {"kind": "eamc", "version": VERSION, "layers": layers, "experts": experts}
-        header = json.dumps(about).encode()
+        header = msgspec.json.encode(_Header("eamc", VERSION, layers, experts))
         folder = settings.state_of(manifest.model)
         self._log = RecordLog(folder, _LOG, header, self._problem, note)
 
@@ -125,16 +133,15 @@ class EamcState:
 
     def _problem(self, header: bytes) -> str | None:
         try:
-            about = json.loads(header)
-            version, shape = about["version"], (about["layers"], about["experts"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+            found = msgspec.json.decode(header, type=_Header)
+        except (ValueError, RecursionError):
             return "is not an EAMC"
-        if about.get("kind") != "eamc" or version != VERSION:
-            return f"is of version {version}, not {VERSION}"
-        if shape != self._shape:
+        if (found.kind, found.version) != ("eamc", VERSION):
+            return f"is of version {found.version}, not {VERSION}"
+        if (found.layers, found.experts) != self._shape:
             layers, experts = self._shape
             return (
-                f"is of a model of {shape[0]} layers of {shape[1]} experts, "
+                f"is of a model of {found.layers} layers of {found.experts} experts, "
                 f"not {layers} of {experts}"
             )
         return None

@@ -6,11 +6,11 @@ Does not know prompts or sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from moeinf.models import family_of

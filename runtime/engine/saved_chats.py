@@ -5,20 +5,21 @@ Does not know how conversations are held.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
+
+import msgspec
+from msgspec import Struct
 
 from moeinf.errors import UnusableInput
-from moeinf.runtime.atomic_files import make_folder_durably, write_text_durably
+from moeinf.runtime.atomic_files import make_folder_durably, write_bytes_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular
 from moeinf.runtime.requests import Message
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_ROLES = ("user", "assistant")
 
 
 class Conversation(Protocol):
@@ -28,6 +29,19 @@ class Conversation(Protocol):
     messages: list[Message]
 
     def clear(self) -> None: ...
+
+
+class _Turn(Struct):
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class _Saved(Struct):
+    """The file of a conversation."""
+
+    model: str
+    system: str
+    messages: list[_Turn]
 
 
 class BadConversation(UnusableInput, ValueError):
@@ -43,30 +57,27 @@ def save_conversation(
     """Raises BadConversation for a name that is none."""
     path = _path(settings, name)
     make_folder_durably(path.parent)
-    messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+    messages = conversation.messages
     about = {"model": str(model), "system": conversation.system, "messages": messages}
-    write_text_durably(path, json.dumps(about, ensure_ascii=False, indent=1), mode=0o600)
+    text = msgspec.json.format(msgspec.json.encode(about), indent=1)
+    write_bytes_durably(path, text, mode=0o600)
 
 
 def load_conversation(settings: Settings, name: str, conversation: Conversation) -> str:
     """Replaces the turns of `conversation`; returns the model it was held with."""
     path = _path(settings, name)
     try:
-        about = json.loads(read_regular(path))
-        messages = [Message(m["role"], str(m["content"])) for m in about["messages"]]
-        system, model = str(about["system"]), str(about["model"])
+        saved = msgspec.json.decode(read_regular(path), type=_Saved)
     except FileNotFoundError:
         raise BadConversation(f"there is no conversation {name!r}") from None
     except NotRegular as error:
         raise BadConversation(f"{path} is {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadConversation(f"{path} is not a conversation: {error}") from error
-    if any(m.role not in _ROLES for m in messages):
-        raise BadConversation(f"{path} has a message of an unknown role")
     conversation.clear()
-    conversation.system = system
-    conversation.messages = messages
-    return model
+    conversation.system = saved.system
+    conversation.messages = [Message(turn.role, turn.content) for turn in saved.messages]
+    return saved.model
 
 
 def _path(settings: Settings, name: str) -> Path:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import errno
 import shutil
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from moeinf.errors import Conflict
 from moeinf.runtime.atomic_files import sync_filesystem

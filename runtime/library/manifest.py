@@ -6,17 +6,17 @@ Does not know how files come to be, nor what is done with them.
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
 
 from moeinf.errors import Failure
-from moeinf.native import PAGE_BYTES
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
-from moeinf.offload.format.shards import FileRecord, shard_path
+from moeinf.offload.format.shards import Bytes, FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
-from moeinf.runtime.atomic_files import write_text_durably
+from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular
 
@@ -24,10 +24,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 DENSE = "dense.safetensors"
 _MAX_BYTES = 256 << 20
-_COUNTS = (
-    "layers", "experts", "top_k", "hidden", "intermediate", "max_context", "dense_bytes",
-    "kv_bytes_per_token",
-)  # fmt: skip
+_Count = Annotated[int, Meta(ge=1, lt=1 << 48)]
 
 
 class DamagedModel(Failure, ValueError):
@@ -51,8 +48,15 @@ class OlderModel(DamagedModel):
     hint = "`moeinf pull MODEL` to replace it, or `moeinf rm MODEL`"
 
 
-@dataclass(frozen=True)
-class Manifest:
+class _Versions(Struct):
+    """The fields that say whether this moeinf knows all others."""
+
+    format: int
+    dtype: str
+    layout: int
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """A pulled model: its shape, its sizes in bytes and its files."""
 
     name: str
@@ -61,22 +65,22 @@ class Manifest:
     source: str
     revision: str | None
     created_at: str
-    layers: int  # MoE layers
-    experts: int  # routed experts per MoE layer
-    top_k: int
-    hidden: int
-    intermediate: int
+    layers: _Count  # MoE layers
+    experts: _Count  # routed experts per MoE layer
+    top_k: _Count
+    hidden: _Count
+    intermediate: _Count
     dtype: str
-    dense_bytes: int
-    kv_bytes_per_token: int
-    max_context: int
+    dense_bytes: _Count
+    kv_bytes_per_token: _Count
+    max_context: _Count
     files: tuple[FileRecord, ...]
     layout: int  # the version of its format's layout
-    state_bytes: int = 0  # what a request takes beside its kv_bytes_per_token
+    state_bytes: Bytes = 0  # what a request takes beside its kv_bytes_per_token
     activation: str = "swiglu"  # of the experts; see models/layers/ffn.py
     biased: bool = False  # their matrices have biases
-    encoder_layers: int = 0  # of the layers, the first: they run once per request
-    usual_context: int | None = None  # where --ctx does not say; None: max_context
+    encoder_layers: Bytes = 0  # of the layers, the first: they run once per request
+    usual_context: _Count | None = None  # where --ctx does not say; None: max_context
     format: int = FORMAT_VERSION
 
     @property
@@ -134,7 +138,8 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Makes the manifest durable: from here on the model exists."""
-    write_text_durably(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    write_bytes_durably(folder / MANIFEST, text + b"\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -143,65 +148,48 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise DamagedModel(f"{path} is too large to be a manifest")
-        raw = json.loads(read_regular(path, _MAX_BYTES))
-        if not isinstance(raw, dict):
-            raise DamagedModel(f"{path} is no manifest")
-        _check_version(path, "format", raw.get("format"), FORMAT_VERSION)
-        form = str(raw.get("dtype"))
-        _check_version(path, f"{form} layout", raw.get("layout"), LAYOUT_VERSIONS.get(form, 0))
-        raw["files"] = tuple(_record(file) for file in raw["files"])
-        manifest = Manifest(**raw)
-        for field in _COUNTS:
-            if type(raw[field]) is not int or not 1 <= raw[field] < 1 << 48:
-                raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
-        if type(manifest.state_bytes) is not int or not 0 <= manifest.state_bytes < 1 << 48:
-            raise DamagedModel(f"{path}: state_bytes is {manifest.state_bytes!r}")
-        for field in ("name", "tag", "family", "source", "created_at"):
-            if not isinstance(raw[field], str):
-                raise DamagedModel(f"{path}: {field} is {raw[field]!r}")
-        if type(manifest.encoder_layers) is not int or not (
-            0 <= manifest.encoder_layers < manifest.layers
-        ):
-            raise DamagedModel(f"{path}: encoder_layers is {manifest.encoder_layers!r}")
-        usual = manifest.usual_context
-        if usual is not None and (type(usual) is not int or not 1 <= usual <= manifest.max_context):
-            raise DamagedModel(f"{path}: usual_context is {usual!r}")
-        if type(manifest.biased) is not bool or not isinstance(manifest.activation, str):
-            raise DamagedModel(f"{path}: the experts' activation or biases are not described")
-        if manifest.layers * manifest.experts > len(manifest.files):
-            raise DamagedModel(f"{path}: it names fewer files than there are experts")
-        data_bytes = manifest.expert_layout.data_bytes
-        shards = manifest.shards()
-        if any(shard.data_bytes != data_bytes for shard in shards):
-            raise DamagedModel(f"{path}: a shard is not of the size of an expert")
+        text = read_regular(path, _MAX_BYTES)
+        _check_versions(path, msgspec.json.decode(text, type=_Versions))
+        manifest = msgspec.json.decode(text, type=Manifest)
+        _check(manifest)
         return manifest
-    except DamagedModel:
-        raise
-    except FileNotFoundError:
-        raise
     except NotRegular as error:
         raise DamagedModel(f"{path} is {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except DamagedModel:
+        raise
+    except (ValueError, RecursionError) as error:
         raise DamagedModel(f"{path} is damaged: {error}") from error
 
 
-def _check_version(path: Path, what: str, version: Any, ours: int) -> None:
-    if type(version) is int and version > ours > 0:
-        raise NewerModel(f"{path}: {what} {version} is newer than this moeinf, which knows {ours}")
-    if type(version) is int and 0 < version < ours:
-        raise OlderModel(f"{path}: {what} {version} is older than this moeinf, which reads {ours}")
-    if version != ours:
-        raise DamagedModel(f"{path}: {what} {version}, not {ours}")
+def _check_versions(path: Path, found: _Versions) -> None:
+    layout = LAYOUT_VERSIONS.get(found.dtype, 0)
+    for what, version, ours in (
+        ("format", found.format, FORMAT_VERSION),
+        (f"{found.dtype} layout", found.layout, layout),
+    ):
+        if version > ours > 0:
+            raise NewerModel(
+                f"{path}: {what} {version} is newer than this moeinf, which knows {ours}"
+            )
+        if 0 < version < ours:
+            raise OlderModel(
+                f"{path}: {what} {version} is older than this moeinf, which reads {ours}"
+            )
+        if version != ours:
+            raise DamagedModel(f"{path}: {what} {version}, not {ours}")
 
 
-def _record(raw: dict[str, Any]) -> FileRecord:
-    record = FileRecord(**raw)
-    parts = PurePosixPath(record.path).parts
-    if not parts or ".." in parts or record.path.startswith("/") or "\0" in record.path:
-        raise ValueError(f"a file name leaves the model's folder: {record.path!r}")
-    numbers = (record.size_bytes, record.data_offset, record.crc32c)
-    if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
-        raise ValueError(f"{record.path!r} has no possible size or checksum")
-    if record.data_offset % PAGE_BYTES or record.data_offset > record.size_bytes:
-        raise ValueError(f"{record.path!r} has no possible data_offset")
-    return record
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError where fields contradict each other."""
+    if manifest.encoder_layers >= manifest.layers:
+        raise ValueError(f"encoder_layers is {manifest.encoder_layers}")
+    if manifest.usual_context is not None and manifest.usual_context > manifest.max_context:
+        raise ValueError(f"usual_context is {manifest.usual_context}")
+    if manifest.layers * manifest.experts > len(manifest.files):
+        raise ValueError("it names fewer files than there are experts")
+    for file in manifest.files:
+        if file.crc32c is None:
+            raise ValueError(f"{file.path!r} has no checksum")
+    data_bytes = manifest.expert_layout.data_bytes
+    if any(shard.data_bytes != data_bytes for shard in manifest.shards()):
+        raise ValueError("a shard is not of the size of an expert")

@@ -7,13 +7,13 @@ died; the first process that notices removes it. Used within the lock of the fol
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 _MOST_BYTES = 65536
 
@@ -21,14 +21,14 @@ _MOST_BYTES = 65536
 class Entry:
     """The entry of this process; it lasts until `close`, or until the process ends."""
 
-    def __init__(self, folder: Path, suffix: str, about: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, suffix: str, about: msgspec.Struct) -> None:
         """Raises OSError."""
         self.path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{suffix}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            os.write(self._descriptor, json.dumps(about).encode())
+            os.write(self._descriptor, msgspec.json.encode(about))
         except BaseException:
             self.close()
             raise
@@ -40,8 +40,8 @@ class Entry:
             self._descriptor = -1
 
 
-def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield what live processes have entered; remove what dead ones have left."""
+def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, bytes]]:
+    """Yield the entries of live processes, not yet decoded; remove those of dead ones."""
     for path in sorted(folder.glob(f"*{suffix}")):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -52,10 +52,7 @@ def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, dict[str, An
             path.unlink(missing_ok=True)
             figures_path(path).unlink(missing_ok=True)
         except BlockingIOError:
-            with suppress(ValueError):
-                about = json.loads(os.read(descriptor, _MOST_BYTES))
-                if isinstance(about, dict):
-                    yield path, about
+            yield path, os.read(descriptor, _MOST_BYTES)
         finally:
             os.close(descriptor)
 

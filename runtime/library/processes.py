@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
+from msgspec import Struct
 
 from moeinf.errors import Failure
 from moeinf.runtime.library.process_entries import Entry, figures_path, live_entries, started_ticks
@@ -39,8 +41,7 @@ class NotStopped(Failure, RuntimeError):
         self.hint = f"`kill -9 {pid}`"
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine holds: experts and bytes per tier; hit_rate is None before it has decoded.
 
     device_peak_bytes: of a GPU's memory, the most that all of it takes.
@@ -60,6 +61,15 @@ class Figures:
     device: str = "cpu"  # that computes experts
     expires_at: int | None = None  # seconds since the epoch, when a server unloads it unasked
     device_peak_bytes: int = 0
+
+
+class _EngineEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of a LiveEngine."""
+
+    pid: int
+    model: str
+    peak_bytes: int
+    started_ticks: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +93,7 @@ class LiveEngine:
         return self.peak_bytes
 
 
-@dataclass(frozen=True)
-class LiveServer:
+class LiveServer(Struct, frozen=True, forbid_unknown_fields=True):
     """What a server tells others. address: HOST:PORT that it listens at, HOST in digits."""
 
     pid: int
@@ -131,7 +140,7 @@ class Registration:
         target = figures_path(entry.path)
         partial = target.with_suffix(".partial")
         with suppress(OSError):
-            partial.write_text(json.dumps(asdict(figures)))
+            partial.write_bytes(msgspec.json.encode(figures))
             partial.replace(target)
 
     def close(self) -> None:
@@ -166,13 +175,12 @@ class Registry:
             peak = peak_bytes(sum(engine.unfilled_bytes() for engine in self._engines()))
             if peak is None:
                 return None
-            about = asdict(LiveEngine(os.getpid(), model, peak, started_ticks(os.getpid())))
-            del about["figures"]
+            about = _EngineEntry(os.getpid(), model, peak, started_ticks(os.getpid()))
             return Registration(Entry(self._folder, _ENGINE, about))
 
     def register_server(self, address: str) -> Entry:
         """Enter this process as the server that listens at `address`. Raises OSError."""
-        about = asdict(LiveServer(os.getpid(), address, started_ticks(os.getpid())))
+        about = LiveServer(os.getpid(), address, started_ticks(os.getpid()))
         with self._locked():
             return Entry(self._folder, _SERVER, about)
 
@@ -241,16 +249,18 @@ class Registry:
 
     def _engines(self) -> list[LiveEngine]:
         found = []
-        for path, about in live_entries(self._folder, _ENGINE):
-            with suppress(TypeError):
-                found.append(LiveEngine(**about, figures=_read_figures(path)))
+        for path, data in live_entries(self._folder, _ENGINE):
+            with suppress(ValueError, RecursionError):
+                e = msgspec.json.decode(data, type=_EngineEntry)
+                figures = _read_figures(path)
+                found.append(LiveEngine(e.pid, e.model, e.peak_bytes, e.started_ticks, figures))
         return found
 
     def _servers(self) -> list[LiveServer]:
         found = []
-        for _, about in live_entries(self._folder, _SERVER):
-            with suppress(TypeError):
-                found.append(LiveServer(**about))
+        for _, data in live_entries(self._folder, _SERVER):
+            with suppress(ValueError, RecursionError):
+                found.append(msgspec.json.decode(data, type=LiveServer))
         return found
 
     @contextmanager
@@ -265,6 +275,7 @@ class Registry:
 
 
 def _read_figures(entry: Path) -> Figures | None:
-    with suppress(OSError, ValueError, TypeError):
-        return Figures(**json.loads(read_regular(figures_path(entry), _MOST_FIGURES_BYTES)))
+    with suppress(OSError, ValueError, RecursionError):
+        data = read_regular(figures_path(entry), _MOST_FIGURES_BYTES)
+        return msgspec.json.decode(data, type=Figures)
     return None

@@ -312,7 +312,7 @@ def _manifest(
         name=name.name,
         tag=name.tag,
         family=inventory.family.model_type,
-        source=source.origin,
+        source=source.origin.encode(errors="surrogateescape").decode(errors="replace"),
         revision=source.revision,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         layers=moe.layers,

@@ -22,9 +22,11 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from moeinf.errors import Conflict
 from moeinf.offload.format.shards import FileRecord
@@ -35,6 +37,16 @@ JOURNAL = "journal.jsonl"
 DOWNLOADS = "source"
 PARTIAL, OLD = ".partial", ".old"  # ends of the hidden folders beside a model's
 _LEFTOVERS = (errno.ENOTEMPTY, errno.ENOENT)
+
+
+class _Line(Struct):
+    """A line of a journal: one of its fields."""
+
+    making: dict[str, Any] | None = None
+    file: FileRecord | None = None
+    part: tuple[str, int, int] | None = None
+    done: str | None = None
+    broken: str | None = None
 
 
 class PullInProgress(Conflict, RuntimeError):
@@ -64,7 +76,7 @@ class Workplace:
     def add_file(self, record: FileRecord) -> None:
         """Notes a finished file; counts from the next commit on."""
         self.files[record.path] = record
-        self._pending.append({"file": asdict(record)})
+        self._pending.append({"file": msgspec.structs.asdict(record)})
 
     def add_part(self, file: str, number: int, crc: int) -> None:
         """Notes a part of an unfinished file; counts from the next commit on."""
@@ -99,22 +111,24 @@ class Workplace:
 
     def _resume(self, making: Mapping[str, object]) -> bool:
         """Reads the journal of an earlier attempt; False when there is none that fits."""
-        lines = _read_lines(self.folder / JOURNAL)
-        if not lines or lines[0] != {"making": dict(making)}:
-            return False
         try:
+            lines = _read_lines(self.folder / JOURNAL)
+            if not lines or lines[0].making != dict(making):
+                return False
             for line in lines[1:]:
                 self._take_in(line)
             return all(self._take_back(file) for file in {file for file, _ in self.parts})
-        except (LookupError, TypeError, ValueError, OSError):
+        except (ValueError, OSError):
             return False  # damaged, so that nothing in it is to be believed
 
     def _is_of_repository(self, making: Mapping[str, object]) -> bool:
         """Whether an earlier attempt at another making has fetched from the same repository."""
-        lines = _read_lines(self.folder / JOURNAL)
+        before: Mapping[str, Any] | None = None
+        with suppress(ValueError):
+            before = next(iter(_read_lines(self.folder / JOURNAL, most=1)), _Line()).making
         places = [
             source.get("repository")
-            for about in (making, lines[0].get("making") if lines else None)
+            for about in (making, before)
             if isinstance(about, Mapping) and isinstance(source := about.get("source"), Mapping)
         ]
         return len(places) == 2 and isinstance(places[0], str) and places[0] == places[1]
@@ -132,22 +146,21 @@ class Workplace:
             else:
                 path.unlink()
 
-    def _take_in(self, line: Mapping[str, Any]) -> None:
-        """One line of the journal. Raises LookupError, TypeError, ValueError for a damaged one."""
-        if "file" in line:
-            record = FileRecord(**line["file"])
-            path = self.folder / record.path
+    def _take_in(self, line: _Line) -> None:
+        """Apply one line of the journal. Raises ValueError for a damaged one."""
+        if line.file is not None:
+            path = self.folder / line.file.path
             if not path.resolve().is_relative_to(self.folder.resolve()):
-                raise ValueError(f"{record.path!r} leaves the folder")
-            if path.is_file() and path.stat().st_size == record.size_bytes:
-                self.files[record.path] = record
-        elif "part" in line:
-            file, number, crc = line["part"]
-            self.parts[str(file), int(number)] = int(crc)
-        elif "done" in line:
-            self.done.add(str(line["done"]))
-        elif "broken" in line:
-            self.broken.append(str(line["broken"]))
+                raise ValueError(f"{line.file.path!r} leaves the folder")
+            if path.is_file() and path.stat().st_size == line.file.size_bytes:
+                self.files[line.file.path] = line.file
+        elif line.part is not None:
+            file, number, crc = line.part
+            self.parts[file, number] = crc
+        elif line.done is not None:
+            self.done.add(line.done)
+        elif line.broken is not None:
+            self.broken.append(line.broken)
 
     def _take_back(self, file: str) -> bool:
         """Whether the parts of `file` are here, under the name that an unfinished file has.
@@ -161,14 +174,21 @@ class Workplace:
         return file in self.files or unfinished.exists()
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; the last may be torn, and then counts for nothing."""
-    lines: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError, RecursionError):
-        for text in read_regular(path).decode().splitlines():
-            line = json.loads(text)
-            if isinstance(line, dict):
-                lines.append(line)
+def _read_lines(path: Path, most: int | None = None) -> list[_Line]:
+    """Return the whole lines of a journal, without a torn one and what follows it.
+
+    Raises ValueError for a line with other fields than ours.
+    """
+    lines: list[_Line] = []
+    decoder = msgspec.json.Decoder(_Line)
+    with suppress(OSError, RecursionError):
+        for text in read_regular(path).splitlines()[:most]:
+            try:
+                lines.append(decoder.decode(text))
+            except msgspec.ValidationError:
+                raise
+            except msgspec.DecodeError:
+                break
     return lines
 
 

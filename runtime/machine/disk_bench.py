@@ -18,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
 
 from moeinf.native import MAX_READERS, PAGE_BYTES, SlotPool
 from moeinf.runtime.regular_files import open_regular
@@ -50,11 +52,11 @@ class Reading:
     """The chosen way of reading a drive: threads of a queue, bytes of a system call, O_DIRECT, and
     how many reads at once keep the drive busy."""
 
-    readers: int
-    block_bytes: int
+    readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
+    block_bytes: Annotated[int, Meta(gt=0, le=WHOLE_BLOCKS, multiple_of=PAGE_BYTES)]
     direct: bool
-    bytes_per_s: float
-    in_flight: int
+    bytes_per_s: Annotated[float, Meta(gt=0)]
+    in_flight: Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,25 @@ how anything is measured (drive, native read loop) nor what plans make of it.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from moeinf.native import MAX_READERS, PAGE_BYTES
-from moeinf.offload.gpu_tier.miss_split import Contended
-from moeinf.runtime.atomic_files import write_text_durably
+from msgspec import Meta, Struct
+
+from moeinf.offload.gpu_tier.miss_split import BytesPerSecond, Contended
 from moeinf.runtime.config import Settings
 from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, Reading
 from moeinf.runtime.names import MACHINE_STATE
-from moeinf.runtime.regular_files import read_regular
+from moeinf.runtime.state_files import (
+    Entries,
+    entries_of,
+    entry_of,
+    read_entries,
+    write_entries,
+)
 
 _VERSION = 1
 DEFAULT_READING = Reading(4, WHOLE_BLOCKS, direct=False, bytes_per_s=0.0, in_flight=4)
@@ -55,12 +60,20 @@ class Drive:
 class Ram:
     """Bytes per second of each named read loop; the best counts."""
 
-    loops: dict[str, float]
+    loops: Annotated[dict[str, BytesPerSecond], Meta(min_length=1)]
     measured_at: str
 
     @property
     def best(self) -> tuple[str, float]:
         return max(self.loops.items(), key=lambda item: item[1])
+
+
+class _Bus(Struct):
+    """A part of a GPU's entry."""
+
+    bus_bytes_per_s: BytesPerSecond
+    measured_at: str
+    bus_measured_at: str | None = None
 
 
 def now() -> str:
@@ -76,61 +89,28 @@ def drive_key(folder: Path) -> str:
 
 
 def remembered_drive(settings: Settings, folder: Path) -> Drive | None:
-    """None when this drive was never measured, or what is noted makes no sense."""
-    with suppress(OSError, KeyError, TypeError, ValueError):
-        entry = _read(settings)["drives"][drive_key(folder)]
-        r = entry["reading"]
-        reading = Reading(
-            int(r["readers"]), int(r["block_bytes"]), bool(r["direct"]), float(r["bytes_per_s"]),
-            int(r["in_flight"]),
-        )  # fmt: skip
-        blocks_fit = 0 < reading.block_bytes <= WHOLE_BLOCKS
-        aligned = reading.block_bytes % PAGE_BYTES == 0
-        if (
-            1 <= reading.readers <= MAX_READERS
-            and reading.in_flight >= 1
-            and reading.bytes_per_s > 0
-            and blocks_fit
-            and aligned
-        ):
-            return Drive(
-                reading,
-                bool(entry["thorough"]),
-                int(entry["piece_bytes"]),
-                str(entry["measured_at"]),
-                tuple(map(str, entry["notes"])),
-            )
+    """Return None when this drive was never measured, or its entry is damaged."""
+    with suppress(OSError):
+        return entry_of(entries_of(_read(settings), "drives"), drive_key(folder), Drive)
     return None
 
 
 def remembered_ram(settings: Settings) -> Ram | None:
-    with suppress(KeyError, TypeError, ValueError, AttributeError):
-        entry = _read(settings)["ram"]
-        loops = {str(name): float(speed) for name, speed in entry["loops"].items()}
-        if loops and min(loops.values()) > 0:
-            return Ram(loops, str(entry["measured_at"]))
-    return None
+    return entry_of(_read(settings), "ram", Ram)
 
 
 def remembered_contended(settings: Settings, gpu: str, what: str) -> Contended | None:
     """How fast bus and CPU were beside each other, for such experts and so many threads."""
-    with suppress(KeyError, TypeError, ValueError):
-        entry = _read(settings)["gpus"][gpu]["contended"][what]
-        bus, cpu = float(entry["bus_bytes_per_s"]), float(entry["cpu_bytes_per_s"])
-        if bus > 0 and cpu > 0:
-            return Contended(bus, cpu)
-    return None
+    entry = entries_of(entries_of(_read(settings), "gpus"), gpu)
+    return entry_of(entries_of(entry, "contended"), what, Contended)
 
 
 def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
     """Bytes per second from host slots, and when that was measured."""
-    with suppress(KeyError, TypeError, ValueError):
-        entry = _read(settings)["gpus"][gpu]
-        speed = float(entry["bus_bytes_per_s"])
-        return (
-            (speed, str(entry.get("bus_measured_at", entry["measured_at"]))) if speed > 0 else None
-        )
-    return None
+    found = entry_of(entries_of(_read(settings), "gpus"), gpu, _Bus)
+    if found is None:
+        return None
+    return found.bus_bytes_per_s, found.bus_measured_at or found.measured_at
 
 
 def remember_gpu(
@@ -142,17 +122,14 @@ def remember_gpu(
 ) -> None:
     """Notes what is given beside what is there; a failure to write is no failure."""
     state = _read(settings)
-    gpus = state.get("gpus")
-    state["gpus"] = gpus if isinstance(gpus, dict) else {}
-    entry = state["gpus"].get(gpu)
-    entry = state["gpus"][gpu] = entry if isinstance(entry, dict) else {}
+    gpus = entries_of(state, "gpus")
+    entry = entries_of(gpus, gpu)
     if bus_bytes_per_s is not None:
-        entry["bus_bytes_per_s"], entry["bus_measured_at"] = bus_bytes_per_s, now()
+        entry |= {"bus_bytes_per_s": bus_bytes_per_s, "bus_measured_at": now()}
     if contended is not None:
-        forms = entry.get("contended")
-        entry["contended"] = forms if isinstance(forms, dict) else {}
-        entry["contended"][contended[0]] = asdict(contended[1])
-    entry["measured_at"] = now()
+        what, speeds = contended
+        entry["contended"] = {**entries_of(entry, "contended"), what: speeds}
+    state["gpus"] = {**gpus, gpu: {**entry, "measured_at": now()}}
     _write(settings, state)
 
 
@@ -162,28 +139,20 @@ def remember(
     """Notes what is given beside what is there; a failure to write is no failure."""
     state = _read(settings)
     if ram is not None:
-        state["ram"] = asdict(ram)
+        state["ram"] = ram
     if drive is not None:
-        drives = state.get("drives")
-        state["drives"] = drives if isinstance(drives, dict) else {}
-        state["drives"][drive_key(drive[0])] = asdict(drive[1])
+        folder, measured = drive
+        state["drives"] = {**entries_of(state, "drives"), drive_key(folder): measured}
     _write(settings, state)
 
 
-def _write(settings: Settings, state: dict[str, Any]) -> None:
-    state["version"] = _VERSION
-    path = measured_path(settings)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_text_durably(path, json.dumps(state, indent=1), mode=0o600)
+def _write(settings: Settings, state: Entries) -> None:
+    write_entries(measured_path(settings), {**state, "version": _VERSION})
 
 
-def _read(settings: Settings) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(read_regular(measured_path(settings)))
-        if isinstance(found, dict) and found.get("version") == _VERSION:
-            return found
-    return {}
+def _read(settings: Settings) -> Entries:
+    found = read_entries(measured_path(settings))
+    return found if entry_of(found, "version", int) == _VERSION else {}
 
 
 def measured_path(settings: Settings) -> Path:

@@ -43,6 +43,7 @@ def error_of(folder: Path, document: dict[str, object]) -> type[DamagedModel]:
         ({"dtype": "Q4", "layout": LAYOUT_VERSIONS["Q4"] - 1}, OlderModel),
         ({"dtype": "Q8", "layout": 1}, OlderModel),
         ({"layout": 0}, DamagedModel),
+        ({"layout": True}, DamagedModel),
         ({"layout": None}, DamagedModel),
         ({"format": "1"}, DamagedModel),
         ({"dtype": "Q3"}, DamagedModel),

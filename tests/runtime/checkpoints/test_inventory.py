@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as changed
 from safetensors.torch import load_file, save_file
 
 from moeinf.models import Family, family_of
@@ -105,4 +106,4 @@ def test_the_prospect_of_a_model_is_its_manifest_without_files(tag: str, demo_ho
     source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), manifest.source)
     found = prospects(source, manifest.model)[manifest.tag]
     assert found.dense_bytes == manifest.file("dense.safetensors").data_bytes
-    assert replace(found, created_at="") == replace(manifest, files=(), created_at="")
+    assert changed(found, created_at="") == changed(manifest, files=(), created_at="")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -88,7 +89,7 @@ def test_what_a_longer_context_takes_beside_its_cache(
 ) -> None:
     """A head's keys and values, and for torch's attention which tokens each of a chunk sees."""
     manifest = pull(DEMO_CHECKPOINT, Settings(tmp_path / "home"), f"demo:{form}")
-    manifest = replace(manifest, encoder_layers=encoder_layers, max_context=200)
+    manifest = msgspec.structs.replace(manifest, encoder_layers=encoder_layers, max_context=200)
     short, long = (dense_workspace_bytes(manifest, context) for context in (1000, 3000))
     assert long - short == 2000 * ({"f32": 4096, "bf16": 2048}[form] + masks)
 

@@ -6,13 +6,13 @@ import json
 import shutil
 import stat
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from moeinf.offload.format.array_file import pack
 from moeinf.offload.routing.eamc import Eamc

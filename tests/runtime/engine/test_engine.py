@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.expert_store import Stopped

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.runtime.config import EngineConfig, Settings
