@@ -27,6 +27,7 @@ Hints = Annotated[
 
 def read_trace(path: Path) -> Recording:
     """An .eam recording or a .csv[.gz] route trace. Raises Usage, BadContainer, BadRouteTrace."""
+    from moeinf.offload.format.array_file import BadContainer
     from moeinf.offload.routing.recording_file import recording_from_bytes
     from moeinf.offload.routing.route_csv import read_route_csv
 
@@ -34,7 +35,10 @@ def read_trace(path: Path) -> Recording:
         raise Usage(f"{path} is not a file")
     if path.name.removesuffix(".gz").endswith(".csv"):
         return read_route_csv(path)
-    return recording_from_bytes(path.read_bytes())
+    try:
+        return recording_from_bytes(path.read_bytes())
+    except BadContainer as error:
+        raise BadContainer(f"{path}: {error}") from error
 
 
 def hint_source(text: str, recording: Recording, seed: int = 0) -> HintSource | None:

@@ -16,6 +16,7 @@ of ours. Does not know how an error is shown: cli/errors.py and server/api/answe
 from __future__ import annotations
 
 import errno
+import re
 
 
 class MoeinfError(Exception):
@@ -130,8 +131,13 @@ def as_moeinf(error: BaseException) -> MoeinfError:
     return InternalError(f"this is a bug in moeinf: {type(error).__name__}: {error}")
 
 
+def reason(error: BaseException) -> str:
+    """Return what a builtin or a library says, without the system's number."""
+    return re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+
+
 def _file_error(error: OSError) -> FileError:
-    words = error.strerror or str(error)
+    words = error.strerror or reason(error)
     words = f"{error.filename}: {words}" if error.filename else words
     if error.errno == errno.ENOSPC:
         return DiskFull(words)

@@ -90,7 +90,7 @@ def create_app(
     @app.exception_handler(Refusal)
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> JSONResponse:
-        answer = _told(request, _refused(error))
+        answer = _told(request, _refused(request, error))
         answer.status_code = error.status_code
         answer.headers.update(error.headers or {})
         return answer
@@ -114,12 +114,14 @@ def create_app(
     return app
 
 
-def _refused(error: HTTPException) -> MoeinfError:
+def _refused(request: Request, error: HTTPException) -> MoeinfError:
     """Return the refusal: ours, or what FastAPI's status means."""
     if isinstance(error, Refusal):
         return error
-    kinds = {kind.http_status: kind for kind in (UnknownPath, WrongMethod)}
-    return kinds.get(error.status_code, BadRequest)(error.detail)
+    for kind in (UnknownPath, WrongMethod):
+        if kind.http_status == error.status_code:
+            return kind(f"{request.method} {request.url.path} is not an endpoint")
+    return BadRequest(error.detail)
 
 
 def _told(request: Request, error: MoeinfError) -> JSONResponse:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from moeinf.errors import Unavailable
+from moeinf.errors import Unavailable, reason
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.sampling.schema_limits import BadFormat
 
@@ -37,7 +37,7 @@ class ServerError(Unavailable, RuntimeError):
     """
 
     code = "server"
-    hint = "the same without it: end `moeinf serve`, or set MOEINF_HOST"
+    hint = "the same without that server: end `moeinf serve`, or set MOEINF_HOST"
 
     def __init__(self, message: str, said: str = "", status: int = 0) -> None:
         super().__init__(message)
@@ -89,7 +89,9 @@ class Client:
         try:
             found = json.loads(self.sent(connection, "POST", path, body).read())
         except (http.client.HTTPException, ValueError, RecursionError) as error:
-            raise ServerError(f"{self} does not answer in HTTP and JSON: {error!r}") from error
+            raise ServerError(
+                f"{self} does not answer in HTTP and JSON: {reason(error)}"
+            ) from error
         finally:
             connection.close()
         return found if isinstance(found, dict) else {}
@@ -141,7 +143,7 @@ class Client:
         except ServerError as error:
             arrived.put(error)
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-            arrived.put(ServerError(f"the connection to {self} was lost ({error!r})"))
+            arrived.put(ServerError(f"the connection to {self} was lost ({reason(error)})"))
 
     def connection(self, timeout: float | None) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)

@@ -155,7 +155,7 @@ class Repl:
         name, _, rest = text.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            raise BadCommand(f"unknown command {name!r}. Type /? for help")
+            raise BadCommand(f"unknown command {name!r}")
         command(rest.strip())
 
     def _set(self, text: str) -> None:

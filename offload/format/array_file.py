@@ -97,7 +97,8 @@ def unpack(
     except BadContainer:
         raise
     except (struct.error, zlib.error, ValueError, RecursionError) as error:
-        raise BadContainer(f"not a readable {kind} file: {error}") from error
+        words = "it ends early" if isinstance(error, struct.error) else error
+        raise BadContainer(f"not a readable {kind} file: {words}") from error
 
 
 def _unpack(data: bytes, kind: str, version: int, most_bytes: int) -> tuple[dict[str, Any], Arrays]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.errors import UnusableInput
+from moeinf.errors import UnusableInput, reason
 from moeinf.offload.routing.trace import Pass, PassBuilder, Recording, RoutingShape
 
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 15  # ids are int16
@@ -44,7 +44,8 @@ def read_route_csv(path: Path) -> Recording:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB of text")
         return _parse(path.name.removesuffix(".gz").removesuffix(".csv"), text.decode())
     except (LookupError, TypeError, ValueError, EOFError, zlib.error, csv.Error, OSError) as error:
-        raise BadRouteTrace(f"{path.name} is not a route trace: {error}") from error
+        words = f"{error} is missing" if isinstance(error, KeyError) else reason(error)
+        raise BadRouteTrace(f"{path.name} is not a route trace: {words}") from error
 
 
 def _parse(name: str, text: str) -> Recording:

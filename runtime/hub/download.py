@@ -30,6 +30,7 @@ from typing import Any
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
 from moeinf.errors import Unavailable
+from moeinf.errors import reason as why
 from moeinf.native import crc32c
 from moeinf.runtime.hub.http import BadAnswer, get
 
@@ -224,7 +225,7 @@ def _receive(
                     start += len(piece)
             reason = "the connection ended early"
         except HTTPError as error:
-            reason = str(error) or type(error).__name__
+            reason = why(error)
         except RetryLater as error:
             reason, wait = str(error), error.seconds
         if start == stop:

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from moeinf.errors import NotFound
+from moeinf.errors import NotFound, reason
 from moeinf.runtime.bounded_json import BadJson, parse_json
 from moeinf.runtime.hub.download import RemoteFile
 from moeinf.runtime.hub.http import BadAnswer, get, read_body
@@ -96,7 +96,7 @@ def look_up_all(
     except RepositoryError:
         raise
     except (HTTPError, OSError) as error:
-        raise RepositoryError(f"the hub cannot be reached for {at}: {error}") from error
+        raise RepositoryError(f"the hub cannot be reached for {at}: {reason(error)}") from error
     return read_listing(body, name, revision, kind)
 
 

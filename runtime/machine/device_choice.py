@@ -67,7 +67,7 @@ def choose_processor(
         return Processor("cuda", f"asked for: {found}", found)
     if device_memory is not None:
         if wanted == "auto" and not isinstance(is_there(library), NoGpu):
-            raise DeviceNotChosen("--device-memory is a GPU's, which is not chosen by itself yet")
+            raise DeviceNotChosen("--device-memory needs --device cuda: a GPU is not the default")
         raise DeviceUnavailable("there is no device whose memory --device-memory could limit")
     if wanted == "cpu":
         return Processor("cpu", "asked for")

@@ -75,7 +75,7 @@ class Guard:
         ):
             return HeadersTooLong(f"line and headers have at most {HEADER_BYTES} bytes")
         if "transfer-encoding" in headers and "content-length" in headers:
-            words = "Transfer-Encoding and Content-Length say the body's length twice"
+            words = "Transfer-Encoding and Content-Length both give the body's length"
             return TwoLengths(words)
         host = _host_name(headers.get("host", ""))
         silent = not host and scope["http_version"] == "1.0"  # no browser: they all say it

@@ -107,7 +107,7 @@ def test_export_clear_import(home: Path, demo_home: Path, tmp_path: Path) -> Non
     [
         (["import", "demo", "{}/gone"], "gone"),
         (["import", "demo", "{}/x.txt"], "x.txt is not an EAMC"),
-        (["show", "dmo"], "demo:bf16, or `moeinf list`"),
+        (["show", "dmo"], "demo:bf16, "),
         (["export", "demo", "/no/x.eamc"], "/no/x.eamc"),
     ],
 )

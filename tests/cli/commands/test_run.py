@@ -117,7 +117,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
     [
         (["run", "demo"], 2, "there is no prompt"),
         (["run", "demo", ""], 2, "the prompt is empty"),
-        (["run", "dmo", "x"], 1, "demo:bf16, or `moeinf list`"),
+        (["run", "dmo", "x"], 1, "demo:bf16, "),
         (["run", "demo:q9", "x"], 2, "there is no tag 'q9'"),
         (["run", "../demo", "x"], 2, "is not a model name"),
         (["run", "demo", "x", "--memory", "lots"], 2, "'lots' is not a size"),
