@@ -59,8 +59,7 @@ def test_names_that_origins_have(demo_home: Path) -> None:
         for name in ("chat.example.com", "Box.lan:11435"):
             assert httpx.get(f"{address}/api/tags", headers={"Host": name}).status_code == 200
         foreign = httpx.get(f"{address}/api/tags", headers={"Host": "example.com"})
-        assert foreign.status_code == 403
-        assert "MOEINF_ORIGINS" in foreign.json()["error"]
+        assert (foreign.status_code, foreign.json()["code"]) == (403, "unknown_host")
     with serving(demo_home, origins=("*",)) as address:
         assert httpx.get(f"{address}/api/tags", headers={"Host": "any"}).status_code == 200
         with connected(address) as sock:
@@ -149,8 +148,7 @@ def test_a_full_queue_answers_503(demo_home: Path) -> None:
             threads[-1].start()
             until(address, f'{line}{{model_name="demo:bf16"}} 1')
         refused = httpx.post(f"{address}/api/generate", json=body)
-        assert refused.status_code == 503
-        assert "waiting" in refused.json()["error"]
+        assert (refused.status_code, refused.json()["code"]) == (503, "busy")
     for thread in threads:
         thread.join()
 

@@ -114,7 +114,8 @@ def test_whatever_a_pull_raises_is_told(
     assert type(error).__name__ in whole.json()["error"]
     lines = httpx.post(f"{address}/api/pull", json=body, timeout=60).text.splitlines()
     assert json.loads(lines[0]) == {"status": "pulling manifest"}
-    assert list(json.loads(lines[-1])) == ["error"]
+    last = json.loads(lines[-1])
+    assert (set(last), last["code"]) == ({"error", "code"}, "internal")
     assert type(error).__name__ in json.loads(lines[-1])["error"]
     assert httpx.get(f"{address}/health").status_code == 200
 
@@ -129,10 +130,12 @@ def test_a_pull_that_fails_late_is_an_error_when_told_whole(
     )
     whole = httpx.post(f"{address}/api/pull", json={**body, "stream": False}, timeout=60)
     assert whole.status_code == 503
+    assert whole.json()["code"] == "download_failed"
     assert "model.safetensors" in whole.json()["error"]
     lines = httpx.post(f"{address}/api/pull", json=body, timeout=60).text.splitlines()
     assert json.loads(lines[0]) == {"status": "pulling manifest"}
-    assert list(json.loads(lines[-1])) == ["error"]
+    last = json.loads(lines[-1])
+    assert (set(last), last["code"]) == ({"error", "code"}, "download_failed")
     assert not library.has(parse_name("org/demo-moe:bf16"))
 
 
