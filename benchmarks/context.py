@@ -59,7 +59,7 @@ def steps_at(engine: Engine, state: State, length: int, ids: list[int]) -> list[
 def measure(engine: Engine, lengths: list[int], rounds: int, every: int) -> Result:
     """Times per length, the line through them, and memory taken by the cache."""
     random.seed(0)
-    vocab = engine.model.vocab_size
+    vocab = engine.info.vocab_size
     engine.extend(engine.new_state(), [random.randrange(vocab) for _ in range(256)])
     state = engine.new_state()
     before = rss_bytes()
@@ -74,9 +74,9 @@ def measure(engine: Engine, lengths: list[int], rounds: int, every: int) -> Resu
             seconds = steps_at(engine, state, length, ids)
             if number:  # the first round warms up
                 taken[length].append(statistics.median(seconds))
-        speeds.append(read_ceiling(engine.placement.threads))
+        speeds.append(read_ceiling(engine.info.threads))
     milliseconds = {n: 1e3 * statistics.median(values) for n, values in taken.items()}
-    per_token = engine.manifest.kv_bytes_per_token
+    per_token = engine.info.manifest.kv_bytes_per_token
     sizes = np.array([n * per_token for n in lengths])
     slope, start = np.polyfit(sizes, [milliseconds[n] for n in lengths], 1)  # ms per byte, ms
     off = [abs(milliseconds[n] / (start + slope * n * per_token) - 1) for n in lengths]
@@ -106,7 +106,7 @@ def main() -> None:
         threads=o.threads,
         trace=False,
     )
-    with Engine(manifest, model.folder(o.tag), config, model.settings) as engine:
+    with Engine.open(manifest, model.folder(o.tag), config, model.settings) as engine:
         found = measure(engine, o.lengths, o.rounds, o.slice)
     found |= {"command": " ".join(sys.argv), "machine": machine(), "shape": name, "tag": o.tag}
     print(json.dumps(found, indent=1))

@@ -37,7 +37,7 @@ def record(model: RaceModel, tag: str, prompt: list[int], text: list[int]) -> Re
     """What `model` routes on prompt and text, hints included."""
     manifest = model.ours(tag)
     config = EngineConfig(memory=parse_memory("100%"), context=len(prompt) + len(text))
-    with Engine(manifest, model.folder(tag), config, model.settings) as engine:
+    with Engine.open(manifest, model.folder(tag), config, model.settings) as engine:
         recording = engine.record(model.name)
         state = engine.new_state()
         request = engine.begin_request(state)

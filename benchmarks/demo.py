@@ -58,7 +58,7 @@ class Home:
     def run(self, items: Sequence[str], policy: str, most: int = 128) -> StoreStats:
         """Answers in one engine; what its store counted."""
         config = EngineConfig(memory=self._memory, policy=policy, threads=1)
-        with Engine(*self._model, config, self.settings) as engine:
+        with Engine.open(*self._model, config, self.settings) as engine:
             for item in items:
                 for _ in Conversation(engine).ask(item, _GREEDY, Limits(max_tokens=most)):
                     pass

@@ -103,11 +103,11 @@ def measure(
         stats, steps = engine.store.stats.since(before), len(seconds)
         engine.end_request(request, counts=False)
     stages.end()
-    size, sizes = engine.manifest.expert_layout.data_bytes, token_bytes(engine, state.length)
+    size, sizes = engine.info.manifest.expert_layout.data_bytes, token_bytes(engine, state.length)
     missed = stats.decode_events - stats.decode_device_hits
     disk = None
     if stats.decode_bytes_read:
-        disk = measure_drive(settings, engine.folder, engine.manifest).disk_bytes_per_s
+        disk = measure_drive(settings, engine.info.folder, engine.info.manifest).disk_bytes_per_s
     took = TokenBytes(
         sizes.dense + sizes.kv, stats.decode_device_hits * size / steps, missed * size / steps,
         stats.decode_bytes_read / steps,
@@ -142,7 +142,7 @@ def measure(
         "device_held_is_measured": held.measured,
         "device_promised_bytes": gpu.placement.peak_bytes,
         "page_locked": engine.store.note or "all host slots",
-        "choices": engine.choices,
+        "choices": engine.info.choices,
         "notes": engine.take_notes(),
     }
 
@@ -180,7 +180,7 @@ def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
     stages.begin("weights")
     manifest: Manifest = model.ours(row.tag)
     stages.begin("loading")
-    with Engine(manifest, model.folder(row.tag), settings, model.settings) as engine:
+    with Engine.open(manifest, model.folder(row.tag), settings, model.settings) as engine:
         assert engine.gpu is not None
         found = measure(engine, model.settings, speeds, text[: o.prompt], text[o.prompt :], stages)
         return {

@@ -69,20 +69,20 @@ class EngineRunner:
     def about(self) -> dict[str, Any]:
         stats, engine = self._engine.store.stats, self._engine
         return {
-            "threads": engine.placement.threads,
+            "threads": engine.info.threads,
             "token_bytes": token_bytes(engine, self._state.length).total,
-            "state_bytes": self._state.length * engine.manifest.kv_bytes_per_token,
-            "dense_bytes": engine.manifest.dense_bytes,
-            "expert_bytes": engine.manifest.expert_layout.data_bytes,
+            "state_bytes": self._state.length * engine.info.manifest.kv_bytes_per_token,
+            "dense_bytes": engine.info.manifest.dense_bytes,
+            "expert_bytes": engine.info.manifest.expert_layout.data_bytes,
             "loads": stats.loads,
             "decode_events": stats.decode_events,
             "decode_hits": stats.decode_hits,
             "resident": engine.store.resident,
             "stall_seconds": stats.stall_seconds,
             "hit_rate": stats.hit_rate,
-            "slots": engine.placement.slots,
+            "slots": engine.info.slots,
             "rss_bytes": peak_rss_bytes(),
-            "choices": engine.choices,
+            "choices": engine.info.choices,
         }
 
 
@@ -108,7 +108,7 @@ def main() -> None:
         device="cpu" if o.device_memory is None else "cuda",
         device_memory=o.device_memory,
     )
-    with Engine(manifest, folder, config, settings) as engine:
+    with Engine.open(manifest, folder, config, settings) as engine:
         greeting = {"imported_at": _IMPORTED_AT, "ready_at": time.monotonic()}
         serve(EngineRunner(engine), greeting)
 

@@ -74,8 +74,12 @@ class Counted:
 def measure(engine: Engine, text: list[int], every: int) -> Result:
     """Decodes `text` in slices of `every` tokens after a prompt of 64; the first slice warms up."""
     inner = Counted(engine.store)
-    outer = Counted(Recorder(inner, routing_shape(engine.manifest)))
-    engine.experts = outer
+    outer = Counted(Recorder(inner, routing_shape(engine.info.manifest)))
+    with engine.routed_through(lambda _: outer):
+        return _shares(engine, inner, outer, text, every)
+
+
+def _shares(engine: Engine, inner: Counted, outer: Counted, text: list[int], every: int) -> Result:
     state, ids = engine.new_state(), iter(text)
     engine.begin_request(state)
     logits, _ = prefill(engine, state, list(islice(ids, 64)))
@@ -111,7 +115,7 @@ def main() -> None:
         memory=parse_memory(o.memory), context=count, threads=o.threads, policy=o.policy
     )
     text = tokens(Calibration(), model.config["vocab_size"], count)
-    with Engine(manifest, model.folder(o.tag), config, model.settings) as engine:
+    with Engine.open(manifest, model.folder(o.tag), config, model.settings) as engine:
         found = measure(engine, text, o.slice)
     found |= {"command": " ".join(sys.argv), "machine": machine(), "shape": o.shape, "tag": o.tag}
     print(json.dumps(found, indent=1))

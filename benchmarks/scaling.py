@@ -66,7 +66,7 @@ def of_context(cache: Path, o: argparse.Namespace) -> Curve:
     config = EngineConfig(
         memory=parse_memory("100%"), context=max(LENGTHS) + 8, threads=o.threads, trace=False
     )
-    with Engine(manifest, model.folder("q4"), config, model.settings) as engine:
+    with Engine.open(manifest, model.folder("q4"), config, model.settings) as engine:
         found = context.measure(engine, list(LENGTHS), o.rounds, 8)
         ram = found["read_bytes_per_s"]
         return {
@@ -93,8 +93,8 @@ def of_budget(cache: Path, o: argparse.Namespace) -> Curve:
             memory=parse_memory(f"{share}%"), context=len(text) + 8, threads=o.threads,
             direct_io=True, trace=False,
         )  # fmt: skip
-        with Engine(manifest, model.folder("q4"), config, model.settings) as engine:
-            disk = measure(model.settings, engine.folder, manifest).disk_bytes_per_s
+        with Engine.open(manifest, model.folder("q4"), config, model.settings) as engine:
+            disk = measure(model.settings, engine.info.folder, manifest).disk_bytes_per_s
             point, stats = _decoded(engine, text, o), engine.store.stats
         read = stats.decode_bytes_read / stats.decode_events * manifest.top_k * manifest.layers
         point |= {"hit_rate": stats.hit_rate or 0.0, "bytes_per_token": read}
@@ -140,7 +140,7 @@ def _resident(model: RaceModel, o: argparse.Namespace) -> Point:
     config = EngineConfig(
         memory=parse_memory("100%"), context=len(text) + 8, threads=o.threads, trace=False
     )
-    with Engine(manifest, model.folder("q4"), config, model.settings) as engine:
+    with Engine.open(manifest, model.folder("q4"), config, model.settings) as engine:
         return _decoded(engine, text, o)
 
 

@@ -29,6 +29,7 @@ import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,12 @@ class Side:
 
     way: Way
     engine: Engine
+    forced: ForcedRouting  # that the engine's passes go through
     request: Request
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         engine = self.engine
-        self._forced = ForcedRouting(engine.experts, self.way.hints(engine.manifest.experts))
-        engine.experts = self._forced
         self._state, self._passes = engine.new_state(), iter(self.request.passes)
         self._ids = iter(prompt_of(engine, self.request.tokens))
         engine.begin_request(self._state)
@@ -93,7 +93,7 @@ class Side:
         """Runs so many of the passes that are left; seconds of decoding."""
         taken = 0.0
         for done in islice(self._passes, passes):
-            self._forced.play(done)
+            self.forced.play(done)
             ids = list(islice(self._ids, len(done.rows)))
             _, seconds = prefill(self.engine, self._state, ids)
             if done.phase == "decode":
@@ -163,7 +163,7 @@ def race(sides: list[Side], every: int, disk: Disk, depth: int) -> tuple[Result,
     left = sum(done.phase == "decode" for done in sides[0].request.passes)
     turn = 0
     while left > 0:
-        found["ram"].append(read_ceiling(sides[0].engine.placement.threads))
+        found["ram"].append(read_ceiling(sides[0].engine.info.threads))
         found["stream"].append(disk.stream(depth))
         found["burst"].append(disk.burst(_BURST))
         for place in range(len(sides)):
@@ -256,9 +256,11 @@ def main() -> None:
                 memory=parse_memory(o.memory), context=request.tokens, policy=way.policy,
                 threads=o.threads, direct_io=True, readers=o.readers, trace=False,
             )  # fmt: skip
-            engine = Engine(manifest, model.folder(o.tag), config, model.settings)
-            sides.append(Side(way, opened.enter_context(engine), request))
-        slots = sides[0].engine.placement.slots
+            folder, hints = model.folder(o.tag), way.hints(manifest.experts)
+            engine = opened.enter_context(Engine.open(manifest, folder, config, model.settings))
+            forcing = engine.routed_through(partial(ForcedRouting, hints=hints))
+            sides.append(Side(way, engine, opened.enter_context(forcing), request))
+        slots = sides[0].engine.info.slots
         measured, speeds = race(sides, o.every, disk, o.depth)
     found = {"measured": measured, "speeds": speeds, "slots": slots}
     found["simulated"] = compare(measured, recording, ways, slots, speeds, head_bytes)

@@ -12,19 +12,15 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
 from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
-from moeinf.models.base import Pending
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
@@ -34,24 +30,6 @@ from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 
 ALL = parse_memory("100%")
-
-
-@contextmanager
-def eam_of(engine: Engine) -> Iterator[NDArray[np.int64]]:
-    """The expert activation matrix [L, E] of what runs inside: tokens routed to each expert."""
-    manifest, store = engine.manifest, engine.store
-    eam = np.zeros((manifest.layers, manifest.experts), np.int64)
-    submit = store.submit
-
-    def counting(layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        eam[layer] += np.bincount(ids.flatten().numpy(), minlength=manifest.experts)
-        return submit(layer, x, ids, weights)
-
-    store.submit = counting  # type: ignore[method-assign, assignment]
-    try:
-        yield eam
-    finally:
-        del store.submit  # type: ignore[attr-defined]
 
 
 def nearest_is_same(eams: NDArray[np.float64], kinds: list[str]) -> list[bool]:
@@ -77,15 +55,16 @@ def main() -> None:
             wanted[item["kind"]].append(item)
     items = [item for part in wanted.values() for item in part]
     eams, right = [], defaultdict(list)
-    with Engine(manifest, folder, EngineConfig(memory=ALL), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(memory=ALL), settings) as engine:
         for item in track(items, "answering", console=Console(file=sys.stderr)):
-            with eam_of(engine) as eam:
-                answer = Conversation(engine).ask(
-                    item["prompt"], SamplingOptions(temperature=0), Limits(max_tokens=128)
-                )
-                text = "".join(answer)
+            recording = engine.record("one item")
+            answer = Conversation(engine).ask(
+                item["prompt"], SamplingOptions(temperature=0), Limits(max_tokens=128)
+            )
+            text = "".join(answer)
             right[item["kind"]].append(text == item["answer"])
-            eams.append(eam.flatten())
+            (eam,) = recording.request_eams().values()
+            eams.append((eam.prefill + eam.decode).flatten())
     same = nearest_is_same(np.array(eams, np.float64), [item["kind"] for item in items])
     by_kind: dict[str, list[bool]] = defaultdict(list)
     for item, ok in zip(items, same, strict=True):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moeinf.models.base import Linear, Piece
+from moeinf.models.base import Experts, Linear, Piece
 from moeinf.native import compute_threads
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine import loader
@@ -55,6 +55,27 @@ class TimedWeights(loader.DenseWeights):
         return timed(name, found)  # type: ignore[return-value]
 
 
+class TimedExperts:
+    """`Experts` of which `submit` and `result` are timed."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.begin_pass, self.end_pass, self.hint = (
+            experts.begin_pass,
+            experts.end_pass,
+            experts.hint,
+        )
+        self._experts = experts
+
+    @property
+    def wants_hints(self) -> bool:
+        return self._experts.wants_hints
+
+    def submit(self, *args: Any) -> Any:
+        pending = timed("experts", self._experts.submit)(*args)
+        pending.result = timed("experts", pending.result)
+        return pending
+
+
 def sampler_micros(vocab: int) -> float:
     """Of one choice with the default options."""
     draw = np.random.default_rng(0)
@@ -80,25 +101,18 @@ def main() -> None:
     loader.DenseWeights = TimedWeights  # type: ignore[misc]
     settings = read_environment()
     manifest, folder = Library(settings).read(o.model)
-    with Engine(manifest, folder, EngineConfig(), settings) as engine:
-        submit = engine.store.submit
-
-        def timed_submit(*args: Any) -> Any:
-            pending = timed("experts", submit)(*args)
-            pending.result = timed("experts", pending.result)
-            return pending
-
-        engine.store.submit = timed_submit  # type: ignore[method-assign]
+    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
         state = engine.new_state()
         ids = np.random.default_rng(0).integers(0, 256, o.context).tolist()
-        engine.extend(state, ids)
         per_token: list[dict[str, float]] = []
-        for number in range(o.tokens):
-            _spent.clear()
-            start = time.perf_counter()
-            engine.extend(state, [number % 256])
-            total = time.perf_counter() - start
-            per_token.append({**_spent, "all": total, "rest": total - sum(_spent.values())})
+        with engine.routed_through(TimedExperts):
+            engine.extend(state, ids)
+            for number in range(o.tokens):
+                _spent.clear()
+                start = time.perf_counter()
+                engine.extend(state, [number % 256])
+                total = time.perf_counter() - start
+                per_token.append({**_spent, "all": total, "rest": total - sum(_spent.values())})
     half = per_token[len(per_token) // 2 :]  # caches are warm by then
     layers = manifest.layers
     kind = "torch" if o.torch else "native"

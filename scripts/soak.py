@@ -232,7 +232,9 @@ def answers_of(home: Path) -> dict[str, str]:
 
     manifest, folder = Library(Settings(home)).read("demo")
     found = {}
-    with Engine(manifest, folder, EngineConfig(memory=parse_memory("100%")), Settings(home)) as e:
+    with Engine.open(
+        manifest, folder, EngineConfig(memory=parse_memory("100%")), Settings(home)
+    ) as e:
         for prompt in PROMPTS:
             talk = Conversation(e)
             found[prompt] = "".join(talk.ask(prompt, SamplingOptions(temperature=0), Limits()))

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ def forget_gpus() -> None:
     gc.collect()  # contexts that tracebacks and cycles hold
 
 
+def endless(engine: Engine) -> None:
+    """Let answers go on past the tokens that end them."""
+    engine.info = replace(engine.info, ends=frozenset())
+
+
 Open = Callable[..., Engine]
 
 
@@ -83,7 +89,7 @@ def open_engine(demo_home: Path) -> Iterator[Open]:
         settings = Settings(demo_home)
         manifest, folder = Library(settings).read(model)
         config = EngineConfig(memory=parse_memory(memory), context=context)
-        engines.append(Engine(manifest, folder, config, settings))
+        engines.append(Engine.open(manifest, folder, config, settings))
         return engines[-1]
 
     yield open_one

@@ -24,8 +24,8 @@ class LocalPartner:
     def __init__(self, conversation: Conversation, engine: Engine) -> None:
         self._conversation = conversation
         self._engine = engine
-        self.model = engine.manifest.model
-        self._load_seconds = engine.load_seconds  # counts for the first answer
+        self.model = engine.info.name
+        self._load_seconds = engine.info.load_seconds  # counts for the first answer
         self.last: Generation | None = None
 
     @property
@@ -73,7 +73,7 @@ class LocalPartner:
 
     @property
     def choices(self) -> Sequence[str]:
-        return self._engine.choices
+        return self._engine.info.choices
 
     @property
     def _said_last(self) -> Generation:
@@ -112,28 +112,29 @@ class LocalPartner:
         return self._engine.take_notes()
 
     def info(self) -> Fields:
-        m = self._engine.manifest
+        info = self._engine.info
+        m = info.manifest
         return [
-            ("model", str(m.model)),
-            ("family", m.family),
+            ("model", str(info.name)),
+            ("family", info.family),
             ("experts", f"{m.layers} MoE layers, {m.experts} experts each, {m.top_k} per token"),
-            ("context", f"{self._engine.placement.context} tokens"),
+            ("context", f"{info.context} tokens"),
             ("source", m.source),
         ]
 
     def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:
-        chosen = options.over(self._engine.sampling)
+        chosen = options.over(self._engine.info.sampling)
         return [(f.name, getattr(chosen, f.name)) for f in fields(chosen)]
 
     def template(self) -> str | None:
         return self._engine.tokenizer.chat_template
 
     def cache(self) -> Fields:
-        store, place = self._engine.store, self._engine.placement
-        used = format_bytes(store.resident * place.slot_bytes)
-        total = format_bytes(place.experts_bytes)
-        experts = self._engine.manifest.slots.experts
-        rate, gpu = store.stats.hit_rate, place.on_device
+        store, info = self._engine.store, self._engine.info
+        used = format_bytes(store.resident * info.slot_bytes)
+        total = format_bytes(info.experts_bytes)
+        experts = info.experts
+        rate, gpu = store.stats.hit_rate, info.placement.on_device
         above = []
         if gpu is not None:
             held = format_bytes(store.device_resident * gpu.slot_bytes)
@@ -145,5 +146,5 @@ class LocalPartner:
             *above,
             ("experts in RAM", f"{store.resident} of {experts}, {used} of {total}"),
             ("hit rate", "-" if rate is None else f"{rate:.1%}"),
-            ("KV cache", f"{self._conversation.cached_tokens} of {place.context} tokens"),
+            ("KV cache", f"{self._conversation.cached_tokens} of {info.context} tokens"),
         ]

@@ -110,7 +110,7 @@ def bench(
     runs = []
     for name in names:
         forget_peak_rss()
-        with Engine(manifest, folder, replace(config, policy=name), settings) as engine:
+        with Engine.open(manifest, folder, replace(config, policy=name), settings) as engine:
             with out.counting(f"{name}: passes of {manifest.model}", steps) as advance:
                 if recording is None:
                     measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds, advance)
@@ -118,7 +118,7 @@ def bench(
                     source = hint_source(hints, recording)
                     measured = measuring.bench_replay(engine, passes, source, rounds, advance)
             notes = engine.take_notes()
-            runs.append(measuring.report(engine, settings, name, measured) | {"notes": notes})
+            runs.append(measuring.report(engine, settings, measured) | {"notes": notes})
     for note in dict.fromkeys(note for run in runs for note in run["notes"]):
         out.note(note)
     if json:

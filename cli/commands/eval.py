@@ -55,7 +55,7 @@ def evaluate_text(
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
     with ExitStack() as opened:
         engines = [
-            opened.enter_context(Engine(*ensure(name, settings, out), config, settings))
+            opened.enter_context(Engine.open(*ensure(name, settings, out), config, settings))
             for name in (model, against)
             if name is not None
         ]

@@ -164,7 +164,7 @@ def run(
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.engine.seq2seq import Languages, converse
 
-    with stoppable(), Engine(manifest, folder, config, settings) as engine:
+    with stoppable(), Engine.open(manifest, folder, config, settings) as engine:
         partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)
         code = _converse(partner, begun, None if interactive else text, ways, settings, out)
         answer = partner.last
@@ -173,7 +173,7 @@ def run(
             remember_speed(
                 settings,
                 manifest.model,
-                engine.placement.slots,
+                engine.info.slots,
                 answer.decode_steps,
                 answer.decode_seconds,
             )

@@ -100,7 +100,7 @@ def trace(
     with out.progress(dataset) as progress:
         items = load_items(dataset, wanted, settings.datasets, heldout, progress)
     manifest, folder = ensure(model, settings, out)
-    with Engine(manifest, folder, config, settings) as engine, interruptible() as stopped:
+    with Engine.open(manifest, folder, config, settings) as engine, interruptible() as stopped:
         options = SamplingOptions(seed=seed)
         with out.counting(f"tracing {manifest.model}", len(items)) as advance:
             done = trace_items(

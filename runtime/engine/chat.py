@@ -106,7 +106,7 @@ class Conversation:
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """Drops the oldest turns until there is room for an answer."""
-        context = self._engine.placement.context
+        context = self._engine.info.context
         ids = self.prompt(messages)
         while len(ids) > context - context // _ANSWER_SHARE and len(messages) > 1:
             later = [i for i, m in enumerate(messages) if m.role == "user" and i > 0]
@@ -116,7 +116,7 @@ class Conversation:
         return messages, ids
 
     def _check_length(self, ids: list[int]) -> None:
-        context = self._engine.placement.context
+        context = self._engine.info.context
         if not ids:
             raise InvalidValue("there is nothing to answer: the prompt has no tokens")
         if len(ids) >= context:
@@ -136,7 +136,7 @@ class Conversation:
         known = min(_common_prefix(self._cached, ids), len(ids) - 1)
         self._state.truncate(known)
         self._cached = ids[: self._state.length]
-        sampler = Sampler(options, self._engine.sampling)
+        sampler = Sampler(options, self._engine.info.sampling)
         constrain = json_of(self.form)
         constraint = None if constrain is None else constrain(self._engine, ids)
 

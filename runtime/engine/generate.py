@@ -34,7 +34,7 @@ class Answer:
     def __init__(
         self, engine: Engine, prompt: Sequence[int], sampler: Sampler, limits: Limits, room: int
     ) -> None:
-        self._ends = engine.ends
+        self._ends = engine.info.ends
         self._sampler = sampler
         self._stream = engine.tokenizer.stream(list(prompt))
         self._text = _StopFinder(limits.stop)

@@ -148,6 +148,21 @@ def load_model(
     return family.build(family.parse(values), weights)
 
 
+class LoadedModel:
+    """A model in memory until `close`; afterwards its memory can be given back."""
+
+    def __init__(self, model: Model) -> None:
+        self._model: Model | None = model
+
+    @property
+    def model(self) -> Model:
+        assert self._model is not None, "the engine is closed"
+        return self._model
+
+    def close(self) -> None:
+        self._model = None
+
+
 def open_store(
     folder: Path,
     manifest: Manifest,

@@ -113,8 +113,8 @@ def verbose_lines(
         ("read in all", f"{format_bytes(store.bytes_read)} ({store.loads} experts)"),
         (
             "resident",
-            f"{resident} of {engine.manifest.slots.experts} experts, "
-            f"{format_bytes(resident * engine.placement.slot_bytes)} in RAM",
+            f"{resident} of {engine.info.experts} experts, "
+            f"{format_bytes(resident * engine.info.slot_bytes)} in RAM",
         ),
     ]
     return lines

@@ -46,7 +46,7 @@ def converse(
     if isinstance(model, EncoderDecoder):
         return Sources(engine, model, languages)
     if languages != Languages():
-        raise BadLanguage(f"{engine.manifest.model} does not take languages: --src and --tgt")
+        raise BadLanguage(f"{engine.info.name} does not take languages: --src and --tgt")
     return Conversation(engine, system, now)
 
 
@@ -63,7 +63,7 @@ class Sources(Conversation):
             self._source_token = _token(engine, languages.source or DEFAULT_LANGUAGE)
             self._begin.append(_token(engine, languages.target))
         elif languages != Languages():
-            raise BadLanguage(f"{engine.manifest.model} does not take languages: --src and --tgt")
+            raise BadLanguage(f"{engine.info.name} does not take languages: --src and --tgt")
 
     def ask(
         self,
@@ -103,12 +103,12 @@ class Sources(Conversation):
         if self.form:
             raise BadFormat("answers of an encoder-decoder follow no format")
         source = self.source(text)
-        context = self._engine.placement.context
+        context = self._engine.info.context
         if len(source) > context:
             raise PromptTooLong(f"the text has {len(source)} tokens, the context {context}")
         if self._state is None:
             self._state = self._engine.new_state()
-        sampler = Sampler(options, self._engine.sampling)
+        sampler = Sampler(options, self._engine.info.sampling)
 
         def settle(generation: Generation) -> None:
             self._cached = generation.cached

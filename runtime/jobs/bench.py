@@ -132,20 +132,19 @@ def bench_replay(
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Every request in turn, `rounds` times. The engine must not trace; it is for replays then.
+    """Every request in turn, `rounds` times. The engine must not trace.
 
     A prefill is that of a whole prompt, of any request that has one. advance: called after each
     pass of each round.
     """
-    forced = ForcedRouting(engine.experts, hints)
-    engine.experts = forced
     measured = Measured(max(request.prompt_tokens for request in requests))
-    for _ in range(rounds):
-        measured.steps, measured.decode = 0, StoreStats()
-        for request in requests:
-            steps = _replay(engine, forced, request, measured, advance)
-            measured.step_seconds += steps
-            measured.steps += len(steps)
+    with engine.routed_through(lambda experts: ForcedRouting(experts, hints)) as forced:
+        for _ in range(rounds):
+            measured.steps, measured.decode = 0, StoreStats()
+            for request in requests:
+                steps = _replay(engine, forced, request, measured, advance)
+                measured.step_seconds += steps
+                measured.steps += len(steps)
     return measured
 
 
@@ -190,8 +189,8 @@ class TokenBytes:
 
 def token_bytes(engine: Engine, context: int) -> TokenBytes:
     """With `context` tokens in the KV cache. Of the embedding a token reads one row."""
-    manifest = engine.manifest
-    header = read_header(engine.folder / DENSE)
+    manifest = engine.info.manifest
+    header = read_header(engine.info.folder / DENSE)
     sizes = {name: tensor.size_bytes for name, tensor in header.items()}
     dense = sum(sizes.values())
     if any(name.startswith("lm_head.") for name in sizes):  # else the embedding is the head too
@@ -212,11 +211,11 @@ def read_ceiling(threads: int) -> float:
     )
 
 
-def report(engine: Engine, settings: Settings, policy: str, measured: Measured) -> dict[str, Any]:
+def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, Any]:
     """One entry of `bench --json`. Measures RAM, for the floor; the disk's speed is remembered."""
     peak = peak_rss_bytes()
-    ram = read_ceiling(engine.placement.threads)
-    disk = measure(settings, engine.folder, engine.manifest).disk_bytes_per_s
+    ram = read_ceiling(engine.info.threads)
+    disk = measure(settings, engine.info.folder, engine.info.manifest).disk_bytes_per_s
     steps, seconds, decoded = measured.steps, measured.step_seconds, measured.decode
     last_round = sum(seconds[-steps:])
     first, *later = measured.prefill_seconds or [0.0]
@@ -227,10 +226,10 @@ def report(engine: Engine, settings: Settings, policy: str, measured: Measured) 
     if engine.gpu is None:
         floor = _ms(max(needed / ram, disk_bytes / disk))  # the two overlap at best
     return {
-        "policy": policy,
-        "memory_bytes": engine.placement.memory_bytes,
-        "threads": engine.placement.threads,
-        "load_ms": _ms(engine.load_seconds),
+        "policy": engine.info.policy,
+        "memory_bytes": engine.info.placement.memory_bytes,
+        "threads": engine.info.threads,
+        "load_ms": _ms(engine.info.load_seconds),
         "first_ttft_ms": _ms(first),
         "ttft_ms": _ms(statistics.median(later or [first])),
         "tpot_ms_median": _ms(tpot),

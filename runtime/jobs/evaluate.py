@@ -68,15 +68,15 @@ def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
 
     Special tokens in the text count as such.
     """
-    if any(one is not None and one.reads_sources for one in (engine, reference)):
+    if any(one is not None and one.info.reads_sources for one in (engine, reference)):
         raise CannotCompare("an encoder-decoder answers texts, it does not continue them")
     ids = engine.tokenizer.encode_text(text)
     if reference is not None and ids != reference.tokenizer.encode_text(text):
-        raise CannotCompare(f"{reference.manifest.model} cuts the text into other tokens")
+        raise CannotCompare(f"{reference.info.name} cuts the text into other tokens")
     if len(ids) < 2:
         raise CannotCompare("the text has fewer than two tokens")
     engines = [engine] if reference is None else [engine, reference]
-    window = min(WINDOW, *(one.placement.context for one in engines))
+    window = min(WINDOW, *(one.info.context for one in engines))
     sums = _Sums()
     begin = engine.tokenizer.token_id(engine.tokenizer.bos) if engine.tokenizer.bos else None
     for piece in _pieces(ids, begin, window):

@@ -54,9 +54,10 @@ def trace_items(
     Raises BadLanguage, and OSError when the recording cannot be written; a folder that is not there
     is found out before anything is run.
     """
-    if engine.recorder is None:  # the home cannot be written
+    eamc = engine.tracing.eamc
+    if eamc is None or not engine.tracing.on:  # the home cannot be written
         raise OSError(errno.EROFS, "what requests use cannot be remembered")
-    done, recording = Traced(capacity=engine.eamc.capacity), None
+    done, recording = Traced(capacity=eamc.capacity), None
     if out is not None:
         recording = engine.record(name)
         if not out.parent.is_dir():
@@ -75,7 +76,7 @@ def trace_items(
         if out is not None and recording is not None and recording.passes:
             write_bytes_durably(out, recording_to_bytes(recording))
     done.hit_rate = engine.store.stats.hit_rate
-    done.entries = len(engine.eamc.load())
+    done.entries = len(eamc.load())
     return done
 
 

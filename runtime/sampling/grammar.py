@@ -33,6 +33,13 @@ _MOST_GRAMMAR_BYTES = 2 * MOST_BYTES  # of all tools' schemas, escapes included
 Logits: TypeAlias = "NDArray[np.float32]"
 
 
+class Ends(Protocol):
+    """The facts of an engine that matter here."""
+
+    @property
+    def ends(self) -> Collection[int]: ...
+
+
 class Answering(Protocol):
     """The parts of an engine that hold its answers to a grammar."""
 
@@ -43,7 +50,7 @@ class Answering(Protocol):
     def grammars(self) -> Grammars: ...
 
     @property
-    def ends(self) -> Collection[int]: ...
+    def info(self) -> Ends: ...
 
 
 class Constraint(Protocol):
@@ -127,7 +134,7 @@ class _Grammar:
         self._matching = Matching(engine.grammars, grammar)
         tokenizer = engine.tokenizer
         before = tokenizer.tail(list(prompt))
-        self._ends = sorted(engine.ends)
+        self._ends = sorted(engine.info.ends)
         self._stream = tokenizer.stream(list(prompt))
         self._parser = parser_for(tokenizer.chat_template, before)
         self._call = call

@@ -119,9 +119,9 @@ class Chat(Text):
         """Raises BadRequest where the template lacks what is asked, TemplateError."""
         template = engine.tokenizer.chat_template
         if self._tools and not knows_tools(template):
-            raise BadRequest(f"{engine.manifest.model} does not support tools")
+            raise BadRequest(f"{engine.info.name} does not support tools")
         if self._strict and self._think and not thinks(template):
-            raise BadRequest(f"{engine.manifest.model} does not support thinking")
+            raise BadRequest(f"{engine.info.name} does not support thinking")
         ids = chat_prompt(engine, self._messages, self._tools, self._think)
         if template is not None:
             self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)

@@ -275,7 +275,7 @@ def _living(loaded: Loaded) -> dict[str, Any]:
     expires = datetime.datetime.fromtimestamp(until, datetime.UTC).isoformat()
     size, vram, context = loaded.manifest.size_bytes, 0, 0
     if engine is not None:
-        place = engine.placement
+        place = engine.info.placement
         vram = 0 if place.on_device is None else place.on_device.peak_bytes
         size, context = place.peak_bytes + vram, place.context
     sizes = {"size": size, "size_vram": vram}  # the whole, and of it the GPU's

@@ -218,7 +218,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
         if isinstance(prompt, str):
             return text_prompt(engine, prompt)
         ids = [int(token) for token in prompt]
-        if any(not 0 <= token < engine.model.vocab_size for token in ids):
+        if any(not 0 <= token < engine.info.vocab_size for token in ids):
             raise BadRequest("prompt has ids that are no tokens of this model")
         return ids
 

@@ -208,15 +208,15 @@ def _check(engine: Engine, *texts: str) -> None:
 
     What is surely too long is not even cut into tokens: one takes some 150 bytes to be made.
     """
-    if engine.reads_sources:
+    if engine.info.reads_sources:
         raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
     if sum(len(text.encode("utf-8", "replace")) for text in texts) > _most_bytes(engine):
-        characters, context = sum(map(len, texts)), engine.placement.context
+        characters, context = sum(map(len, texts)), engine.info.context
         raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")
 
 
 def _most_bytes(engine: Engine) -> int:
-    context = engine.placement.context
+    context = engine.info.context
     long = _LONG_TEXT_BYTES + _LONG_TOKEN_BYTES * context
     return min(_TOKEN_BYTES * context, long, MAX_TEXT_BYTES)
 
@@ -235,6 +235,6 @@ def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool)
         ids = engine.tokenizer.encode_text(given, plain=True)
     else:
         ids = list(given)
-        if any(not 0 <= token < engine.model.vocab_size for token in ids):
+        if any(not 0 <= token < engine.info.vocab_size for token in ids):
             raise BadRequest("input has ids that are no tokens of this model")
-    return ids[: engine.placement.context - 1] if truncate else ids
+    return ids[: engine.info.context - 1] if truncate else ids

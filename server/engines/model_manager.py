@@ -51,13 +51,6 @@ class Loaded:
         idle_for = time.monotonic() - self.worker.last_used if self.idle else 0.0
         return time.time() - idle_for + self.keep_alive_s
 
-    def tell(self) -> None:
-        """From here on `ps` can say when this expires, in whole seconds."""
-        if self.worker.engine is not None:
-            self.worker.engine.expires_at = lambda: (
-                None if math.isinf(self.expires_at) else round(self.expires_at)
-            )
-
     @property
     def idle(self) -> bool:
         return not self.users and self.worker.idle
@@ -116,11 +109,17 @@ class Host:
                 manifest, worker = await self._load(key)
                 keep = self._server.keep_alive_s if keep_alive_s is None else keep_alive_s
                 found = self._loaded[key] = Loaded(manifest, worker, keep)
-                found.tell()
             elif keep_alive_s is not None:
                 found.keep_alive_s = keep_alive_s
         found.worker.last_used = time.monotonic()
         return found
+
+    def _expires_at(self, key: ModelName) -> int | None:
+        """When the model is unloaded unless it is asked, for `ps`. Called by other threads."""
+        found = self._loaded.get(key)
+        if found is None or math.isinf(found.expires_at):
+            return None
+        return round(found.expires_at)
 
     async def unload(self, name: str) -> bool:
         """End a model's engine, its requests with it; False when it is not loaded.
@@ -197,7 +196,9 @@ class Host:
             manifest, folder = self.library.read(str(key))
 
             def make() -> Engine:
-                return Engine(manifest, folder, self._config, self._settings)
+                return Engine.open(
+                    manifest, folder, self._config, self._settings, lambda: self._expires_at(key)
+                )
 
             def tell(line: str) -> None:
                 self._tell(f"{key}: {line}")

@@ -146,7 +146,7 @@ class Worker:
             with self._make() as engine:
                 self._free = [Place(engine.new_state()) for _ in range(self._parallel)]
                 self.engine = engine
-                self._say(*engine.choices, *engine.take_notes())
+                self._say(*engine.info.choices, *engine.take_notes())
                 self.loaded.set()
                 try:
                     while not self._closing and self._lost is None:
@@ -199,7 +199,7 @@ class Worker:
         return gone
 
     def _tell_cancelled(self, gone: list[Job]) -> None:
-        load_seconds = 0.0 if self.engine is None else self.engine.load_seconds
+        load_seconds = 0.0 if self.engine is None else self.engine.info.load_seconds
         for job in gone:
             job.emit(Ended("cancelled", 0, 0, 0, load_seconds, 0.0, 0.0))
 
@@ -224,7 +224,7 @@ class Worker:
     def _prepare(self, engine: Engine, job: Job) -> Prepared:
         """Make the prompt, and begin to compile the grammar."""
         prompt = job.prepare(engine)
-        context = engine.placement.context
+        context = engine.info.context
         if not prompt:
             raise InvalidValue("there is nothing to answer: the prompt has no tokens")
         if len(prompt) >= context:
@@ -249,8 +249,8 @@ class Worker:
 
     def _begin(self, engine: Engine, one: Prepared) -> Running:
         job, prompt = one.job, one.prompt
-        sampler = Sampler(job.options, engine.sampling)
-        room = engine.placement.context - len(prompt)
+        sampler = Sampler(job.options, engine.info.sampling)
+        room = engine.info.context - len(prompt)
         answer = Answer(engine, prompt, sampler, job.limits, room)
         # An embedding needs the states of all tokens, of which a cache keeps none.
         reusable = [] if job.embed else prompt
@@ -376,7 +376,7 @@ class Worker:
             self._fail(engine, one, Unloaded("the model was unloaded"))  # for a whole answer
             return
         self._leave(engine, one)
-        one.job.emit(one.ended(reason, engine.load_seconds))
+        one.job.emit(one.ended(reason, engine.info.load_seconds))
 
     def _fail(self, engine: Engine, one: Running, error: Exception) -> None:
         self._leave(engine, one)

@@ -166,7 +166,7 @@ def test_context_and_overhead(cache: Path) -> None:
     model = calibrated(cache, "tiny", _TINY, _LOCAL)
     manifest = model.ours("bf16")
     config = EngineConfig(memory=_ALL, context=300, threads=1)
-    with Engine(manifest, model.folder("bf16"), config, model.settings) as engine:
+    with Engine.open(manifest, model.folder("bf16"), config, model.settings) as engine:
         context = measure_context(engine, [4, 64, 280], rounds=2, every=4)
         cost = measure_overhead(engine, tokens(_LOCAL, 512, 64 + 2 * 3 * 8), every=8)
     assert context["planned_bytes"] == 284 * 3 * 2 * 64 * 2  # tokens, layers, planes, width, bf16

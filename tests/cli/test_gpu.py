@@ -172,8 +172,8 @@ def test_what_lies_on_the_gpu_is_shown(
     config = EngineConfig(
         device="cuda", miss="fetch", libcuda=fake.path, device_memory=parse_memory(BUDGET)
     )
-    with Engine(manifest, folder, config, settings) as engine:
-        plan = engine.placement.on_device
+    with Engine.open(manifest, folder, config, settings) as engine:
+        plan = engine.info.placement.on_device
         assert plan is not None
         taken = format_bytes(plan.peak_bytes)
         assert answer(["ps"]) == 0

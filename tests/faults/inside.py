@@ -38,7 +38,7 @@ def main() -> None:
     manifest, folder = Library(settings).read("demo:bf16")
     config = EngineConfig(memory=parse_memory("10%"), trace=False)
     outcomes: Counter[str] = Counter()
-    with Engine(manifest, folder, config, settings) as engine:
+    with Engine.open(manifest, folder, config, settings) as engine:
 
         def ask() -> str:
             talk = Conversation(engine)

@@ -123,10 +123,9 @@ class _Worker:
         self.engine: Any = SimpleNamespace(
             tokenizer=tokenizer,
             template=template,
-            placement=SimpleNamespace(context=CONTEXT),
-            model=SimpleNamespace(vocab_size=300),
-            manifest=SimpleNamespace(model="demo:bf16"),
-            reads_sources=False,
+            info=SimpleNamespace(
+                name="demo:bf16", context=CONTEXT, vocab_size=300, reads_sources=False
+            ),
         )
 
     def submit(self, job: Job) -> None:

@@ -39,8 +39,8 @@ settings = Settings(home)
 manifest, folder = Library(settings).read("many:bf16")
 imported = rss_bytes()
 config = EngineConfig(memory=parse_memory(memory), context=512)
-with Engine(manifest, folder, config, settings) as engine:
-    place = engine.placement
+with Engine.open(manifest, folder, config, settings) as engine:
+    place = engine.info.placement
     allowed = imported + place.memory_bytes + place.dense_bytes + place.kv_bytes + (64 << 20)
     limit.write_text(str(allowed))
     talk = Conversation(engine)

@@ -133,7 +133,7 @@ def test_what_a_repository_holds(tmp_path: Path, tally: Tally) -> None:
             assert verify(library.folder(model), manifest, ignore) == []
             try:
                 run = EngineConfig(memory=parse_memory("100%"), context=32, trace=False)
-                Engine(manifest, library.folder(model), run, Settings(home)).close()
+                Engine.open(manifest, library.folder(model), run, Settings(home)).close()
                 tally("a model that verifies")
             except (BadCheckpoint, ModelDataError, TemplateError, ValueError):
                 tally("refused when run")

@@ -189,7 +189,7 @@ def _bodies(n: int) -> dict[str, tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("name", _bodies(1))
 def test_requests(name: str, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole application: checked, worded, rendered, cut into tokens."""
-    monkeypatch.setattr(request_targets._worker().engine.placement, "context", 1 << 20)
+    monkeypatch.setattr(request_targets._worker().engine.info, "context", 1 << 20)
     statuses = []
 
     def ask(n: int) -> Callable[[], object]:

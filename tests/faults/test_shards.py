@@ -73,7 +73,7 @@ def test_a_damaged_shard(
         talk = Conversation(engine)
         return "".join(talk.ask(PROMPT, SamplingOptions(temperature=0), Limits()))
 
-    with Engine(manifest, folder, config, settings) as engine:
+    with Engine.open(manifest, folder, config, settings) as engine:
         right = ask(engine)
         for path in rng.sample(sorted(whole), len(whole) if FULL else 12):
             damage(path, rng)
@@ -82,7 +82,7 @@ def test_a_damaged_shard(
                 if loaded:
                     said = ask(engine)
                 else:
-                    with Engine(manifest, folder, config, settings) as other:
+                    with Engine.open(manifest, folder, config, settings) as other:
                         said = ask(other)
             except ExpertReadError as error:
                 named = [error.shard]

@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from moeinf.cli.chat.signals import Stopped, interruptible, stoppable
+from moeinf.models.base import Phase
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
@@ -22,6 +24,7 @@ from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import FULL, Tally
+from tests.watched import Watched
 
 PROMPT = "sort owl, fig, zebra, ant"
 GREEDY = SamplingOptions(temperature=0)
@@ -59,40 +62,40 @@ def test_a_signal_at_every_token(
     """It is sent while the token that follows is on its way."""
     engine = open_engine(memory="10%")
     right = "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits()))
-    steps = engine.store.begin_pass
     at = passed = last = 0
 
-    def begin_pass(*arguments: object) -> None:
-        nonlocal passed
-        passed += 1
-        if passed == at:
-            os.kill(os.getpid(), kind)
-        steps(*arguments)  # type: ignore[arg-type]
+    class Killing(Watched):
+        def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+            nonlocal passed
+            passed += 1
+            if passed == at:
+                os.kill(os.getpid(), kind)
+            super().begin_pass(rows, phase)
 
-    engine.store.begin_pass = begin_pass  # type: ignore[method-assign]
     before = held()
-    for at in range(1, 30):
-        talk, passed, said = Conversation(engine), 0, ""
-        try:
-            with stoppable(), interruptible() as pressed:
-                answer = talk.ask(PROMPT, GREEDY, Limits(), pressed)
-                for piece in answer:
-                    said += piece
-        except Stopped:
-            tally("ended by SIGTERM")
-        assert engine.store.idle
-        assert right.startswith(said)
-        if passed < at:
-            assert said == right
-            last, at = at, 0
-            break
-        assert (answer.finish_reason, len(answer.tokens)) == ("interrupted", at - 1)
-        if kind == signal.SIGINT:
-            tally("ended by SIGINT")
-        passed = at  # no more signals
-        assert "".join(talk.ask(PROMPT, GREEDY, Limits()))  # the same conversation goes on
-    else:
-        raise AssertionError("the answer has no end")
+    with engine.routed_through(Killing):
+        for at in range(1, 30):
+            talk, passed, said = Conversation(engine), 0, ""
+            try:
+                with stoppable(), interruptible() as pressed:
+                    answer = talk.ask(PROMPT, GREEDY, Limits(), pressed)
+                    for piece in answer:
+                        said += piece
+            except Stopped:
+                tally("ended by SIGTERM")
+            assert engine.store.idle
+            assert right.startswith(said)
+            if passed < at:
+                assert said == right
+                last, at = at, 0
+                break
+            assert (answer.finish_reason, len(answer.tokens)) == ("interrupted", at - 1)
+            if kind == signal.SIGINT:
+                tally("ended by SIGINT")
+            passed = at  # no more signals
+            assert "".join(talk.ask(PROMPT, GREEDY, Limits()))  # the same conversation goes on
+        else:
+            raise AssertionError("the answer has no end")
     assert last > 15
     assert "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits())) == right
     until = time.monotonic() + 10

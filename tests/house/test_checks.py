@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,17 @@ def test_one_importer_of_the_copy_queue() -> None:
         if "CopyQueue" in path.read_text()
     ]
     assert importers == ["offload/store/transfer.py"]
+
+
+def test_one_way_to_an_engine() -> None:
+    """Engines are made by Engine.open, and nothing outside sets their parts."""
+    made = re.compile(r"\bEngine\(|\bengine\.(?!info = replace)\w+ = |delattr\(")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in (*FLOORS, "benchmarks", "scripts", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if made.search(line)
+    ]
+    assert wrong == []

@@ -80,7 +80,9 @@ def installed(name: str, tag: str, place: Path) -> Installed:
     settings = Settings(place / "home")
     manifest = pull(checkpoint, settings, f"tiny:{tag}")
     config = EngineConfig(memory=parse_memory("100%"), context=context_of(manifest))
-    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+    with Engine.open(
+        manifest, Library(settings).folder(manifest.model), config, settings
+    ) as engine:
         return Installed(manifest, settings, answered(engine))
 
 
@@ -92,7 +94,7 @@ def answered(engine: Engine, forced: list[int] | None = None) -> Answer:
     """To a prompt of more than 16 rows for some experts, of more than one chunk where the context
     has room: its own most likely tokens, or those that are given."""
     state = engine.new_state()
-    prompt = [5 + 7 * i % 89 for i in range(context_of(engine.manifest) - 2 * STEPS)]
+    prompt = [5 + 7 * i % 89 for i in range(context_of(engine.info.manifest) - 2 * STEPS)]
     request = engine.begin_request(state)
     logits, tokens = [engine.extend(state, prompt).copy()], list[int]()
     for step in range(STEPS):
@@ -115,7 +117,7 @@ def opened(model: Installed, slots: int, miss: Miss, library: str | None) -> Eng
         memory=parse_memory("100%"), context=context, device="cuda", miss=miss, libcuda=library,
         device_memory=parse_memory(str(budget)),
     )  # fmt: skip
-    return Engine(manifest, model.folder, config, model.settings)
+    return Engine.open(manifest, model.folder, config, model.settings)
 
 
 def check(model: Installed, library: str | None, graphs_pay: bool) -> None:
@@ -140,7 +142,7 @@ def check(model: Installed, library: str | None, graphs_pay: bool) -> None:
 
 
 def check_place(engine: Engine, slots: int) -> None:
-    placed = engine.placement.on_device
+    placed = engine.info.placement.on_device
     assert placed is not None
     assert placed.inside
     assert placed.slots == slots

@@ -39,7 +39,7 @@ def test_the_cpus_tokens_with_dense_weights_in_ram(tag: str, tmp_path: Path) -> 
     settings = Settings(tmp_path)
     manifest = pull(DEMO_CHECKPOINT, settings, f"demo:{tag}")
     folder = Library(settings).folder(manifest.model)
-    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
         expected = [tokens(engine, prompt) for prompt in PROMPTS]
     gpu = find_gpu()
     assert isinstance(gpu, Gpu)
@@ -51,8 +51,8 @@ def test_the_cpus_tokens_with_dense_weights_in_ram(tag: str, tmp_path: Path) -> 
             memory=parse_memory("30%"), device="cuda", miss=miss,
             device_memory=parse_memory(str(budget)),
         )  # fmt: skip
-        with Engine(manifest, folder, config, settings) as engine:
-            placed = engine.placement.on_device
+        with Engine.open(manifest, folder, config, settings) as engine:
+            placed = engine.info.placement.on_device
             assert placed is not None
             assert (placed.inside, placed.slots) == (False, slots)
             assert [tokens(engine, prompt) for prompt in PROMPTS] == expected

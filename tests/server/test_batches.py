@@ -76,7 +76,9 @@ def test_together_as_alone(
 
     monkeypatch.setattr(Engine, "step", counted)
     config = EngineConfig(memory=parse_memory("100%"), trace=False, parallel=3)
-    worker = Worker(lambda: Engine(manifest, folder, config, settings), parallel=3, max_queue=9)
+    worker = Worker(
+        lambda: Engine.open(manifest, folder, config, settings), parallel=3, max_queue=9
+    )
     try:
         alone = [answers(worker, [prompt])[0] for prompt in PROMPTS]
         assert set(rows) == {1}

@@ -87,7 +87,7 @@ def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_hom
         assert host.loaded() == [loaded]
         engine = loaded.worker.engine
         assert engine is not None
-        plan, about = engine.placement, _living(loaded)
+        plan, about = engine.info.placement, _living(loaded)
         assert plan.on_device is not None
         assert about["size_vram"] == plan.on_device.peak_bytes > 0
         assert about["size"] == plan.peak_bytes + about["size_vram"]

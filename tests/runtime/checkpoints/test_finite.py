@@ -181,7 +181,7 @@ def broken(tmp_path: Path) -> Iterator[Engine]:
     added(tmp_path / "spoilt", "x:q8", allow_nan=True)
     settings = Settings(tmp_path / "home")
     manifest, folder = Library(settings).read("x:q8")
-    with Engine(manifest, folder, EngineConfig(trace=False), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(trace=False), settings) as engine:
         yield engine
 
 

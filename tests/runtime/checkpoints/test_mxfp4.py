@@ -23,7 +23,7 @@ from moeinf.runtime.names import parse_name
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
-from tests.conftest import ignore, pull
+from tests.conftest import endless, ignore, pull
 from tests.scattered import OneByOne, split_scales
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import D, E, F, save_mxfp4
@@ -39,7 +39,7 @@ def model_and_checkpoint(tmp_path_factory):
 
 
 def tokens_of(engine, prompt, count):
-    engine.ends = frozenset()
+    endless(engine)
     sampler = Sampler(SamplingOptions(temperature=0), SamplingOptions())
     answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(count))
     list(answer)
@@ -55,7 +55,9 @@ def test_widened_it_is_transformers_token_for_token(model_and_checkpoint, tmp_pa
         torch.tensor([prompt]), do_sample=False, max_new_tokens=25, eos_token_id=None
     )[0, len(prompt) :].tolist()
     config = EngineConfig(memory=parse_memory("100%"))
-    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+    with Engine.open(
+        manifest, Library(settings).folder(manifest.model), config, settings
+    ) as engine:
         assert tokens_of(engine, prompt, 25) == expected
 
 
@@ -71,7 +73,9 @@ def test_kept_as_it_is(model_and_checkpoint, tmp_path):
     found = []
     for memory in ("100%", str(manifest.slots.min_bytes)):
         config = EngineConfig(memory=parse_memory(memory), threads=1)
-        with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+        with Engine.open(
+            manifest, Library(settings).folder(manifest.model), config, settings
+        ) as engine:
             state = engine.new_state()
             parts = [engine.model.extend([(ids[:18], state)], engine.store, "all")]
             parts += [engine.model.extend([([token], state)], engine.store) for token in ids[18:]]
@@ -92,7 +96,9 @@ def test_routed_experts_are_near_float64_on_the_widened_weights(model_and_checkp
     ids = torch.stack([torch.randperm(E, generator=draw)[:3] for _ in x])
     weights = torch.rand(19, 3, generator=draw)
     config = EngineConfig(memory=parse_memory("100%"), threads=1)
-    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+    with Engine.open(
+        manifest, Library(settings).folder(manifest.model), config, settings
+    ) as engine:
         engine.store.begin_pass(torch.zeros(19, dtype=torch.int64), "prefill")
         found = engine.store.submit(0, x, ids, weights).result()
         engine.store.end_pass()

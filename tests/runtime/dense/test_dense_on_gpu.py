@@ -30,7 +30,7 @@ from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from tests.conftest import pull
+from tests.conftest import endless, pull
 from tests.native.fake_cuda import Fake
 from tests.runtime import on_a_gpu
 from tests.runtime.engine.test_families import CONFIGS, GREEDY, pulled
@@ -57,10 +57,10 @@ def config_of(
 
 
 def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    plan = engine.placement.on_device
+    plan = engine.info.placement.on_device
     assert plan is not None
     assert plan.inside
-    engine.ends = frozenset()
+    endless(engine)
     sampler = Sampler(GREEDY, SamplingOptions())
     generation = Generation(engine, engine.new_state(), prompt, sampler, Limits(count))
     list(generation)
@@ -77,7 +77,7 @@ def test_float32_equals_transformers_token_for_token(
     folder, sizes = Library(settings).folder(manifest.model), manifest.slots
     for size, miss in zip((sizes.max_bytes, 0, sizes.max_bytes // 2), MISSES, strict=True):
         config = config_of(fake, manifest, None, str(max(size, sizes.min_bytes)), miss)
-        with Engine(manifest, folder, config, settings) as engine:
+        with Engine.open(manifest, folder, config, settings) as engine:
             assert greedy(engine, prompt, 8) == expected
 
 
@@ -104,7 +104,7 @@ def test_encoder_decoders(
     folder = Library(settings).folder(manifest.model)
 
     def answer(config: EngineConfig) -> list[int]:
-        with Engine(manifest, folder, config, settings) as engine:
+        with Engine.open(manifest, folder, config, settings) as engine:
             assert isinstance(engine.model, EncoderDecoder)
             state, tokens = engine.new_state(), [engine.model.start_token]
             engine.encode(state, list(b"seventeen and twenty-five"))
@@ -134,9 +134,9 @@ def test_residency_chooses_nothing(
         (None, "100%", "fetch"), (4, "30%", "fetch"), (30, "30%", "compute"), (60, "10%", "auto"),
     ):  # fmt: skip
         config = config_of(fake, manifest, slots, memory, miss, 64)
-        with Engine(manifest, folder, config, settings) as engine:
+        with Engine.open(manifest, folder, config, settings) as engine:
             found.append(greedy(engine, prompt, 12))
-            plan = engine.placement.on_device
+            plan = engine.info.placement.on_device
             assert plan is not None
             assert slots is None or plan.slots == slots
             assert plan.arena_bytes == fake.count("allocated")
@@ -164,7 +164,9 @@ def test_no_memory_between_experts(
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
-    with Engine(manifest, folder, config_of(fake, manifest, 9, context=64), settings) as engine:
+    with Engine.open(
+        manifest, folder, config_of(fake, manifest, 9, context=64), settings
+    ) as engine:
         first = greedy(engine, list(b"17+25="), 6)
         device = devices[-1]
         device.scarce = 1
@@ -193,10 +195,10 @@ def test_too_little_for_dense_weights_keeps_them_in_ram(
     less = replace(fits, device_memory=parse_memory(str(fits.device_memory.of(0) - 1)))
     plans = []
     for config in (fits, less):
-        with Engine(manifest, folder, config, settings) as engine:
-            plans.append(engine.placement)
-            assert engine.take_notes() == list(engine.placement.fallbacks)
-            assert not set(engine.choices) & set(engine.placement.fallbacks)
+        with Engine.open(manifest, folder, config, settings) as engine:
+            plans.append(engine.info.placement)
+            assert engine.take_notes() == list(engine.info.placement.fallbacks)
+            assert not set(engine.info.choices) & set(engine.info.placement.fallbacks)
     inside, outside = (plan.on_device for plan in plans)
     assert inside is not None
     assert outside is not None
@@ -222,7 +224,7 @@ def demo(
     monkeypatch.setattr(Throttle, "open", True)
     config = config_of(fake, manifest, memory=request.param)
     strict: Strict = request.getfixturevalue("strict")
-    with Engine(manifest, folder, config, settings) as engine:
+    with Engine.open(manifest, folder, config, settings) as engine:
         yield engine, strict
 
 
@@ -246,14 +248,14 @@ def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
     use_everybody(engine)
     engine.extend(state, list(range(5, 25)))
     events, tokens = 0, 0
-    while engine.store.device_resident < engine.manifest.slots.experts or tokens < 6:
+    while engine.store.device_resident < engine.info.experts or tokens < 6:
         before, events = strict.waits.copy(), engine.store.stats.decode_events
         engine.extend(state, [7])
-        tokens = tokens + 1 if engine.store.device_resident == engine.manifest.slots.experts else 0
+        tokens = tokens + 1 if engine.store.device_resident == engine.info.experts else 0
     assert strict.waits - before == {"cpu": 1, "copy_": 1, "numpy": 1}  # counts, logits, the trace
-    layer = engine.manifest.top_k * engine.manifest.layers
+    layer = engine.info.manifest.top_k * engine.info.manifest.layers
     assert engine.store.stats.decode_events - events == layer
-    assert engine.store.stats.bus_bytes == engine.manifest.slots.max_bytes
+    assert engine.store.stats.bus_bytes == engine.info.manifest.slots.max_bytes
     engine.end_request(request, counts=True)
 
 
@@ -270,7 +272,7 @@ def test_the_cpu_does_not_wait_for_what_the_device_computes(
     request.getfixturevalue("strict")
     monkeypatch.setattr(Throttle, "open", True)
     config = replace(config_of(fake, manifest, 40, "30%", miss, 64), policy=policy)
-    with Engine(manifest, folder, config, settings) as engine:
+    with Engine.open(manifest, folder, config, settings) as engine:
         device, store, seen = devices[-1], engine.store, ""
         launch, download, submit = device.launch, device.download, store.submit
 
@@ -303,7 +305,9 @@ def test_what_torch_says_of_a_failed_device_is_a_device_error(
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
     illegal = "CUDA error: an illegal memory access was encountered"
-    with Engine(manifest, folder, config_of(fake, manifest, 9, context=64), settings) as engine:
+    with Engine.open(
+        manifest, folder, config_of(fake, manifest, 9, context=64), settings
+    ) as engine:
         first = greedy(engine, list(b"17+25="), 6)
         for fault in (
             torch.AcceleratorError(illegal + "\nFor debugging consider CUDA_LAUNCH_BLOCKING"),
@@ -344,7 +348,9 @@ def test_no_memory_beside_torchs_is_one_of_memory(
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
-    with Engine(manifest, folder, config_of(fake, manifest, 9, context=64), settings) as engine:
+    with Engine.open(
+        manifest, folder, config_of(fake, manifest, 9, context=64), settings
+    ) as engine:
         first = greedy(engine, list(b"17+25="), 6)
         devices[-1].faults.append(RuntimeError(words))
         assert greedy(engine, list(b"17+25="), 6) == first

@@ -47,7 +47,7 @@ def open_engine(
     def open_one(*, graphed: bool = True, **given: Any) -> Engine:
         if "slots" in given:
             given = {"memory": "30%", "context": 64, **given}
-        engine = Engine(manifest, folder, config_of(fake, manifest, **given), settings)
+        engine = Engine.open(manifest, folder, config_of(fake, manifest, **given), settings)
         engines.append(engine)
         if not graphed:
             devices[-1].writing.failing = RuntimeError("a test's: nothing is written down")
@@ -96,7 +96,7 @@ def test_the_tokens_are_those_without(
     assert devices[-1].writing.played == 0
     engine = open_engine(**given)
     assert texts(engine) == expected
-    writing, layers = devices[-1].writing, engine.manifest.layers
+    writing, layers = devices[-1].writing, engine.info.manifest.layers
     assert writing.written >= 3 * (layers + 1)
     assert writing.played >= 3 * 10 * (layers + 1)
     assert engine.store.stats.decode_events == stats.decode_events  # all are routed, and once
@@ -151,16 +151,16 @@ def test_once_all_are_there_results_are_graphs_until_slots_are_given_up(
     open_engine: Open, devices: list[StrictFake]
 ) -> None:
     engine = open_engine(context=64)
-    device, store, layers = devices[-1], engine.store, engine.manifest.layers
+    device, store, layers = devices[-1], engine.store, engine.info.manifest.layers
     expected = texts(engine, 14)
-    assert store.device_resident == engine.manifest.slots.experts
+    assert store.device_resident == engine.info.experts
     state = engine.new_state()
     decoded(engine, state, PROMPTS[0], 6)
     before = device.writing.played
     decoded(engine, state, b"+", 2)
     assert device.writing.played - before == 3 * (2 * layers + 1)
     assert store.shrink()
-    assert store.device_slots < engine.manifest.slots.experts
+    assert store.device_slots < engine.info.experts
     before = device.writing.played
     decoded(engine, state, b"+", 2)
     assert device.writing.played - before == 3 * (layers + 1)
@@ -179,7 +179,7 @@ def test_what_is_slower_is_not_used(
         "no CUDA graphs: the dense part of a token takes 1.50 ms so, 1.00 without"
     ]
     played = devices[0].writing.played
-    assert played == graphed_step._ROUNDS * (engine.manifest.layers + 1)
+    assert played == graphed_step._ROUNDS * (engine.info.manifest.layers + 1)
 
 
 def test_what_does_not_repeat_itself_is_not_used(

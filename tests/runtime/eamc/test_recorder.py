@@ -111,7 +111,7 @@ def traced(demo_home: Path, tmp_path: Path, open_engine: Open) -> Engine:
     (tmp_path / "models").symlink_to(demo_home / "models")
     settings = Settings(tmp_path)
     manifest, folder = Library(settings).read("demo")
-    return Engine(manifest, folder, EngineConfig(memory=parse_memory("30%")), settings)
+    return Engine.open(manifest, folder, EngineConfig(memory=parse_memory("30%")), settings)
 
 
 def test_every_answer_becomes_an_entry_that_adds_up(traced: Engine) -> None:
@@ -121,7 +121,7 @@ def test_every_answer_becomes_an_entry_that_adds_up(traced: Engine) -> None:
         first = ask(engine, "sort owl, fig, ant", conversation)
         cached = conversation.cached_tokens
         second = ask(engine, "reverse planet", conversation)
-        one, two = engine.eamc.load().entries()
+        one, two = engine.tracing.eamc.load().entries()
         assert (one.prefill.sum(1) == 4 * len(conversation.prompt(conversation.messages[:1]))).all()
         assert (one.decode.sum(1) == 4 * (len(first) - 1)).all()
         assert (two.decode.sum(1) == 4 * (len(second) - 1)).all()
@@ -132,18 +132,17 @@ def test_every_answer_becomes_an_entry_that_adds_up(traced: Engine) -> None:
 
 def test_tracing_and_hints_change_no_token(traced: Engine, open_engine: Open) -> None:
     plain = open_engine(memory="30%")
-    plain.experts = plain.store
     prompts = ("17+25=", "close ([{<", "4091 in words")
-    expected = [ask(plain, prompt) for prompt in prompts]
+    with plain.routed_through(lambda _: plain.store):
+        expected = [ask(plain, prompt) for prompt in prompts]
     with traced as engine:
-        assert engine.recorder is not None
-        recording = engine.recorder.record("x")
+        recording = engine.record("x")
         assert [ask(engine, prompt) for prompt in prompts] == expected
         assert len(recording.requests) == 3
         phases = Counter(done.phase for done in recording.passes)
         assert phases == {"prefill": 3, "decode": sum(len(tokens) - 1 for tokens in expected)}
         eams = list(recording.request_eams().values())
-        for kept, entry in zip(eams, engine.eamc.load().entries(), strict=True):
+        for kept, entry in zip(eams, engine.tracing.eamc.load().entries(), strict=True):
             assert (kept.prefill == entry.prefill).all()
             assert (kept.decode == entry.decode).all()
         hit = total = 0
@@ -162,7 +161,7 @@ def test_no_trace_leaves_nothing(tmp_path: Path, demo_home: Path) -> None:
     (tmp_path / "models").symlink_to(demo_home / "models")
     settings = Settings(tmp_path)
     manifest, folder = Library(settings).read("demo")
-    with Engine(manifest, folder, EngineConfig(trace=False), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(trace=False), settings) as engine:
         ask(engine, "17+25=")
     assert not (tmp_path / "state").exists()
 
@@ -170,10 +169,10 @@ def test_no_trace_leaves_nothing(tmp_path: Path, demo_home: Path) -> None:
 def test_an_answer_that_was_stopped_in_its_prefill_is_no_entry(traced: Engine) -> None:
     with traced as engine:
         list(Conversation(engine).ask("17+25=", GREEDY, Limits(), lambda: True))
-        assert len(engine.eamc.load()) == 0
+        assert len(engine.tracing.eamc.load()) == 0
         stops = iter([False] * 18 + [True] * 9)  # 6 layers of prefill, two tokens, and stop
         list(Conversation(engine).ask("4091 in words", GREEDY, Limits(), lambda: next(stops)))
-        (entry,) = engine.eamc.load().entries()
+        (entry,) = engine.tracing.eamc.load().entries()
         assert entry.decode.sum() == 2 * 6 * 4
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
+from moeinf.models.base import Pending
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
@@ -23,6 +25,7 @@ from moeinf.runtime.placement.plan import BadContext, place
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
+from tests.watched import Watched
 
 GREEDY = SamplingOptions(temperature=0)
 SAMPLED = SamplingOptions(temperature=1.5, seed=11)
@@ -49,11 +52,11 @@ def test_the_demo_answers(open_engine: Open) -> None:
 @pytest.mark.parametrize("model", ["demo", "demo:f32"])
 def test_memory_never_changes_the_tokens(model: str, open_engine: Open) -> None:
     full = open_engine(model)
-    least = full.placement.min_memory_bytes
-    assert least <= 4 * full.manifest.top_k * full.placement.slot_bytes
+    least = full.info.placement.min_memory_bytes
+    assert least <= 4 * full.info.manifest.top_k * full.info.slot_bytes
     third, smallest = open_engine(model, memory="30%"), open_engine(model, memory=str(least))
-    assert full.placement.slots == 192
-    assert (third.placement.slots, smallest.placement.slots) == (57, 8)
+    assert full.info.slots == 192
+    assert (third.info.slots, smallest.info.slots) == (57, 8)
     for prompt in PROMPTS:
         for options in (GREEDY, SAMPLED):
             expected = tokens(full, prompt, options)
@@ -71,15 +74,15 @@ def test_a_prompt_that_needs_more_experts_than_slots(open_engine: Open) -> None:
     full, small = open_engine(), open_engine(memory="393216")
     ids = [16 + i for i in range(200)]
     distinct: list[int] = []
-    submit = small.store.submit
 
-    def counting(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> object:
-        distinct.append(len(ids.unique()))
-        return submit(layer, x, ids, weights)
+    class Counting(Watched):
+        def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+            distinct.append(len(ids.unique()))
+            return super().submit(layer, x, ids, weights)
 
-    small.store.submit = counting  # type: ignore[method-assign, assignment]
-    logits = small.extend(small.new_state(), ids)
-    assert small.placement.slots == 8 < max(distinct)
+    with small.routed_through(Counting):
+        logits = small.extend(small.new_state(), ids)
+    assert small.info.slots == 8 < max(distinct)
     assert (logits == full.extend(full.new_state(), ids)).all()
     assert small.store.idle
 
@@ -91,7 +94,7 @@ def test_too_little_memory_names_the_least(open_engine: Open) -> None:
 
 
 def test_contexts(open_engine: Open) -> None:
-    assert open_engine().placement.context == 512
+    assert open_engine().info.context == 512
     assert open_engine(context=64).new_state().capacity == 64
     with pytest.raises(BadContext, match="context of 512 tokens, not 513"):
         open_engine(context=513)
@@ -132,7 +135,7 @@ def own_home(tmp_path: Path, demo_home: Path) -> Path:
 
 def open_in(home: Path) -> Engine:
     manifest, folder = Library(Settings(home)).read("demo")
-    return Engine(manifest, folder, EngineConfig(memory=parse_memory("30%")), Settings(home))
+    return Engine.open(manifest, folder, EngineConfig(memory=parse_memory("30%")), Settings(home))
 
 
 def flip(path: Path, place: int) -> None:
@@ -229,9 +232,9 @@ def test_greedy_equals_transformers_token_for_token(open_engine: Open) -> None:
 
 def test_slow_kernels_are_said(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine("demo") as engine:
-        assert any(note.startswith("kernels: ") for note in engine.choices)
-    monkeypatch.setattr("moeinf.runtime.engine.engine.kernels_are_fast", lambda: False)
+        assert any(note.startswith("kernels: ") for note in engine.info.choices)
+    monkeypatch.setattr("moeinf.runtime.opening.kernels_are_fast", lambda: False)
     with open_engine("demo") as engine:
-        assert any("no AVX2" in note for note in engine.choices)
+        assert any("no AVX2" in note for note in engine.info.choices)
     with open_engine("demo:f32") as engine:
-        assert not any(note.startswith("kernels: ") for note in engine.choices)
+        assert not any(note.startswith("kernels: ") for note in engine.info.choices)

@@ -15,7 +15,7 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
-from tests.conftest import pull
+from tests.conftest import endless, pull
 from tests.tiny import save_tiny, tiny_reference
 
 CONFIGS = ["mixtral", "mixtral-window", "deepseek-lite", "deepseek-groups", "olmoe-yarn"]
@@ -47,9 +47,9 @@ def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) 
     for memory in ("100%", str(manifest.slots.min_bytes)):
         config = EngineConfig(memory=parse_memory(memory))
         folder = Library(settings).folder(manifest.model)
-        with Engine(manifest, folder, config, settings) as engine:
-            assert engine.placement.kv_bytes == manifest.kv_bytes(engine.placement.context) > 0
-            engine.ends = frozenset()
+        with Engine.open(manifest, folder, config, settings) as engine:
+            assert engine.info.placement.kv_bytes == manifest.kv_bytes(engine.info.context) > 0
+            endless(engine)
             sampler = Sampler(GREEDY, SamplingOptions())
             answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(30))
             list(answer)

@@ -66,8 +66,8 @@ def opened(
         given: dict[str, Any] = {"device": "cuda", "miss": "fetch", "libcuda": fake.path}
         memory = parse_memory("30%"), parse_memory(str(budget))
         config = EngineConfig(memory=memory[0], device_memory=memory[1], **given)
-        engines.append(Engine(manifest, folder, config, settings))
-        assert engines[-1].take_notes() == list(engines[-1].placement.fallbacks)
+        engines.append(Engine.open(manifest, folder, config, settings))
+        assert engines[-1].take_notes() == list(engines[-1].info.placement.fallbacks)
         return engines[-1], budget
 
     yield open_one
@@ -76,7 +76,7 @@ def opened(
 
 
 def slots_of(engine: Engine) -> int:
-    plan = engine.placement.on_device
+    plan = engine.info.placement.on_device
     assert plan is not None
     return plan.slots
 
@@ -101,7 +101,7 @@ def test_without_nvml_nothing_is_known(there: Callable[[str], gpus.Gpu]) -> None
 def test_plans_count_what_cuda_takes(nvml: str, opened: Opened, fake: Fake) -> None:
     engine, budget = opened(nvml, 40)
     assert slots_of(engine) == 40
-    (words,) = [line for line in engine.choices if line.startswith("device memory ")]
+    (words,) = [line for line in engine.info.choices if line.startswith("device memory ")]
     if nvml == "seed=1":
         assert words.endswith("512 MiB for CUDA itself (assumed)")
     else:

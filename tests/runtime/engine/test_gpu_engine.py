@@ -61,7 +61,7 @@ def open_gpu_engine(
             memory=parse_memory(memory), policy=policy, device="cuda", device_memory=budget,
             miss=miss, libcuda=fake.path,
         )  # fmt: skip
-        engines.append(Engine(manifest, folder, config, settings))
+        engines.append(Engine.open(manifest, folder, config, settings))
         return engines[-1]
 
     yield open_one
@@ -100,54 +100,54 @@ def test_shared_steps_agree(
 
 
 def of_the_demo(engine: Engine) -> str:
-    return f"BF16, {SLOT} bytes, {engine.placement.threads} threads"
+    return f"BF16, {SLOT} bytes, {engine.info.threads} threads"
 
 
 def test_bandwidths_are_measured_once(open_gpu_engine: Open) -> None:
     engine = open_gpu_engine(8, "auto")
-    (line,) = [line for line in engine.choices if line.startswith("misses:")]
+    (line,) = [line for line in engine.info.choices if line.startswith("misses:")]
     assert "so many are fetched, the others computed by the CPU" in line
-    home = Settings(engine.folder.parents[2])
+    home = Settings(engine.info.folder.parents[2])
     speeds = remembered_contended(home, "Fake GPU", of_the_demo(engine))
     assert speeds is not None
     assert 0 < speeds.fetched_share < 1
     again = open_gpu_engine(8, "auto")
-    assert line in again.choices  # the same figures
+    assert line in again.info.choices  # the same figures
 
 
 def test_device_memory_is_a_promise(fake: Fake, open_gpu_engine: Open) -> None:
     for slots in (4, 5, 1466):
         engine = open_gpu_engine(slots, extra=SLOT - 1)
-        plan = engine.placement.on_device
+        plan = engine.info.placement.on_device
         assert plan is not None
         assert plan.inside == (slots == 1466)  # dense weights and KV cache have room then
         assert plan.inside or plan.slots == slots
         assert plan.arena_bytes == fake.count("allocated")
         assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + SLOT
-        assert any(f"{plan.slots} experts, workspace" in line for line in engine.choices)
+        assert any(f"{plan.slots} experts, workspace" in line for line in engine.info.choices)
         engine.close()
 
 
 def test_what_others_hold_is_not_promised(fake: Fake, open_gpu_engine: Open) -> None:
     """100 slots were asked for; the device has room for 50."""
-    manifest = open_gpu_engine(4).manifest
+    manifest = open_gpu_engine(4).info.manifest
     free = workspace_bytes(manifest) + 50 * SLOT + SLOT // 2
     others = 2_000_000_000 - free - (8 << 20) - fake.count("allocated")
     fake.configure(f"others={others}")
-    plan = open_gpu_engine(100).placement.on_device
+    plan = open_gpu_engine(100).info.placement.on_device
     assert plan is not None
     assert plan.slots == 50
 
 
 def test_a_budget_is_no_more_than_there_is(fake: Fake, open_gpu_engine: Open) -> None:
     """What is asked for beyond what is free is no room for anything."""
-    total = CONTEXT_BYTES + workspace_bytes(open_gpu_engine(4).manifest) + 50 * SLOT
+    total = CONTEXT_BYTES + workspace_bytes(open_gpu_engine(4).info.manifest) + 50 * SLOT
     fake.configure(f"memory={total}")
     engine = open_gpu_engine(100_000)
-    plan = engine.placement.on_device
+    plan = engine.info.placement.on_device
     assert plan is not None
     assert plan.peak_bytes <= plan.budget_bytes <= total
-    assert any("what Fake GPU has free, of 5." in line for line in engine.choices)
+    assert any("what Fake GPU has free, of 5." in line for line in engine.info.choices)
 
 
 def test_no_memory_for_the_arena_is_said_in_words(fake: Fake, open_gpu_engine: Open) -> None:
@@ -251,8 +251,8 @@ def test_no_gpu_no_torch_for_it_and_no_such_budget(
     manifest, folder = Library(Settings(demo_home)).read("demo")
     nowhere = EngineConfig(device="cuda", libcuda="/nowhere/libcuda.so.1")
     with pytest.raises(DeviceUnavailable, match=r"/nowhere/libcuda\.so\.1"):
-        Engine(manifest, folder, nowhere, Settings(demo_home))
+        Engine.open(manifest, folder, nowhere, Settings(demo_home))
     share = EngineConfig(device="cpu", device_memory=MemorySize(share=0.5))
     with pytest.raises(DeviceUnavailable, match="there is no device whose memory"):
-        Engine(manifest, folder, share, Settings(demo_home))
+        Engine.open(manifest, folder, share, Settings(demo_home))
     assert torch.get_num_threads() > 0

@@ -184,7 +184,7 @@ def test_the_cpus_logits(
     def logits(device: StrictFake) -> list[NDArray[np.float32]]:
         devices.append(device)
         config = EngineConfig(device="cuda", miss="fetch", libcuda=fake.path, trace=False)
-        with Strict(), Engine(manifest, folder, config, settings) as engine:
+        with Strict(), Engine.open(manifest, folder, config, settings) as engine:
             state = engine.new_state()
             found = [engine.extend(state, [1, 2, 3, 4, 5])]
             while engine.store.device_resident < manifest.slots.experts or len(found) < 4:

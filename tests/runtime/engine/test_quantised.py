@@ -66,9 +66,9 @@ def answers(engine: Engine) -> torch.Tensor:
 
 @pytest.mark.parametrize(("tag", "least"), [("q8", 0.99), ("q4", 0.95)])
 def test_top1_agreement_with_bf16(demos, settings, tag, least):
-    with Engine(*demos["bf16"], ALL, settings) as engine:
+    with Engine.open(*demos["bf16"], ALL, settings) as engine:
         wanted = answers(engine)
-    with Engine(*demos[tag], ALL, settings) as engine:
+    with Engine.open(*demos[tag], ALL, settings) as engine:
         found = answers(engine)
     assert len(wanted) > 300
     assert (found == wanted).double().mean() >= least
@@ -78,7 +78,7 @@ def test_residency_never_chooses_the_result(demos, settings):
     texts = []
     for memory in ("100%", "30%"):
         config = EngineConfig(memory=parse_memory(memory), threads=1)
-        with Engine(*demos["q4"], config, settings) as engine:
+        with Engine.open(*demos["q4"], config, settings) as engine:
             texts.append(answers(engine))
     assert torch.equal(*texts)
 
@@ -118,8 +118,8 @@ def test_a_layout_of_another_version_is_named(demos, tmp_path):
 def test_evaluation_against_itself_and_of_nothing(demos, settings):
     text = "".join(prompt + answer for prompt, answer in exercises()[:8])
     with (
-        Engine(*demos["q8"], ALL, settings) as engine,
-        Engine(*demos["bf16"], ALL, settings) as other,
+        Engine.open(*demos["q8"], ALL, settings) as engine,
+        Engine.open(*demos["bf16"], ALL, settings) as other,
     ):
         itself = evaluate(engine, engine, text)
         assert (itself.kl_divergence, itself.top1_agreement) == (0.0, 1.0)

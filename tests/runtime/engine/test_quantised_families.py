@@ -213,7 +213,9 @@ def test_near_the_reference(name: str, tag: str, tmp_path: Path) -> None:
     ids = [(11 * i + 5) % vocab for i in range(PROMPT + STEPS)]
     wanted = logits(plain, widened_experts, ids, plain.new_state(len(ids)))
     config = EngineConfig(memory=parse_memory(str(manifest.slots.min_bytes)), threads=1)
-    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+    with Engine.open(
+        manifest, Library(settings).folder(manifest.model), config, settings
+    ) as engine:
         forced = Routed(engine.store, widened_experts.routes)
         found = logits(engine.model, forced, ids, engine.new_state())
     error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # [tokens]

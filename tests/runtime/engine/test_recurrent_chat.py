@@ -16,7 +16,7 @@ from moeinf.runtime.placement.plan import place
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
-from tests.conftest import pull
+from tests.conftest import endless, pull
 from tests.tiny import save_tiny
 
 GREEDY = SamplingOptions(temperature=0)
@@ -38,8 +38,8 @@ def test_another_end_starts_from_the_last_mark(model: tuple[Manifest, Path, Sett
     manifest, folder, settings = model
     texts = [QUESTION, QUESTION + "-AND-MORE", QUESTION, QUESTION[:70] + "!"]
     answers, prefilled = [], []
-    with Engine(manifest, folder, EngineConfig(context=300), settings) as engine:
-        engine.ends = frozenset()
+    with Engine.open(manifest, folder, EngineConfig(context=300), settings) as engine:
+        endless(engine)
         one = Conversation(engine)
         for text in texts:
             answer = one.complete(text, GREEDY, Limits(20))
@@ -60,8 +60,8 @@ def test_residency_changes_nothing(model: tuple[Manifest, Path, Settings]) -> No
     answers = []
     for memory in ("100%", str(manifest.slots.min_bytes)):
         config = EngineConfig(memory=parse_memory(memory), context=200)
-        with Engine(manifest, folder, config, settings) as engine:
-            engine.ends = frozenset()
+        with Engine.open(manifest, folder, config, settings) as engine:
+            endless(engine)
             answer = Conversation(engine).complete(QUESTION, GREEDY, Limits(24))
             list(answer)
             answers.append(answer.tokens)

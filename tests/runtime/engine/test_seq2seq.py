@@ -21,7 +21,7 @@ from moeinf.runtime.names import parse_name
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
-from tests.conftest import pull
+from tests.conftest import endless, pull
 from tests.encoder_decoders import pair_reference, save_pair
 
 GREEDY = SamplingOptions(temperature=0)
@@ -48,7 +48,9 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, dict[str
 
 def answer_of(settings: Settings, manifest: Manifest, memory: str, text: str = TEXT) -> list[int]:
     config = EngineConfig(memory=parse_memory(memory))
-    with Engine(manifest, Library(settings).folder(manifest.model), config, settings) as engine:
+    with Engine.open(
+        manifest, Library(settings).folder(manifest.model), config, settings
+    ) as engine:
         answer = converse(engine).ask(text, GREEDY, Limits(30))
         list(answer)
         return answer.tokens
@@ -61,7 +63,7 @@ def test_float32_equals_transformers_token_for_token(
     manifest = manifests["f32"]
     assert (manifest.layers, manifest.encoder_layers) == (4, 2)
     reference = pair_reference("switch", seed=3, eos_token_id=None, **_SIZES)
-    with Engine(
+    with Engine.open(
         manifest, Library(settings).folder(manifest.model), EngineConfig(), settings
     ) as engine:
         source = engine.tokenizer.encode_text(TEXT)
@@ -88,7 +90,7 @@ def test_requests_stand_alone_and_are_traced(
     manifest = manifests["f32"]
     alone = answer_of(settings, manifest, "100%", "Another text")
     folder = Library(settings).folder(manifest.model)
-    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
         recording = engine.record("two")
         requests = converse(engine)
         list(requests.ask(TEXT, GREEDY, Limits(5)))
@@ -109,7 +111,7 @@ def test_languages_are_refused(switch: tuple[Settings, dict[str, Manifest]]) -> 
     manifest = manifests["f32"]
     folder = Library(settings).folder(manifest.model)
     with (
-        Engine(manifest, folder, EngineConfig(), settings) as engine,
+        Engine.open(manifest, folder, EngineConfig(), settings) as engine,
         pytest.raises(BadLanguage, match="does not take languages"),
     ):
         converse(engine, languages=Languages(target="fra_Latn"))
@@ -149,8 +151,8 @@ def test_a_translation_begins_with_the_language(
     folder = Library(settings).folder(manifest.model)
     for memory in ("100%", str(manifest.slots.min_bytes)):
         config = EngineConfig(memory=parse_memory(memory))
-        with Engine(manifest, folder, config, settings) as engine:
-            engine.ends = frozenset()
+        with Engine.open(manifest, folder, config, settings) as engine:
+            endless(engine)
             answer = converse(engine, languages=Languages(target="fra_Latn")).ask(
                 "Hello <extra>", GREEDY, Limits(25)
             )
@@ -173,8 +175,8 @@ def test_quantised_memory_does_not_matter(nllb: tuple[Settings, dict[str, Manife
     folder, answers = Library(settings).folder(manifest.model), []
     for memory in ("100%", str(manifest.slots.min_bytes)):
         config = EngineConfig(memory=parse_memory(memory))
-        with Engine(manifest, folder, config, settings) as engine:
-            engine.ends = frozenset()
+        with Engine.open(manifest, folder, config, settings) as engine:
+            endless(engine)
             requests = converse(engine, languages=Languages("fra_Latn", "eng_Latn"))
             answer = requests.ask("Bonjour", GREEDY, Limits(20))
             list(answer)
@@ -198,7 +200,7 @@ def test_unknown_languages(
     manifest = manifests["f32"]
     folder = Library(settings).folder(manifest.model)
     with (
-        Engine(manifest, folder, EngineConfig(), settings) as engine,
+        Engine.open(manifest, folder, EngineConfig(), settings) as engine,
         pytest.raises(BadLanguage, match=problem),
     ):
         converse(engine, languages=languages)

@@ -51,11 +51,12 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = bench(engine, prompt_tokens=20, new_tokens=6, rounds=2)
     assert (len(measured.prefill_seconds), len(measured.step_seconds)) == (2, 12)
     assert measured.decode.decode_events == 6 * _LAYERS * _K
-    settings = Settings(engine.folder.parents[2])
+    settings = Settings(engine.info.folder.parents[2])
     disk = "moeinf.runtime.jobs.bench.measure"
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e6, "", ""))
-    run = report(engine, settings, "lru", measured)
+    run = report(engine, settings, measured)
     read = measured.decode.decode_bytes_read / 6
+    assert run["policy"] == "adaptive"
     assert run["bytes_read_per_token"] == round(read) > 0
     assert run["floor_ms"] == pytest.approx(read / 1e6 * 1e3, abs=1e-3)  # the slow disk decides
     assert 0 < run["tpot_ms_median"] <= run["tpot_ms_p95"]
@@ -65,6 +66,6 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e15, "", ""))
     monkeypatch.setattr("moeinf.runtime.jobs.bench.read_ceiling", lambda _: 1e6)
     context = 20 + 6 // 2
-    assert report(engine, settings, "lru", measured)["floor_ms"] == pytest.approx(
+    assert report(engine, settings, measured)["floor_ms"] == pytest.approx(
         token_bytes(engine, context).total / 1e6 * 1e3
     )

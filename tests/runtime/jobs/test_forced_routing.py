@@ -56,12 +56,11 @@ def test_the_store_is_asked_for_what_was_recorded(open_engine: Open) -> None:
 def test_a_long_prompt_comes_in_several_passes(open_engine: Open) -> None:
     """As PREFILL_CHUNK divides it; the recorded pass is divided with it."""
     engine, recording = open_engine(context=64), recorded()
-    again, forced = engine.record("again"), ForcedRouting(engine.experts)
-    engine.experts = forced
-    state = engine.new_state()
-    forced.play(recording.passes[0])
-    engine.extend(state, [1, 2])
-    engine.extend(state, [3, 4, 5])
+    again, state = engine.record("again"), engine.new_state()
+    with engine.routed_through(ForcedRouting) as forced:
+        forced.play(recording.passes[0])
+        engine.extend(state, [1, 2])
+        engine.extend(state, [3, 4, 5])
     ids = np.concatenate([done.ids for done in again.passes], 1)
     np.testing.assert_array_equal(ids, recording.passes[0].ids)
 
@@ -70,14 +69,16 @@ def untraced(open_engine: Open, policy: str) -> Engine:
     """An engine as `bench --replay` makes it; open_engine's folder and manifest serve."""
     other = open_engine(context=64)
     config = EngineConfig(memory=parse_memory("30%"), context=64, policy=policy, trace=False)
-    return Engine(other.manifest, other.folder, config, Settings(other.folder.parents[2]))
+    return Engine.open(
+        other.info.manifest, other.info.folder, config, Settings(other.info.folder.parents[2])
+    )
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_hits_are_those_of_the_simulator(open_engine: Open, policy: str) -> None:
     with untraced(open_engine, policy) as engine:
-        recording = fitted(recorded(), engine.manifest)
-        slots = engine.placement.slots
+        recording = fitted(recorded(), engine.info.manifest)
+        slots = engine.info.slots
         measured = bench_replay(engine, requests(recording), None, rounds=1)
     replayed = Replay(recording, POLICIES[policy], Conditions(slots)).run()
     assert measured.steps == len(replayed.tokens) == 3 * _STEPS
@@ -92,7 +93,7 @@ def test_hints_are_the_sources(open_engine: Open) -> None:
     for recall in (None, 1.0):
         with untraced(open_engine, "adaptive") as engine:
             engine.store._throttle._share = 0.0
-            recording = fitted(recorded(), engine.manifest)
+            recording = fitted(recorded(), engine.info.manifest)
             source = None if recall is None else ModelledHints(recall, recall, 32)
             measured = bench_replay(engine, requests(recording), source, rounds=1)
         hits[recall] = measured.decode
@@ -102,7 +103,7 @@ def test_hints_are_the_sources(open_engine: Open) -> None:
 
 
 def test_fewer_layers_and_sizes_of_the_model(open_engine: Open) -> None:
-    manifest = open_engine(context=64).manifest
+    manifest = open_engine(context=64).info.manifest
     found = fitted(recorded(replace(_SHAPE, layers=9)), manifest)
     assert found.shape == replace(
         _SHAPE, expert_bytes=manifest.expert_layout.data_bytes, dense_bytes=manifest.dense_bytes
@@ -112,7 +113,7 @@ def test_fewer_layers_and_sizes_of_the_model(open_engine: Open) -> None:
 
 @pytest.mark.parametrize("other", [{"layers": 5}, {"experts": 16}, {"top_k": 5}])
 def test_other_shapes_are_refused(open_engine: Open, other: dict[str, int]) -> None:
-    manifest = open_engine(context=64).manifest
+    manifest = open_engine(context=64).info.manifest
     with pytest.raises(OtherShape, match="demo:bf16 has 6 of 32, 4 per token"):
         fitted(recorded(replace(_SHAPE, **other)), manifest)
 

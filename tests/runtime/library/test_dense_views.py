@@ -77,7 +77,7 @@ def odd(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[s
 def logits(manifest: Manifest, home: Path) -> torch.Tensor:
     settings = Settings(home)
     folder = Library(settings).folder(manifest.model)
-    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
         return torch.from_numpy(engine.extend(engine.new_state(), [1, 2, 3]))
 
 

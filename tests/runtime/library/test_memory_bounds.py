@@ -46,8 +46,8 @@ settings = Settings(Path(sys.argv[1]))
 manifest, folder = Library(settings).read(sys.argv[2])
 imported = rss_bytes()
 config = EngineConfig(memory=parse_memory(sys.argv[3]), context=512)
-with Engine(manifest, folder, config, settings) as engine:
-    place = engine.placement
+with Engine.open(manifest, folder, config, settings) as engine:
+    place = engine.info.placement
     text = "".join(chr(32 + 7 * i % 90) for i in range(450))
     list(Conversation(engine).complete(text, SamplingOptions(temperature=0), Limits(24)))
     allowed = place.memory_bytes + place.dense_bytes + place.kv_bytes

@@ -165,14 +165,14 @@ def test_an_engine_reads_as_was_measured(demo_home: Path, tmp_path: Path) -> Non
     manifest, folder = Library(Settings(demo_home)).read("demo")
     assert drive_of(settings, folder, manifest) is None  # 9 MB say nothing about a drive
     assert not (tmp_path / "state").exists()
-    with Engine(manifest, folder, EngineConfig(), settings) as engine:
-        assert any(f"{DEFAULT_READING.readers} readers" in note for note in engine.choices)
+    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
+        assert any(f"{DEFAULT_READING.readers} readers" in note for note in engine.info.choices)
     remember(settings, ram=RAM, drive=(folder, DRIVE))
-    with Engine(manifest, folder, EngineConfig(), settings) as engine:
+    with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
         note = (
             "disk: 5 readers, past the page cache (by `moeinf devices`, 2026-01-02T03:04:05+00:00)"
         )
-        assert note in engine.choices
+        assert note in engine.info.choices
     speeds = measure(settings, folder, manifest)
     assert (speeds.ram_bytes_per_s, speeds.disk_bytes_per_s) == (2e10, 2e9)
     assert "2 threads" in speeds.ram_provenance

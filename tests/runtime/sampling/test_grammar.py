@@ -36,7 +36,8 @@ def engine(grammars: Grammars) -> Callable[[str], Any]:
     def make(template: str) -> Any:
         tokenizer = Tokenizer(DEMO_CHECKPOINT)
         tokenizer.chat_template = template
-        return SimpleNamespace(tokenizer=tokenizer, ends=frozenset({END}), grammars=grammars)
+        info = SimpleNamespace(ends=frozenset({END}))
+        return SimpleNamespace(tokenizer=tokenizer, info=info, grammars=grammars)
 
     return make
 

@@ -59,8 +59,7 @@ def prompt(template: str, messages: list[dict[str, Any]]) -> str:
     engine: Any = SimpleNamespace(
         tokenizer=tokenizer,
         template=worker,
-        reads_sources=False,
-        placement=SimpleNamespace(context=1000),
+        info=SimpleNamespace(context=1000, reads_sources=False),
     )
     try:
         return tokenizer.decode(chat_prompt(engine, messages))
@@ -136,8 +135,7 @@ def untouched(messages: list[dict[str, Any]], tools: list[Any]) -> None:
     engine: Any = SimpleNamespace(
         tokenizer=tokenizer,
         template=SimpleNamespace(render=called),
-        reads_sources=False,
-        placement=SimpleNamespace(context=1000),
+        info=SimpleNamespace(context=1000, reads_sources=False),
     )
     chat_prompt(engine, messages, tools)
 

@@ -54,7 +54,7 @@ class Asked:
 def worker(demo_home: Path) -> Iterator[Worker]:
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo:bf16")
-    found = Worker(lambda: Engine(manifest, folder, CONFIG, settings), parallel=1, max_queue=2)
+    found = Worker(lambda: Engine.open(manifest, folder, CONFIG, settings), parallel=1, max_queue=2)
     yield found
     found.close()
 
@@ -88,7 +88,7 @@ def test_choices_and_notes_are_told(demo_home: Path) -> None:
         keeper = asyncio.create_task(host.run())
         engine = (loaded := await host.model("demo:bf16")).worker.engine
         assert engine is not None
-        assert said == [f"demo:bf16: {choice}" for choice in engine.choices]
+        assert said == [f"demo:bf16: {choice}" for choice in engine.info.choices]
         assert said[0].startswith("demo:bf16: device: cpu (")
         ends = []
         for note in ("a test's", "another"):
@@ -98,7 +98,7 @@ def test_choices_and_notes_are_told(demo_home: Path) -> None:
             loaded.worker.submit(asked.job)
             ends.append(await asyncio.to_thread(asked.last))
             assert said.pop() == f"demo:bf16: {note}"
-        assert len(said) == len(engine.choices)
+        assert len(said) == len(engine.info.choices)
         keeper.cancel()
         with suppress(asyncio.CancelledError):
             await keeper
@@ -159,17 +159,17 @@ def test_a_model_is_loaded_when_the_last_one_has_gone(
 ) -> None:
     """Before, its memory is not free."""
     asked, beside = Asked(), list[bool]()
-    make = Engine.__init__
+    make = Engine.open
 
     async def serve() -> None:
         host = Host(Settings(demo_home), ServerSettings(), CONFIG)
         old = (await host.model("demo:bf16")).worker
 
-        def watched(engine: Engine, *given: Any) -> None:
+        def watched(*given: Any) -> Engine:
             beside.append(old._thread.is_alive())
-            make(engine, *given)
+            return make(*given)
 
-        monkeypatch.setattr(Engine, "__init__", watched)
+        monkeypatch.setattr(Engine, "open", watched)
         old.submit(asked.job)
         assert await asyncio.to_thread(asked.begun.wait, 20)
         leaving = asyncio.create_task(host.unload("demo:bf16"))
@@ -354,7 +354,9 @@ def test_others_go_on_while_a_grammar_is_slow(demo_home: Path) -> None:
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo:bf16")
     config = replace(CONFIG, parallel=2)
-    worker = Worker(lambda: Engine(manifest, folder, config, settings), parallel=2, max_queue=20)
+    worker = Worker(
+        lambda: Engine.open(manifest, folder, config, settings), parallel=2, max_queue=20
+    )
     slow = [Slow() for _ in range(5)]
     held = [Asked() for _ in slow]
     for asked, constraint in zip(held, slow, strict=True):

@@ -1,0 +1,76 @@
+"""The facts of one open engine, for every face; they never change while it is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.names import ModelName
+from moeinf.runtime.placement.plan import Placement
+from moeinf.runtime.requests import SamplingOptions
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The model, its placement and its defaults. Sizes are in bytes, contexts in tokens.
+
+    choices: one line for each decision of the load; a face may print them.
+    """
+
+    manifest: Manifest
+    folder: Path  # of the model's files
+    placement: Placement
+    policy: str  # of experts' slots, as configured
+    sampling: SamplingOptions  # the model's defaults
+    ends: frozenset[int]  # token ids that end an answer
+    vocab_size: int
+    reads_sources: bool  # an encoder-decoder: a state needs a source before `extend`
+    digest: str  # of the model's files, see Manifest.digest
+    choices: tuple[str, ...] = ()
+    load_seconds: float = 0.0
+
+    @property
+    def name(self) -> ModelName:
+        return self.manifest.model
+
+    @property
+    def family(self) -> str:
+        return self.manifest.family
+
+    @property
+    def format(self) -> str:
+        """The format of the weights: F32, BF16, Q8, …"""
+        return self.manifest.dtype
+
+    @property
+    def experts(self) -> int:
+        """Experts of all layers."""
+        return self.manifest.slots.experts
+
+    @property
+    def context(self) -> int:
+        return self.placement.context
+
+    @property
+    def threads(self) -> int:
+        return self.placement.threads
+
+    @property
+    def device(self) -> str:
+        """The processor of experts and dense weights: cpu or cuda."""
+        return self.placement.device
+
+    @property
+    def slots(self) -> int:
+        """Expert slots in host memory."""
+        return self.placement.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.placement.slot_bytes
+
+    @property
+    def experts_bytes(self) -> int:
+        """The size of all host slots."""
+        return self.placement.experts_bytes

@@ -1,0 +1,227 @@
+"""Open an engine step by step: plan, open the expert store, load the weights, warm up.
+
+Does not know passes or requests. What a step opens, it closes through the ExitStack it is given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moeinf.native import (
+    OutOfDeviceMemory,
+    kernel_path,
+    kernels_are_fast,
+    set_compute_threads,
+)
+from moeinf.offload.gpu_tier.tiered_store import TieredStore
+from moeinf.offload.routing.eamc import Eamc
+from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.eamc.collection_file import EamcState
+from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
+from moeinf.runtime.engine.loader import LoadedModel, check_small_files, load_model, open_store
+from moeinf.runtime.engine_info import EngineInfo
+from moeinf.runtime.library.library import NoSuchModel
+from moeinf.runtime.library.manifest import MANIFEST, Manifest
+from moeinf.runtime.library.processes import Figures, Registration, Registry
+from moeinf.runtime.machine.disk_bench import Reading
+from moeinf.runtime.machine.gpu import device_faults
+from moeinf.runtime.machine.measurements import DEFAULT_READING
+from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes
+from moeinf.runtime.notes import Notes
+from moeinf.runtime.placement.bandwidth import drive_of
+from moeinf.runtime.placement.plan import Placement, place
+from moeinf.runtime.requests import SamplingOptions
+from moeinf.runtime.sampling.grammar_processes import Grammars
+from moeinf.runtime.sampling.sampler import model_defaults
+from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
+
+# oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
+# in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
+# family; both variables are read at the first product (docs/decisions/0010).
+_CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_CODE_CACHE_SHAPES = "16"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine that is registered and placed, and not open yet."""
+
+    manifest: Manifest
+    folder: Path
+    config: EngineConfig
+    settings: Settings
+    placement: Placement
+    registration: Registration
+    notes: Notes
+
+    @property
+    def traced(self) -> bool:
+        """True if requests are traced; never in a home that cannot be written."""
+        return self.config.trace and self.registration.seen
+
+
+def plan_engine(
+    manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, opened: ExitStack
+) -> Plan:
+    """Place the model beside the live engines, and enter it among them, in one step.
+
+    Raises DoesNotFit and BadContext, DamagedModel, NoSuchModel when the model goes away meanwhile.
+    """
+    for variable in _CODE_CACHES:
+        os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
+    keep_heap_small()
+    placements: list[Placement] = []
+
+    def peak_bytes(claimed_bytes: int) -> int | None:
+        free = available_bytes() - claimed_bytes
+        placements.append(place(manifest, config, free, core_count()))
+        there = (folder / MANIFEST).is_file()
+        return rss_bytes() + placements[-1].peak_bytes if there else None
+
+    registration = Registry(settings.run).register(str(manifest.model), peak_bytes)
+    if registration is None:
+        raise NoSuchModel(str(manifest.model), [])
+    opened.callback(registration.close)
+    placement, notes = placements[-1], Notes()
+    if not registration.seen:
+        notes.append(f"{settings.home} cannot be written: nothing is remembered")
+    torch.set_num_threads(placement.threads)
+    set_compute_threads(placement.threads)
+    check_small_files(folder, manifest)
+    for fallback in placement.fallbacks:
+        notes.append(fallback)
+    return Plan(manifest, folder, config, settings, placement, registration, notes)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The parts that turn texts into tokens and back."""
+
+    tokenizer: Tokenizer
+    template: TemplateWorker | None
+    grammars: Grammars
+    ends: frozenset[int]
+    sampling: SamplingOptions
+
+
+def open_text(folder: Path, opened: ExitStack) -> Text:
+    """Read the tokenizer, and start the template worker: it comes up while the weights load."""
+    tokenizer, template = Tokenizer(folder), None
+    if tokenizer.chat_template is not None:
+        template = TemplateWorker(tokenizer.chat_template)
+        opened.callback(template.close)
+    ends = end_tokens(folder, tokenizer)
+    grammars = Grammars(folder / "tokenizer.json", min(ends, default=None))
+    opened.callback(grammars.close)
+    return Text(tokenizer, template, grammars, ends, model_defaults(folder))
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The expert store with the GPU, the reading and the past that it uses; choices: in words."""
+
+    store: ExpertStore | TieredStore
+    gpu: OpenGpu | None
+    reading: Reading
+    eamc: EamcState | None
+    past: Eamc | None
+    choices: tuple[str, ...]
+
+
+def open_tiers(plan: Plan, opened: ExitStack) -> Tiers:
+    """Open the GPU, where the plan has one, and an empty expert store. Raises OutOfDeviceMemory."""
+    manifest, folder, config, placement = plan.manifest, plan.folder, plan.config, plan.placement
+    drive = drive_of(plan.settings, folder, manifest)
+    reading = DEFAULT_READING if drive is None else drive.reading
+    gpu = None
+    if placement.on_device is not None:
+        gpu = open_gpu(placement.on_device, manifest, config, plan.settings, placement.threads)
+        opened.callback(gpu.close)
+    eamc = EamcState(plan.settings, manifest, plan.notes.append) if plan.traced else None
+    past = None if eamc is None else _past_requests(eamc, plan)
+    with _room_for("experts", gpu):
+        store = open_store(folder, manifest, placement, config, reading, past, gpu)
+    opened.callback(store.close)
+    how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
+    choices = (f"disk: {how}", *_kernels(manifest), *(() if gpu is None else gpu.notes))
+    return Tiers(store, gpu, reading, eamc, past, choices)
+
+
+def _past_requests(eamc: EamcState, plan: Plan) -> Eamc | None:
+    """Read the routing of past requests; None, and a note, when it cannot be read."""
+    try:
+        return eamc.live()
+    except OSError as error:
+        plan.notes.append(f"the EAMC of {plan.manifest.model} cannot be read: {error}")
+        return None
+
+
+def load_weights(plan: Plan, tiers: Tiers, opened: ExitStack) -> LoadedModel:
+    """Read the dense weights. Raises DamagedModel, OutOfDeviceMemory."""
+    inside = None if tiers.gpu is None else tiers.gpu.dense_math
+    with _room_for("dense weights", tiers.gpu):
+        model = load_model(plan.folder, plan.manifest, plan.config, tiers.reading, inside)
+    weights = LoadedModel(model)
+    opened.callback(weights.close)
+    return weights
+
+
+@contextmanager
+def _room_for(what: str, gpu: OpenGpu | None) -> Iterator[None]:
+    """Raise OutOfDeviceMemory, naming `what`, where the device has no memory for it."""
+    try:
+        with device_faults():
+            yield
+    except scarcity(gpu) as error:
+        words = f"no device memory is left for {what}: {error}"
+        raise OutOfDeviceMemory(words) from error
+
+
+def scarcity(gpu: OpenGpu | None) -> tuple[type[Exception], ...]:
+    """Return the exceptions that mean that a device has no memory left."""
+    return () if gpu is None else gpu.device.out_of_memory
+
+
+def warm_up(tiers: Tiers) -> tuple[str, ...]:
+    """Read experts into empty slots, those that past requests used first; return a line for it."""
+    experts = tiers.store.warm([] if tiers.past is None else tiers.past.probable_cells())
+    first = "" if tiers.past is None else ", what past requests used first"
+    return (f"reading ahead {experts} experts{first}",) if experts else ()
+
+
+def _kernels(manifest: Manifest) -> tuple[str, ...]:
+    """Name the kernels, and warn where they are slow; torch alone computes float32."""
+    if manifest.dtype == "F32":
+        return ()
+    slow = "" if kernels_are_fast() else ", slow: this processor has no AVX2"
+    return (f"kernels: {kernel_path()}{slow}",)
+
+
+def figures(
+    info: EngineInfo, store: ExpertStore | TieredStore, expires_at: Callable[[], int | None]
+) -> Figures:
+    """Return the figures for `ps`. Called by another thread; reads counters only."""
+    slots, resident, on_device = info.manifest.slots, store.resident, store.device_resident
+    gpu = info.placement.on_device
+    return Figures(
+        device_experts=on_device,
+        host_experts=resident,
+        disk_experts=slots.experts,
+        device_bytes=on_device * info.slot_bytes,
+        host_bytes=resident * info.slot_bytes,
+        disk_bytes=slots.max_bytes,
+        hit_rate=store.stats.hit_rate,
+        digest=info.digest,
+        context=info.context,
+        device=info.device,
+        expires_at=expires_at(),
+        device_peak_bytes=0 if gpu is None else gpu.peak_bytes,
+    )

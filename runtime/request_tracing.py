@@ -1,0 +1,82 @@
+"""Number the requests of one engine, and append their routing to the model's EAMC.
+
+Does not know models, states or texts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from moeinf.models.base import Experts
+from moeinf.offload.routing.trace import Recording
+from moeinf.runtime.eamc.collection_file import EamcState
+from moeinf.runtime.eamc.recorder import Recorder, routing_shape
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.notes import Notes
+
+Wrapped = TypeVar("Wrapped", bound=Experts)
+
+
+class RequestTracing:
+    """The layer between a model and its expert store: a Recorder, unless nothing is traced."""
+
+    def __init__(
+        self,
+        store: Experts,
+        manifest: Manifest,
+        eamc: EamcState | None,
+        notes: Notes,
+    ) -> None:
+        """eamc: receives what requests route; None: nothing is traced."""
+        self.eamc = eamc
+        self._store, self._model, self._notes = store, manifest.model, notes
+        self._recorder = None if eamc is None else Recorder(store, routing_shape(manifest))
+        self._wrapped: Experts | None = None
+        self._numbers = itertools.count()
+
+    @property
+    def experts(self) -> Experts:
+        """The `Experts` that the next pass runs through."""
+        return self._wrapped or self._recorder or self._store
+
+    @property
+    def on(self) -> bool:
+        return self._recorder is not None
+
+    @contextmanager
+    def through(self, wrap: Callable[[Experts], Wrapped]) -> Iterator[Wrapped]:
+        """See Engine.routed_through."""
+        before, wrapped = self._wrapped, wrap(self.experts)
+        self._wrapped = wrapped
+        try:
+            yield wrapped
+        finally:
+            self._wrapped = before
+
+    def record(self, name: str) -> Recording:
+        """See Engine.record."""
+        assert self._recorder is not None
+        return self._recorder.record(name)
+
+    def begin(self) -> int:
+        """Return the number of a new request."""
+        return next(self._numbers)
+
+    def end(self, request: int, counts: bool) -> None:
+        """Append the routing of the request to the EAMC, if it `counts`.
+
+        When it cannot be written, add a note and stop tracing: the answer is not lost for it.
+        """
+        if self._recorder is None or self.eamc is None:
+            return
+        eam = self._recorder.finish(request)
+        if eam is None or not counts:
+            return
+        try:
+            self.eamc.append(eam)
+        except OSError as error:
+            self._recorder = None
+            self._notes.append(f"the EAMC of {self._model} cannot be written: {error}")

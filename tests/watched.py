@@ -1,0 +1,30 @@
+"""`Experts` for tests that watch or disturb passes through `Engine.routed_through`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeinf.models.base import Experts, Pending, Phase
+
+
+class Watched:
+    """Passes everything on. A test overrides what it watches."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+
+    @property
+    def wants_hints(self) -> bool:
+        return self._experts.wants_hints
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        self._experts.begin_pass(rows, phase)
+
+    def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
+        self._experts.hint(layer, ids, scores)
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        return self._experts.submit(layer, x, ids, weights)
+
+    def end_pass(self, accepted_rows: Tensor | None = None) -> None:
+        self._experts.end_pass(accepted_rows)
