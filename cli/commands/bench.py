@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,8 +26,13 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.cli.trace_files import Hints, hint_source, read_trace
 from moeinf.offload.policy.names import DEFAULT_POLICY
-from moeinf.runtime.config import read_environment
+from moeinf.runtime.config import EngineConfig, Settings, read_environment
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from moeinf.offload.routing.trace import Recording
+    from moeinf.runtime.jobs.forced_routing import Request
 
 _COLUMNS = (
     "POLICY", "MEMORY", "FIRST TTFT", "TTFT", "TPOT", "P95", "TOKENS/S", "HIT", "READ/TOKEN",
@@ -82,59 +88,109 @@ def bench(
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
     names = [policy_name(name) for name in policies.split(",")]
-    recording = None if replay is None else read_trace(replay)
-    if recording is None and hints != "none":
-        raise Usage("--hints are those of a --replay; else the model's own gates are asked")
-    if recording is None and take is not None:
-        raise Usage("--requests are those of a --replay")
+    recording = _recording(replay, hints, take)
     manifest, folder = ensure(model, settings, out)
-
-    from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.jobs import bench as measuring  # imports torch
-    from moeinf.runtime.jobs.forced_routing import first_requests, fitted, requests
-    from moeinf.runtime.machine.memory import forget_peak_rss
-
-    context, passes = prompt_tokens + new_tokens, []
-    if recording is not None:
-        recording = first_requests(fitted(recording, manifest), take)
-        passes = requests(recording)
-        context = max(request.tokens for request in passes)
-        new_tokens = recording.decode_tokens
-        prompt_tokens = recording.tokens - new_tokens
-    rounds = rounds or (3 if recording is None else 1)
-    steps = rounds * (sum(len(one.passes) for one in passes) or 1 + new_tokens)
+    load = _workload(manifest, recording, take, prompt_tokens, new_tokens, rounds, hints)
     traced = recording is None  # forced routing is not the model's
     config = engine_config(
-        settings, memory, context, names[0], threads, traced, device, device_memory, miss
+        settings, memory, load.context, names[0], threads, traced, device, device_memory, miss
     )
-    runs = []
-    for name in names:
-        forget_peak_rss()
-        with Engine.open(manifest, folder, replace(config, policy=name), settings) as engine:
-            with out.counting(f"{name}: passes of {manifest.model}", steps) as advance:
-                if recording is None:
-                    measured = measuring.bench(engine, prompt_tokens, new_tokens, rounds, advance)
-                else:
-                    source = hint_source(hints, recording)
-                    measured = measuring.bench_replay(engine, passes, source, rounds, advance)
-            notes = engine.take_notes()
-            runs.append(measuring.report(engine, settings, measured) | {"notes": notes})
+    configs = [replace(config, policy=name) for name in names]
+    runs = [_run(manifest, folder, one, settings, load, out) for one in configs]
     for note in dict.fromkeys(note for run in runs for note in run["notes"]):
         out.note(note)
-    if json:
+    _print(manifest, load, runs, out)
+
+
+def _recording(replay: Path | None, hints: str, take: int | None) -> Recording | None:
+    """Read the trace of --replay. Raises Usage for options that only a replay has."""
+    if replay is None and hints != "none":
+        raise Usage("--hints are those of a --replay; else the model's own gates are asked")
+    if replay is None and take is not None:
+        raise Usage("--requests are those of a --replay")
+    return None if replay is None else read_trace(replay)
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """The passes of every engine. recording: routing to force; None: the model's own."""
+
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+    hints: str
+    context: int
+    recording: Recording | None
+    requests: Sequence[Request]
+
+    @property
+    def passes(self) -> int:
+        each = sum(len(one.passes) for one in self.requests)
+        return self.rounds * (each or 1 + self.new_tokens)
+
+
+def _workload(
+    manifest: Manifest, recording: Recording | None, take: int | None, prompt_tokens: int,
+    new_tokens: int, rounds: int | None, hints: str,
+) -> _Workload:  # fmt: skip
+    """Fit a recording to the model. Raises OtherShape."""
+    if recording is None:
+        context = prompt_tokens + new_tokens
+        return _Workload(prompt_tokens, new_tokens, rounds or 3, hints, context, None, ())
+
+    from moeinf.runtime.jobs.forced_routing import first_requests, fitted, requests  # imports torch
+
+    fit = first_requests(fitted(recording, manifest), take)
+    found, decoded = requests(fit), fit.decode_tokens
+    context = max(request.tokens for request in found)
+    return _Workload(fit.tokens - decoded, decoded, rounds or 1, hints, context, fit, found)
+
+
+def _run(
+    manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, load: _Workload,
+    out: Output,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one engine."""
+    from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.jobs import bench as measuring  # imports torch
+    from moeinf.runtime.machine.memory import forget_peak_rss
+
+    forget_peak_rss()
+    with Engine.open(manifest, folder, config, settings) as engine:
+        with out.counting(f"{config.policy}: passes of {manifest.model}", load.passes) as advance:
+            if load.recording is None:
+                measured = measuring.bench(
+                    engine, load.prompt_tokens, load.new_tokens, load.rounds, advance
+                )
+            else:
+                source = hint_source(load.hints, load.recording)
+                measured = measuring.bench_replay(
+                    engine, load.requests, source, load.rounds, advance
+                )
+        notes = engine.take_notes()
+        return measuring.report(engine, settings, measured) | {"notes": notes}
+
+
+def _print(manifest: Manifest, load: _Workload, runs: list[dict[str, Any]], out: Output) -> None:
+    recording = load.recording
+    if out.json:
+        from moeinf.runtime.jobs.bench import machine
+
         workload: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "rounds": rounds,
+            "prompt_tokens": load.prompt_tokens,
+            "new_tokens": load.new_tokens,
+            "rounds": load.rounds,
             "replay": None if recording is None else recording.name,
-            "requests": None if recording is None else len(passes),
-            "hints": hints,
+            "requests": None if recording is None else len(load.requests),
+            "hints": load.hints,
         }
-        what = {"model": manifest.name, "tag": manifest.tag, "machine": measuring.machine()}
+        what = {"model": manifest.name, "tag": manifest.tag, "machine": machine()}
         out.document({**what, "workload": workload, "runs": runs})
         return
-    about = "" if recording is None else f", routed as {recording.name} (hints: {hints})"
-    out.line(f"{manifest.model}, prompt of {prompt_tokens} tokens, {new_tokens} decoded{about}")
+    about = "" if recording is None else f", routed as {recording.name} (hints: {load.hints})"
+    out.line(
+        f"{manifest.model}, prompt of {load.prompt_tokens} tokens, {load.new_tokens} decoded{about}"
+    )
     out.table(_COLUMNS, [_row(run) for run in runs])
 
 

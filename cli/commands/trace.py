@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,11 +25,13 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.offload.policy.names import DEFAULT_POLICY
-from moeinf.runtime.config import read_environment
+from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import SamplingOptions
 
 if TYPE_CHECKING:
+    from moeinf.runtime.jobs.datasets import Item
     from moeinf.runtime.jobs.trace_dataset import Traced
 
 _INTERRUPTED = 130
@@ -79,46 +82,62 @@ def trace(
     Example: moeinf trace demo --dataset demo --limit 20 --memory 30% --out demo.eam
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    if not dataset:
-        raise Usage("name the prompts: --dataset demo, mmlu, bigbench, bbh, flan or a FILE")
-    if out_file is not None and out_file.suffix != ".eam":
-        raise Usage(f"--out writes a recording, a file named *.eam, not {out_file}")
+    _check(dataset, out_file)
     if model is None:
         model = str(Library(settings).last_used())
         out.note(f"tracing {model}, the last one that was used")
     config = engine_config(settings, memory, ctx, policy, threads)
+    prompts = _items(dataset, subset, limit, shots, seed, settings, out)
+    manifest, folder = ensure(model, settings, out)
+    done = _traced(
+        manifest, folder, config, settings, out, prompts, src, tgt,
+        options=SamplingOptions(seed=seed), max_tokens=max_tokens, raw=raw, name=dataset,
+        out=out_file,
+    )  # fmt: skip
+    _print(done, str(manifest.model), dataset, out_file, out)
+    return _INTERRUPTED if done.interrupted else 0
 
-    from moeinf.runtime.engine.engine import Engine
+
+def _traced(
+    manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, output: Output,
+    prompts: Sequence[Item], src: str | None, tgt: str | None, **how: Any,
+) -> Traced:  # fmt: skip
+    """Run the prompts; how: see trace_items."""
+    from moeinf.runtime.engine.engine import Engine  # imports torch
     from moeinf.runtime.engine.seq2seq import Languages
-    from moeinf.runtime.jobs.datasets import Wanted, load_items  # these import torch
     from moeinf.runtime.jobs.trace_dataset import trace_items
+
+    with Engine.open(manifest, folder, config, settings) as engine, interruptible() as stopped:
+        with output.counting(f"tracing {manifest.model}", len(prompts)) as advance:
+            done = trace_items(
+                engine, prompts, languages=Languages(src, tgt), stopped=stopped, advance=advance,
+                **how,
+            )  # fmt: skip
+        for note in engine.take_notes():
+            output.note(note)
+    return done
+
+
+def _check(dataset: str, out_file: Path | None) -> None:
+    if not dataset:
+        raise Usage("name the prompts: --dataset demo, mmlu, bigbench, bbh, flan or a FILE")
+    if out_file is not None and out_file.suffix != ".eam":
+        raise Usage(f"--out writes a recording, a file named *.eam, not {out_file}")
+
+
+def _items(
+    dataset: str, subset: str | None, limit: int, shots: int, seed: int, settings: Settings,
+    out: Output,
+) -> list[Item]:  # fmt: skip
+    """Load the prompts, those of the tasks in `subset` alone."""
+    from moeinf.runtime.jobs.datasets import Wanted, load_items
     from moeinf.runtime.library.library import DEMO_CHECKPOINT
 
     tasks = tuple(word.strip() for word in subset.split(",")) if subset is not None else None
     wanted = Wanted(limit=limit, subset=tasks, shots=shots, seed=seed)
-    heldout = DEMO_CHECKPOINT / "heldout.jsonl"
     with out.progress(dataset) as progress:
-        items = load_items(dataset, wanted, settings.datasets, heldout, progress)
-    manifest, folder = ensure(model, settings, out)
-    with Engine.open(manifest, folder, config, settings) as engine, interruptible() as stopped:
-        options = SamplingOptions(seed=seed)
-        with out.counting(f"tracing {manifest.model}", len(items)) as advance:
-            done = trace_items(
-                engine,
-                items,
-                options,
-                max_tokens,
-                Languages(src, tgt),
-                raw=raw,
-                name=dataset,
-                out=out_file,
-                stopped=stopped,
-                advance=advance,
-            )
-        for note in engine.take_notes():
-            out.note(note)
-    _print(done, str(manifest.model), dataset, out_file, out)
-    return _INTERRUPTED if done.interrupted else 0
+        heldout = DEMO_CHECKPOINT / "heldout.jsonl"
+        return load_items(dataset, wanted, settings.datasets, heldout, progress)
 
 
 def _print(done: Traced, model: str, dataset: str, out_file: Path | None, out: Output) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.gpu_tier.miss_split import Miss
-from moeinf.offload.store.budget import DoesNotFit
+from moeinf.offload.store.budget import DoesNotFit, SlotBudget
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
@@ -80,8 +80,8 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         device = DeviceBudget(manifest, config.device_memory, processor.gpu)
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
     fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
-    asked = config.memory.of(slots.max_bytes) if config.memory is not None else 0
-    left = available_bytes - fixed - min(asked, slots.max_bytes)
+    asked = None if config.memory is None else config.memory.of(slots.max_bytes)
+    left = available_bytes - fixed - min(asked or 0, slots.max_bytes)
     context, why = _context(manifest, config, int(left * _CONTEXT_SHARE), device)
     notes += [] if why is None else [f"context {context} tokens ({why})"]
     kv = config.parallel * manifest.kv_bytes(context)
@@ -94,27 +94,13 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
             fallbacks.append(_in_ram_words(device, manifest, config.parallel, context))
     if device is None and config.miss != "auto":
         fallbacks.append(f"--miss {config.miss} changes nothing without --device cuda")
-    if config.memory is None:
-        budget = min(slots.max_bytes, available_bytes - fixed - kv)
-        if budget < slots.min_bytes:
-            raise DoesNotFit(max(0, budget), slots.min_bytes)
-        why = "all experts" if budget == slots.max_bytes else "what is free"
-        notes.append(f"memory for experts {format_bytes(budget)} ({why})")
-    else:
-        budget = asked
+    budget = asked
+    if budget is None:
+        budget, why = _free_budget(slots, available_bytes - fixed - kv)
+        notes.append(why)
     count = slots.slots(budget)
-    layer_width = manifest.layers * manifest.top_k
-    if count < min(layer_width, slots.experts):
-        notes.append(
-            f"{count} slots are fewer than the {layer_width} experts that one token uses: "
-            "every expert will be read anew for every token"
-        )
     total = count * slots.slot_bytes + fixed - HEADROOM_BYTES + kv
-    if total > available_bytes:
-        notes.append(
-            f"{format_bytes(total)} will be needed in all, {format_bytes(available_bytes)} are "
-            "free: the system may end this process; give less --memory or --ctx"
-        )
+    notes += _warnings(manifest, count, total, available_bytes)
     return Placement(
         memory_bytes=budget,
         slots=count,
@@ -130,6 +116,31 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         notes=tuple(notes),
         fallbacks=tuple(fallbacks),
     )
+
+
+def _free_budget(slots: SlotBudget, free_bytes: int) -> tuple[int, str]:
+    """Return the bytes for experts where --memory does not say, and why. Raises DoesNotFit."""
+    budget = min(slots.max_bytes, free_bytes)
+    if budget < slots.min_bytes:
+        raise DoesNotFit(max(0, budget), slots.min_bytes)
+    why = "all experts" if budget == slots.max_bytes else "what is free"
+    return budget, f"memory for experts {format_bytes(budget)} ({why})"
+
+
+def _warnings(manifest: Manifest, slots: int, total_bytes: int, available_bytes: int) -> list[str]:
+    """Return a line for each way in which the plan will hurt."""
+    found, layer_width = [], manifest.layers * manifest.top_k
+    if slots < min(layer_width, manifest.slots.experts):
+        found.append(
+            f"{slots} slots are fewer than the {layer_width} experts that one token uses: "
+            "every expert will be read anew for every token"
+        )
+    if total_bytes > available_bytes:
+        found.append(
+            f"{format_bytes(total_bytes)} will be needed in all, {format_bytes(available_bytes)} "
+            "are free: the system may end this process; give less --memory or --ctx"
+        )
+    return found
 
 
 def _context(
