@@ -92,7 +92,8 @@ def _(place: Place) -> list[str]:
 def _(place: Place) -> list[str]:
     text = (
         "import signal, sys, time; from pathlib import Path; "
-        "from moeinf.runtime.library.processes import Registry; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "from moeinf.runtime.library.processes import Registry; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "_ = Registry(Path(sys.argv[1])).register('demo:bf16', lambda _: 0); "
         "print(flush=True); time.sleep(60)"
     )
