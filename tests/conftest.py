@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -22,6 +23,7 @@ from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake
+from tests.selection import chosen
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -29,6 +31,33 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():  # Triton reads it when a kernel is defined, by whatever test
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` the cases that tests marked `matrix` or `first` do not run by default."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
+            continue
+        if hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        by_default = list(range(len(cases)))
+        if cases[0].get_closest_marker("matrix"):
+            by_default = chosen([case.callspec.indices for case in cases])
+        elif cases[0].get_closest_marker("first"):
+            by_default = [0]
+        for position in set(range(len(cases))).difference(by_default):
+            cases[position].add_marker("full")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory() -> Iterator[None]:
+    """Give memory back after each file: caches in cycles, and what the allocator keeps."""
+    yield
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def ignore(*_: object) -> None:

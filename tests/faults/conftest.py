@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 
-FULL = os.environ.get("MOEINF_FAULTS") == "full"  # every injection point, however long it takes
 _LOG = os.environ.get("MOEINF_FAULTS_LOG")
 
 Tally = Callable[[str], None]
+
+
+_ALL = pytest.param("all", marks=[pytest.mark.full, pytest.mark.timeout(1800)])
+
+
+@pytest.fixture(params=["some", _ALL])
+def every_point(request: pytest.FixtureRequest) -> bool:
+    """Return whether to try every injection point, however long it takes."""
+    return bool(request.param == "all")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from moeinf.runtime.config import Settings
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.conftest import pull
-from tests.faults.conftest import FULL, Tally
+from tests.faults.conftest import Tally
 
 GROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
@@ -68,7 +68,7 @@ def group() -> Iterator[tuple[Path, str]]:
 
 @pytest.mark.parametrize("memory", ["30%", "12MiB"])
 def test_a_conversation_under_a_cgroup_limit(
-    memory: str, group: tuple[Path, str], tmp_path: Path, tally: Tally
+    memory: str, every_point: bool, group: tuple[Path, str], tmp_path: Path, tally: Tally
 ) -> None:
     make_checkpoint(tmp_path / "checkpoint", config(4, 16, 256, 256, 4))
     pull(tmp_path / "checkpoint", Settings(tmp_path / "home"), "many:bf16")
@@ -77,7 +77,7 @@ def test_a_conversation_under_a_cgroup_limit(
     def enter() -> None:
         (folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    turns = 30 if FULL else 5
+    turns = 30 if every_point else 5
     run = subprocess.run(
         [sys.executable, "-c", TALK, tmp_path / "home", memory, folder / limit, str(turns)],
         capture_output=True, text=True, check=False, preexec_fn=enter,

@@ -1,6 +1,6 @@
 """kill -9, power cuts, full disks at the calls that change the disk: before or after, no between.
 
-`python scripts/crash_points.py` tries every point; here every few.
+By default every few points; with -m full, as by `python scripts/crash_points.py`, every one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import FULL, Tally
+from tests.faults.conftest import Tally
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_points.py"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("what", "every"),
     [
@@ -24,9 +25,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_points.py"
         ("conversation", 1), ("first talk", 1),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("how", ["kill", "power", "names", "full"])
-def test_before_or_after(what: str, every: int, how: str, tally: Tally) -> None:
-    every = 1 if FULL else every
+@pytest.mark.parametrize("how", ["kill", "power", "names", pytest.param("full", id="no-space")])
+def test_before_or_after(what: str, every: int, how: str, every_point: bool, tally: Tally) -> None:
+    every = 1 if every_point else every
     command = [sys.executable, str(SCRIPT), "--json", "--what", what, "--how", how]
     run = subprocess.run(
         [*command, "--every", str(every)], capture_output=True, text=True, check=False
@@ -34,7 +35,7 @@ def test_before_or_after(what: str, every: int, how: str, tally: Tally) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout)
     assert found["wrong"] == []
-    assert found["tried"] > (20 if FULL and what in ("pull", "cp") else 1)
+    assert found["tried"] > (20 if every_point and what in ("pull", "cp") else 1)
     for outcome, count in found["outcomes"].items():
         for _ in range(count):
             tally(outcome)

@@ -28,7 +28,7 @@ from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.chat_template import TemplateError
 from scripts.make_checkpoint import config, make_checkpoint
-from tests.faults.conftest import FULL, Tally
+from tests.faults.conftest import Tally
 
 NAMES = st.one_of(
     st.text(max_size=30),
@@ -48,17 +48,20 @@ JUNK = st.recursive(
     ),
     max_leaves=6,
 )
-_MANY = 2000 if FULL else 60
-slowly = settings(
-    max_examples=_MANY, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
+
+
+def slowly(every_point: bool) -> settings:
+    many = 2000 if every_point else 60
+    return settings(
+        max_examples=many, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
 
 
 def ignore(*_: object) -> None:
     """No progress, no notes."""
 
 
-def test_what_the_hub_says(tally: Tally) -> None:
+def test_what_the_hub_says(every_point: bool, tally: Tally) -> None:
     siblings = st.lists(
         st.one_of(
             st.fixed_dictionaries(
@@ -70,7 +73,7 @@ def test_what_the_hub_says(tally: Tally) -> None:
         max_size=4,
     )
 
-    @slowly
+    @slowly(every_point)
     @given(
         st.fixed_dictionaries(
             {"id": st.just("org/x")},
@@ -103,7 +106,7 @@ FILES = (
 )  # fmt: skip
 
 
-def test_what_a_repository_holds(tmp_path: Path, tally: Tally) -> None:
+def test_what_a_repository_holds(tmp_path: Path, every_point: bool, tally: Tally) -> None:
     """One value of its JSON, or some bytes of a file, is not what it should be."""
     whole = tmp_path / "whole"
     make_checkpoint(whole, config(1, 2, 64, 48, 1), file_bytes=30_000)
@@ -113,7 +116,7 @@ def test_what_a_repository_holds(tmp_path: Path, tally: Tally) -> None:
     home, folder = tmp_path / "home", tmp_path / "hostile"
     weights = sorted(path.name for path in whole.glob("*.safetensors"))
 
-    @slowly
+    @slowly(every_point)
     @given(st.sampled_from([*FILES, *weights]), st.data())
     def take(name: str, data: st.DataObject) -> None:
         for old in (folder, home):

@@ -15,7 +15,7 @@ from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
 from tests.cli.conftest import COMMAND, command_in, environment
-from tests.faults.conftest import FULL, Tally
+from tests.faults.conftest import Tally
 
 # What a process that lost a race may say; anything else that fails is wrong.
 _FAIR = re.compile(
@@ -34,11 +34,11 @@ ACTS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def test_one_model_many_processes(tmp_path: Path, tally: Tally) -> None:
+def test_one_model_many_processes(every_point: bool, tmp_path: Path, tally: Tally) -> None:
     rng = random.Random(0)
     first = command_in(tmp_path)(*ACTS[0])
     assert first.code == 0, first.err
-    rounds, at_once = (25, 6) if FULL else (3, 4)
+    rounds, at_once = (25, 6) if every_point else (2, 3)
     for _ in range(rounds):
         running = []
         for _ in range(at_once):

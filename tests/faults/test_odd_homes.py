@@ -67,6 +67,7 @@ def home(demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
 def test_no_command_hangs_or_has_a_bug(

@@ -19,7 +19,7 @@ from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from tests.faults.conftest import FULL, Tally
+from tests.faults.conftest import Tally
 
 PROMPT = "sort owl, fig, zebra, ant"
 
@@ -59,11 +59,13 @@ def remove(path: Path, _rng: random.Random) -> None:
     path.unlink()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("damage", [flip, cut, swap, replace, remove])
 def test_a_damaged_shard(
-    damage: Callable[[Path, random.Random], None], loaded: bool, home: Path, tally: Tally
-) -> None:
+    damage: Callable[[Path, random.Random], None], loaded: bool, every_point: bool, home: Path,
+    tally: Tally,
+) -> None:  # fmt: skip
     settings, rng = Settings(home), random.Random(0)
     manifest, folder = Library(settings).read("demo:bf16")
     config = EngineConfig(memory=parse_memory("5%"), trace=False)
@@ -75,7 +77,7 @@ def test_a_damaged_shard(
 
     with Engine.open(manifest, folder, config, settings) as engine:
         right = ask(engine)
-        for path in rng.sample(sorted(whole), len(whole) if FULL else 12):
+        for path in rng.sample(sorted(whole), len(whole) if every_point else 12):
             damage(path, rng)
             name = str(path.relative_to(folder))
             try:

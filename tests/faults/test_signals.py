@@ -23,7 +23,7 @@ from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.cli.conftest import COMMAND, environment
-from tests.faults.conftest import FULL, Tally
+from tests.faults.conftest import Tally
 from tests.watched import Watched
 
 PROMPT = "sort owl, fig, zebra, ant"
@@ -105,9 +105,11 @@ def test_a_signal_at_every_token(
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_is_told_to_end(kind: signal.Signals, demo_home: Path, tally: Tally) -> None:
+def test_a_process_that_is_told_to_end(
+    kind: signal.Signals, every_point: bool, demo_home: Path, tally: Tally
+) -> None:
     """At several moments of `moeinf run`: an exit code, no child, no entry in the register."""
-    moments, before = range(24) if FULL else (0, 3, 9), orphans(demo_home)
+    moments, before = range(24) if every_point else (0, 3, 9), orphans(demo_home)
     for moment in moments:
         process = subprocess.Popen(
             [*COMMAND, "run", "demo", PROMPT, "--memory", "10%"],

@@ -33,6 +33,7 @@ def numbers(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:
     return {name: int(number) for name, number in map(str.split, ended.stdout.splitlines())}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "program",
     [p for p in PROGRAMS if p.sanitizer and p.driver != "simulate_driver"],
@@ -51,6 +52,7 @@ def test_seeded_schedules_with_faults(drivers: Drivers):
     assert min(covered.values()) > 100, covered
 
 
+@pytest.mark.full
 def test_seeded_schedules_under_addresssanitizer(drivers: Drivers):
     program = Program("simulate_driver", sanitizer="address")
     ended = drivers.run(program, "100000", "1500")
@@ -58,6 +60,7 @@ def test_seeded_schedules_under_addresssanitizer(drivers: Drivers):
     assert "ERROR" not in ended.stderr
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "fault",
     [
@@ -75,6 +78,7 @@ def test_a_seed_is_printed_and_plays_the_failure_again(drivers: Drivers, fault: 
     assert again.stderr == ended.stderr
 
 
+@pytest.mark.full
 def test_every_interleaving(drivers: Drivers):
     interleavings = numbers(drivers.run(Program("interleave_driver")))
     assert len(interleavings) == SCENES
@@ -82,6 +86,7 @@ def test_every_interleaving(drivers: Drivers):
     assert min(interleavings.values()) > 1_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "scene"),
     [
@@ -99,6 +104,7 @@ def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
     assert re.search(rf"^scene {scene}, choices( \d+)+$", ended.stderr, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", DEVICE_FAULTS, ids=("early-kernel", "early-copy", "early-done"))
 def test_the_fake_device_finds_faults(drivers: Drivers, fault: Fault):
     """A wait left out shows as wrong bytes in some order that streams allow."""

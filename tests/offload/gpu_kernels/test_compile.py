@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -21,6 +23,7 @@ def ended(*command, **environment):
     )
 
 
+@pytest.mark.full
 def test_kernels_compile_for_every_generation_without_spilling(tmp_path):
     """A few of them; without a name the script compiles all."""
     run = ended(
@@ -36,6 +39,7 @@ def test_kernels_compile_for_every_generation_without_spilling(tmp_path):
     assert all(int(registers) <= 128 for *_, registers in lines)
 
 
+@pytest.mark.full
 def test_many_rows_go_through_tensor_cores_with_two_turns_of_loads_under_way(tmp_path):
     run = ended(
         os.fspath(ROOT / "scripts" / "check_device_kernels.py"),

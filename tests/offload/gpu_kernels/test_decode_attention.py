@@ -9,6 +9,8 @@ import torch
 from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from tests.offload.device import DEVICE
 
+pytestmark = pytest.mark.first  # Triton's interpreter is slow
+
 SHAPES = {  # heads, key heads, width, value width
     "grouped": (8, 2, 64, 64),
     "many": (3, 3, 40, 24),

@@ -13,6 +13,8 @@ from moeinf.runtime.dense import cpu_linear as on_cpu
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
 
+pytestmark = pytest.mark.first  # Triton's interpreter is slow
+
 
 def matrix(form, rows, columns):
     """The same matrix for the CPU and for the device, and the values that it means."""

@@ -12,6 +12,8 @@ from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from moeinf.offload.gpu_kernels.prefill_attention import attend_rows
 from tests.offload.device import DEVICE
 
+pytestmark = pytest.mark.first  # Triton's interpreter is slow
+
 SHAPES = {  # heads, key heads, width, value width
     "grouped": (8, 2, 64, 64),
     "three of a key head": (6, 2, 40, 40),

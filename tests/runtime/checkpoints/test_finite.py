@@ -62,6 +62,7 @@ def added(folder: Path, name: str, allow_nan: bool = False) -> list[str]:
     return notes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tag", ["f32", "bf16", "q8", "q4"])
 @pytest.mark.parametrize(
     ("name", "value", "dtype"),

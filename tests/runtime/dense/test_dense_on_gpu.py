@@ -68,6 +68,7 @@ def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     return generation.tokens
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", CONFIGS)
 def test_float32_equals_transformers_token_for_token(
     name: str, fake: Fake, tmp_path: Path, request: pytest.FixtureRequest
@@ -119,6 +120,7 @@ def test_encoder_decoders(
         assert answer(config_of(fake, manifest, None, memory, miss)) == expected
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("form", ["bf16", "q8"])
 def test_residency_chooses_nothing(
     form: str, fake: Fake, devices: list[StrictFake], tmp_path: Path,
@@ -146,6 +148,7 @@ def test_residency_chooses_nothing(
     assert found == found[:1] * 4
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("name", "tag"), on_a_gpu.MODELS)
 def test_what_a_real_gpu_must_do_this_one_does(
     name: str, tag: str, fake: Fake, tmp_path: Path, new_to_gpus: None,
@@ -259,6 +262,7 @@ def test_once_all_are_there_a_token_waits_for_nothing_but_its_logits(
     engine.end_request(request, counts=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 @pytest.mark.parametrize("miss", ["compute", "auto"])
 def test_the_cpu_does_not_wait_for_what_the_device_computes(

@@ -204,6 +204,7 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
     assert found == LAYERS[name]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "name",
     ["olmoe-renormalised", "glm4-head-norms", "deepseek-groups", "gpt-oss", "phimoe", "qwen3.5"],
@@ -227,6 +228,7 @@ def test_a_family_decodes_with_kernels_as_with_torch(
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek-groups"])
 def test_a_family_prefills_with_kernels_as_with_torch(
     name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch

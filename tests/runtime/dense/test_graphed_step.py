@@ -78,6 +78,7 @@ def texts(engine: Engine, count: int = 12) -> list[list[int]]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "given",
     [
@@ -299,6 +300,7 @@ def test_nothing_is_left_for_a_garbage_collection(
         gc.enable()
 
 
+@pytest.mark.full
 def test_texts_in_turn_do_not_push_one_another_out(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

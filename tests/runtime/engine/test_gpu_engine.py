@@ -70,6 +70,7 @@ def open_gpu_engine(
     assert fake.count("allocated") == fake.count("registered") == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_fetch_gives_the_cpus_tokens(policy: str, open_engine: Open, open_gpu_engine: Open) -> None:
     cpu = open_engine()
@@ -84,6 +85,7 @@ def test_fetch_gives_the_cpus_tokens(policy: str, open_engine: Open, open_gpu_en
     assert gpu.store.stats.bus_bytes <= 192 * SLOT  # all fit: each was copied at most once
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("miss", ["compute", "auto"])
 @pytest.mark.parametrize("model", ["demo", "demo:f32"])
 def test_shared_steps_agree(

@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
+LONG = pytest.mark.timeout(1800)
 SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_points.py"
 
 
+LEAST_POINTS = {"": 45, "--hub": 95, "--what cp": 20, "--what rm": 20}
+SOME = (("", 16), ("--hub --full", 32), ("--what cp", 8), ("--what rm", 8))
+ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
+
+
 @pytest.mark.parametrize(
-    ("options", "least_points"),
-    [
-        (["--every", "2"], 45),
-        (["--hub", "--every", "4"], 95),
-        (["--full", "--every", "2"], 45),
-        (["--hub", "--full", "--every", "4"], 95),
-        (["--what", "cp", "--every", "2"], 20),
-        (["--what", "cp", "--full", "--every", "2"], 20),
-        (["--what", "rm", "--every", "2"], 20),
-    ],
+    ("what", "every"),
+    [*SOME, *(pytest.param(what, 1, marks=[pytest.mark.full, LONG]) for what in ALL)],
 )
-def test_every_outcome_is_absent_or_complete(options: list[str], least_points: int) -> None:
-    """The script tries all points when it is run by hand."""
+def test_every_outcome_is_absent_or_complete(what: str, every: int) -> None:
+    """By default at some points, with -m full at each."""
+    options = [*what.split(), "--every", str(every)]
+    least_points = LEAST_POINTS[what.replace("--full", "").strip()]
     run = subprocess.run(
         [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=False
     )
@@ -35,5 +35,5 @@ def test_every_outcome_is_absent_or_complete(options: list[str], least_points: i
     points, outcomes = int(found[1]), re.findall(r"(\d+) (?:unharmed )?(\w+)", run.stdout)
     counts = [int(count) for count, outcome in outcomes if outcome in ("absent", "complete")]
     assert points >= least_points
-    assert sum(counts) >= len(range(1, points, int(options[-1])))
+    assert sum(counts) >= len(range(1, points, every))
     assert len(counts) >= 2

@@ -78,9 +78,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("model", "memory"),
-    [("many", "100%"), ("many", "30%"), ("many", "12MiB"), ("many:f32", "30%"), ("wide", "30%")],
+    [("many", "30%"), ("many", "100%"), ("many", "12MiB"), ("many:f32", "30%"), ("wide", "30%")],
 )
 def test_a_run_stays_within_its_budget(model: str, memory: str, home: Path) -> None:
     grown, allowed, loaded = figures(RUN, str(home), model, memory)
