@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         by_default = list(range(len(cases)))
         if cases[0].get_closest_marker("matrix"):
-            by_default = chosen([case.callspec.indices for case in cases])
+            by_default = chosen([case.callspec.params for case in cases])
         elif cases[0].get_closest_marker("first"):
             by_default = [0]
         for position in set(range(len(cases))).difference(by_default):

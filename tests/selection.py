@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def chosen(cases: Sequence[Mapping[str, int]]) -> list[int]:
+def chosen(cases: Sequence[Mapping[str, object]]) -> list[int]:
     """Return positions of cases that together have each value of each parameter.
 
-    cases: per case, the position of its value among those of each parameter.
+    cases: per case, its parameters by name.
     Greedy: the case with the most values that are still missing comes next, the first of equals.
     """
-    values = [set(case.items()) for case in cases]
+    values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
     missing = set().union(*values)
     positions = []
     while missing:

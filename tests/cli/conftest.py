@@ -1,4 +1,7 @@
-"""Runs the command line as people do: as a process of its own, with its own home."""
+"""Run the command line: in this process, with its own home and streams.
+
+Tests of signals, terminals, locks and closed streams start `COMMAND` as a process instead.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from jsonschema import Draft202012Validator
+
+from moeinf.cli.main import answer
 
 SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
 COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
@@ -46,19 +53,54 @@ Command = Callable[..., Result]
 
 
 def command_in(home: Path) -> Command:
+    """Return a function that runs one command line in this process.
+
+    With a variable of the hub's library, which reads it once when it is imported, in a new one.
+    """
+
     def run(*arguments: str, stdin: str | None = None, **variables: str) -> Result:
-        done = subprocess.run(
-            [*COMMAND, *arguments],
-            env={**environment(home), **variables},
-            input=stdin,
-            stdin=subprocess.DEVNULL if stdin is None else None,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return Result(done.returncode, done.stdout, done.stderr)
+        if any(name.startswith("HF_") for name in variables):
+            return _in_a_process(home, arguments, variables)
+        with ExitStack() as stack:
+            given, out, err = (stack.enter_context(_stream()) for _ in range(3))
+            given.write(stdin or "")
+            given.seek(0)
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name, value in {**environment(home), **variables}.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "stdin", given)
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            try:
+                code = answer(arguments)
+            except SystemExit as ended:  # completion
+                code = int(ended.code or 0)
+            return Result(code, _written(out), _written(err))
 
     return run
+
+
+def _in_a_process(home: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> Result:
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env={**environment(home), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def _stream() -> IO[str]:
+    """Open a file: commands ask what kind of file their standard input is."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", newline="")
+
+
+def _written(stream: IO[str]) -> str:
+    stream.flush()
+    stream.seek(0)
+    return stream.read()
 
 
 @pytest.fixture

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import COMMAND, command_in, environment
 
 Complete = Callable[[Path, str], set[str]]
 
 
 def ask(home: Path, shell: str, variables: dict[str, str]) -> str:
-    asked = {**environment(home), "_MOEINF_COMPLETE": f"complete_{shell}", **variables}
-    done = subprocess.run(COMMAND, env=asked, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    return done.stdout
+    done = command_in(home)(_MOEINF_COMPLETE=f"complete_{shell}", **variables)
+    assert (done.code, done.err) == (0, "")
+    return done.out
 
 
 def bash(home: Path, line: str) -> set[str]:

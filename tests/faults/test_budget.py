@@ -66,7 +66,7 @@ def group() -> Iterator[tuple[Path, str]]:
     pytest.skip("no memory cgroup may be made here")
 
 
-@pytest.mark.parametrize("memory", ["30%", "12MiB"])
+@pytest.mark.parametrize("memory", ["30%", pytest.param("12MiB", marks=pytest.mark.full)])
 def test_a_conversation_under_a_cgroup_limit(
     memory: str, every_point: bool, group: tuple[Path, str], tmp_path: Path, tally: Tally
 ) -> None:

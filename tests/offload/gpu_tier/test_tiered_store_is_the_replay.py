@@ -207,6 +207,7 @@ def requests(batch: int = 1, layers: int = 4) -> Recording:
     return recording
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 30), (64, 20)])
@@ -222,6 +223,7 @@ def test_demand(fake: Fake, policy: str, miss: Miss, device: int, host: int) -> 
         assert sum(found.cpu_events) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 @pytest.mark.parametrize(("device", "host"), [(1, 1), (3, 5), (12, 64)])
