@@ -251,6 +251,7 @@ def test_several_rows_to_an_expert(
     assert sum(found.events) == 3 * 5 * 9 * layers * 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("policy", ["adaptive", "eamc"])
 def test_reads_ahead(fake: Fake, policy: str, miss: Miss) -> None:
@@ -259,6 +260,7 @@ def test_reads_ahead(fake: Fake, policy: str, miss: Miss) -> None:
     assert in_the_store(fake, recording, case) == in_the_replay(recording, case)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("quality", [1.0, 0.7])
 def test_hints(fake: Fake, quality: float, miss: Miss) -> None:
