@@ -26,7 +26,6 @@ FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp
 KERNELS = [
     "kernels/activations.cpp",
     "queue/crc32c.cpp",
-    "queue/crc32c_fold.cpp",
     "kernels/expert_ffn.cpp",
     "kernels/kernels_avx2.cpp",
     "kernels/kernels_avx512.cpp",

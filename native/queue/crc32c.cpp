@@ -18,8 +18,6 @@
 #include <bit>
 #include <cstring>
 
-#include "queue/crc32c_fold.h"
-
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define MOEINF_CRC_HARDWARE 1
@@ -171,11 +169,10 @@ std::uint32_t crc32c_portable(const void* data, std::size_t bytes, std::uint32_t
 }
 
 struct Paths {
-    std::array<CrcPath, 3> list{};
+    std::array<CrcPath, 2> list{};
     std::size_t count = 0;
 
     Paths() noexcept {
-        if (crc32c_can_fold()) list[count++] = {"fold", crc32c_fold};
 #ifdef MOEINF_CRC_HARDWARE
         if (has_instruction()) list[count++] = {"instruction", crc32c_hardware};
 #endif

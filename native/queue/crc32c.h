@@ -18,7 +18,7 @@ std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t crc = 0)
 // The ways to compute it that this processor has, fastest first; crc32c() takes the first. The table
 // ("portable") always ends the list. Public so that tests and benchmarks compare them.
 struct CrcPath {
-    const char* name;  // "fold", "instruction" or "portable"
+    const char* name;  // "instruction" or "portable"
     std::uint32_t (*function)(const void* data, std::size_t bytes, std::uint32_t crc) noexcept;
 };
 std::span<const CrcPath> crc32c_paths() noexcept;

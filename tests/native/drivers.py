@@ -54,7 +54,6 @@ class Program:
 QUEUE_FILES = (
     "queue/copy_queue.cpp",
     "queue/crc32c.cpp",
-    "queue/crc32c_fold.cpp",
     "queue/file_reader.cpp",
     "queue/slot_pool.cpp",
 )
