@@ -368,8 +368,6 @@ def set_compute_threads(threads: int) -> None:
 BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that lie together
 TILE_COLUMNS: Final[int]  # 64: columns of a tile
 GROUP: Final[int]  # 32: weights that share a scale
-Q4_ZERO: Final[int]  # 8: the code of zero
-Q8_ZERO: Final[int]  # 128
 
 def kernel_path() -> str:
     """What kernels run on: avx512, avx2 or portable."""
@@ -635,9 +633,6 @@ class AdaptiveCore:
     def keeps(self, cell: int) -> bool: ...
     def wishes(self, most: int) -> list[tuple[int, bool]]:
         """Cells worth reading now, best first, and whether a gate's hint says so."""
-
-    def hint_precision(self, score: float) -> float:
-        """Share of recent hints that came true, among those of experts about as probable."""
 
     def share(self, estimate: int) -> list[float]:
         """[L·E]: one estimate; the decays in order, then past."""

@@ -228,8 +228,6 @@ void bind_kernels(py::module_& m) {
     m.attr("BLOCK_ROWS") = kBlockRows;
     m.attr("GROUP") = kGroup;
     m.attr("TILE_COLUMNS") = kTileColumns;
-    m.attr("Q4_ZERO") = kQ4Zero;
-    m.attr("Q8_ZERO") = kQ8Zero;
 }
 
 }  // namespace moeinf

@@ -242,10 +242,6 @@ void bind_policies(py::module_& m) {
         .def("forget", &Adaptive::forget, py::arg("cell"))
         .def("keeps", &Adaptive::keeps, py::arg("cell"))
         .def("wishes", &Adaptive::wishes, py::arg("most"))
-        .def(
-            "hint_precision",
-            [](Adaptive& self, float score) { return self.core().hint_precision(score); },
-            py::arg("score"))
         .def("share", &Adaptive::share, py::arg("estimate"))
         .def_property_readonly("insertions",
                                [](Adaptive& self) { return self.core().insertions(); })

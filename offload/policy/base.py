@@ -48,11 +48,6 @@ class Setup:
     def cells(self) -> int:
         return self.shape.layers * self.shape.experts
 
-    @property
-    def below_cliff(self) -> bool:
-        """Fewer slots than one token uses: least recently used then hits nothing at all."""
-        return self.slots < self.shape.layers * self.shape.top_k
-
 
 class Wish(NamedTuple):
     """An expert worth reading ahead of demand. `urgent`: a gate's hint, before any lookahead."""

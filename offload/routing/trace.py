@@ -40,12 +40,6 @@ class RoutingShape:
     dense_bytes: int = 0
 
 
-def eam_row(ids: NDArray[np.integer], experts: int) -> Eam:
-    """ids of any shape, -1 = none -> [E]: how many rows chose each expert."""
-    flat = ids.ravel()
-    return np.bincount(flat[flat >= 0], minlength=experts).astype(np.uint32)
-
-
 @dataclass(frozen=True)
 class Pass:
     """One forward pass of T rows, as it was routed.
@@ -83,7 +77,6 @@ class PassBuilder:
     def __init__(
         self, shape: RoutingShape, rows: NDArray[np.int64], phase: Phase, weights: bool = False
     ) -> None:
-        self._shape = shape
         self._phase: Phase = phase
         self.rows = np.array(rows, np.int64)
         self.ids = np.full((shape.layers, len(rows), shape.top_k), -1, np.int16)
@@ -112,11 +105,6 @@ class PassBuilder:
             self._hints = have = wider
         have[layer] = -1
         have[layer, :, :width] = ids
-
-    def iteration(self, request: int) -> Eam:
-        """The iEAM [L, E] of one request's rows so far."""
-        mine = self.ids[:, self.rows == request]
-        return np.stack([eam_row(layer, self._shape.experts) for layer in mine])
 
     def end(self, accepted: NDArray[np.bool_] | None = None) -> Pass:
         """The finished pass; accepted [T] as in the `Experts` protocol (None: all)."""

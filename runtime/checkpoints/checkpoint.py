@@ -89,10 +89,6 @@ class SourceTensor:
     block: tuple[int, int] = (1, 1)
     pick: Pick | None = None  # see fused_experts.py
 
-    @property
-    def elements(self) -> int:
-        return self.size_bytes // _DTYPE_BYTES[self.dtype]
-
 
 @dataclass(frozen=True)
 class Checkpoint:

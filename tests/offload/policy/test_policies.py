@@ -89,12 +89,6 @@ def test_belady_evicts_what_is_needed_last() -> None:
     assert leave(policy) == [3, 2, 1]
 
 
-def test_the_cliff_is_seen_when_sizing() -> None:
-    shape = RoutingShape(layers=3, experts=4, top_k=2)
-    assert Setup(shape, 5).below_cliff
-    assert not Setup(shape, 6).below_cliff
-
-
 # Two past requests of a model of 2 layers x 3 experts: A and B decode in different places.
 TWO = RoutingShape(layers=2, experts=3, top_k=1)
 NONE = np.zeros((2, 3), int)

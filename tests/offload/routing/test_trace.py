@@ -16,7 +16,6 @@ from moeinf.offload.routing.trace import (
     Recording,
     RoutingShape,
     Tracer,
-    eam_row,
 )
 
 SHAPE = RoutingShape(layers=2, experts=4, top_k=2)
@@ -27,21 +26,6 @@ def one_pass(rows: list[int], phase: Phase, *layers: list[list[int]]) -> PassBui
     for layer, ids in enumerate(layers):
         builder.routed(layer, np.array(ids))
     return builder
-
-
-def test_a_row_counts_tokens_and_sums_to_tokens_times_k() -> None:
-    ids = np.array([[0, 2], [2, 3], [2, 0]])
-    assert eam_row(ids, 4).tolist() == [2, 0, 3, 1]
-    assert eam_row(ids, 4).sum() == 3 * 2
-    assert eam_row(np.array([[1, -1], [-1, -1]]), 4).tolist() == [0, 1, 0, 0]
-
-
-def test_the_iteration_eam_knows_only_layers_that_ran() -> None:
-    builder = one_pass([7, 7, 9], "prefill", [[0, 1], [1, 2], [3, 0]])
-    assert builder.iteration(7).tolist() == [[1, 2, 1, 0], [0, 0, 0, 0]]
-    assert builder.iteration(9).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0]]
-    builder.routed(1, np.array([[3, 2], [3, 0], [1, 2]]))
-    assert builder.iteration(7).tolist() == [[1, 2, 1, 0], [1, 0, 1, 2]]
 
 
 def test_prefill_and_decode_are_kept_apart_and_requests_too() -> None:
