@@ -80,7 +80,7 @@ def test_without_matplotlib_one_clear_line(home: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "Error: drawing needs matplotlib, which is not installed",
-        "`pip install matplotlib` adds it.",
+        "Try: `pip install matplotlib`",
     ]
 
 
