@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -33,6 +33,12 @@ from moeinf.errors import Failure
 from moeinf.runtime.visible import json_visible, visible
 
 _NOTE_EVERY_S = 10.0
+
+
+class Advance(Protocol):
+    """Tell a bar that so many steps are done."""
+
+    def __call__(self, steps: int = 1) -> None: ...
 
 
 class OutputFailed(Failure, OSError):
@@ -121,10 +127,10 @@ class Output:
         self.err.print(Text(visible(text), style), end=end)
 
     @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that goes one step per call, with the time that is left.
+    def counting(self, what: str, total: int) -> Iterator[Advance]:
+        """A bar that goes `steps` per call (default: 1), with the time that is left.
 
-        Where there are no bars, a note every _NOTE_EVERY_S says both.
+        Where there are no bars, a note every _NOTE_EVERY_S says both; --json leaves it out.
         """
         bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -139,11 +145,11 @@ class Output:
             done, begun = 0, time.monotonic()
             noted = begun
 
-            def advance() -> None:
+            def advance(steps: int = 1) -> None:
                 nonlocal done, noted
-                bar.advance(task)
-                done, now = done + 1, time.monotonic()
-                if not self._bars and now - noted >= _NOTE_EVERY_S:
+                bar.advance(task, steps)
+                done, now = done + steps, time.monotonic()
+                if not (self._bars or self.json) and now - noted >= _NOTE_EVERY_S:
                     noted = now
                     left = (now - begun) / done * max(0, total - done)
                     self.note(f"{what}: {done} of {total}, about {left:.0f} s left")

@@ -25,6 +25,7 @@ from moeinf.native._native import (
     DeviceError,
     DeviceSlots,
     Driver,
+    EamcCore,
     EamMatch,
     ExpertKernel,
     GqaStep,
@@ -51,6 +52,7 @@ from moeinf.native._native import (
     read_bandwidth,
     rms_norm,
     set_compute_threads,
+    sum_as_shares,
     syncfs,
 )
 
@@ -77,6 +79,7 @@ __all__ = [
     "DeviceSlots",
     "Driver",
     "EamMatch",
+    "EamcCore",
     "ExpertKernel",
     "GqaStep",
     "HostLock",
@@ -102,5 +105,6 @@ __all__ = [
     "read_bandwidth",
     "rms_norm",
     "set_compute_threads",
+    "sum_as_shares",
     "syncfs",
 ]

@@ -652,6 +652,33 @@ class AdaptiveCore:
         """Of the estimates in the mixture in use."""
 
 @final
+class EamcCore:
+    """The decisions of the policy `eamc`; native/policy/eamc_core.h has the formulas.
+
+    Arguments and errors are those of AdaptiveCore.
+    """
+
+    def __init__(
+        self, layers: int, experts: int, slots: int, *, epsilon: float, encoder_layers: int = 0
+    ) -> None: ...
+    def begin_pass(self, encoding: bool) -> None: ...
+    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
+    def predict(self, prediction: NDArray[np.float32]) -> None:
+        """Copy prediction [L, E], whose rows sum to 1."""
+
+    def admitted(self, cell: int) -> None: ...
+    def forget(self, cell: int) -> None: ...
+    def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
+    def wishes(self, most: int) -> list[int]:
+        """Cells of later layers worth reading now, best first."""
+
+def sum_as_shares(entries: NDArray[np.float32], places: Sequence[int]) -> NDArray[np.float32]:
+    """[L, E]: the sum of entries [N, L, E] at `places`, each row divided by its sum.
+
+    A row that sums to 0 is uniform. Raises ValueError, IndexError.
+    """
+
+@final
 class EamMatch:
     """The cosine of one running request to N past ones, layer by layer; see
     native/policy/eam_match.h."""

@@ -104,10 +104,13 @@ def simulate(
             for share in shares
             for name in names
         ]
-        with out.counting(f"simulating {recording.name}", len(cases) * len(devices)) as advance:
+        passes = len(recording.passes) * len(cases) * len(devices)
+        with out.counting(f"simulating {recording.name}", passes) as advance:
             for device, case in product(devices, cases):
                 gate = hint_source(hints, recording, seed)
-                outcome = run_case(recording, case, clock, gate, late, device=device)
+                outcome = run_case(
+                    recording, case, clock, gate, late, device=device, progress=advance
+                )
                 results.append(
                     {
                         "policy": case.policy,
@@ -123,7 +126,6 @@ def simulate(
                         "prefetch_recall": outcome.prefetch_recall,
                     }
                 )
-                advance()
         shape = recording.shape
         documents.append(
             {

@@ -8,12 +8,14 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "policy/adaptive_core.h"
 #include "policy/eam_match.h"
+#include "policy/eamc_core.h"
 
 namespace py = pybind11;
 
@@ -161,6 +163,57 @@ class Adaptive {
 
 using Floats = py::array_t<float>;
 
+class Paper {
+  public:
+    Paper(std::size_t layers, std::size_t experts, std::size_t slots, float epsilon,
+          std::size_t encoder_layers)
+        : layers_((check_shape(layers, experts), layers)),
+          experts_(experts),
+          core_(layers, experts, slots, std::min(encoder_layers, layers), epsilon) {}
+
+    void routed(std::size_t layer, const py::array& ids) {
+        check_layer(layer, layers_);
+        const auto flat = ids_of(ids, experts_);
+        core_.routed(layer, {flat, static_cast<std::size_t>(ids.shape(0))});
+    }
+
+    void predict(const py::array_t<float, py::array::c_style>& prediction) {
+        if (prediction.ndim() != 2 || prediction.shape(0) != static_cast<py::ssize_t>(layers_) ||
+            prediction.shape(1) != static_cast<py::ssize_t>(experts_))
+            throw std::invalid_argument("a prediction is [L, E]");
+        core_.predict({prediction.data(), layers_ * experts_});
+    }
+
+    void admitted(int cell) {
+        check_cell(cell, layers_ * experts_);
+        core_.admitted(cell);
+    }
+
+    void forget(int cell) {
+        check_cell(cell, layers_ * experts_);
+        core_.forget(cell);
+    }
+
+    EamcCore& core() { return core_; }
+
+  private:
+    std::size_t layers_, experts_;
+    EamcCore core_;
+};
+
+Floats sum_as_shares(const py::array_t<float, py::array::c_style>& entries,
+                     const std::vector<std::size_t>& places) {
+    if (entries.ndim() != 3) throw std::invalid_argument("entries are [N, L, E]");
+    for (const std::size_t place : places)
+        if (place >= static_cast<std::size_t>(entries.shape(0)))
+            throw std::out_of_range("entry " + std::to_string(place));
+    Floats out({entries.shape(1), entries.shape(2)});
+    predicted({entries.data(), static_cast<std::size_t>(entries.size())}, places,
+              static_cast<std::size_t>(entries.shape(2)),
+              {out.mutable_data(), static_cast<std::size_t>(out.size())});
+    return out;
+}
+
 class Match {
   public:
     Match(std::size_t layers, std::size_t experts)
@@ -248,6 +301,26 @@ void bind_policies(py::module_& m) {
         .def_property_readonly("past", &Adaptive::past)
         .def_property_readonly("score", &Adaptive::score)
         .def_property_readonly("weights", &Adaptive::weights);
+
+    py::class_<Paper>(m, "EamcCore", py::is_final())
+        .def(py::init<std::size_t, std::size_t, std::size_t, float, std::size_t>(),
+             py::arg("layers"), py::arg("experts"), py::arg("slots"), py::kw_only(),
+             py::arg("epsilon"), py::arg("encoder_layers") = 0)
+        .def(
+            "begin_pass", [](Paper& self, bool encoding) { self.core().begin_pass(encoding); },
+            py::arg("encoding"))
+        .def("routed", &Paper::routed, py::arg("layer"), py::arg("ids"))
+        .def("predict", &Paper::predict, py::arg("prediction").noconvert())
+        .def("admitted", &Paper::admitted, py::arg("cell"))
+        .def("forget", &Paper::forget, py::arg("cell"))
+        .def(
+            "victim",
+            [](Paper& self, const Evictable& evictable) { return self.core().victim(evictable); },
+            py::arg("evictable"))
+        .def(
+            "wishes", [](Paper& self, std::size_t most) { return self.core().wishes(most); },
+            py::arg("most"));
+    m.def("sum_as_shares", &sum_as_shares, py::arg("entries").noconvert(), py::arg("places"));
 
     py::class_<Match>(m, "EamMatch", py::is_final())
         .def(py::init<std::size_t, std::size_t>(), py::arg("layers"), py::arg("experts"))

@@ -31,6 +31,7 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
 
 Evictable = Callable[[int], bool]
+_LARGEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -150,20 +151,15 @@ def chosen_cells(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> lis
 
 
 def lowest(keys: NDArray[Any], evictable: Evictable) -> int | None:
-    """The cell with the smallest key that may go; keys of cells that are not candidates are the
-    type's largest value. None if there is none."""
-    largest = np.inf if keys.dtype.kind == "f" else np.iinfo(keys.dtype).max
+    """The cell with the smallest key that may go; keys, float or int64, of cells that are not
+    candidates are the type's largest value. None if there is none."""
+    largest = np.inf if keys.dtype.kind == "f" else _LARGEST
     passed: list[tuple[int, Any]] = []
-    found = None
-    while True:
-        cell = int(keys.argmin())
-        if keys[cell] == largest:
-            break
-        if evictable(cell):
-            found = cell
-            break
-        passed.append((cell, keys[cell]))
+    cell = int(keys.argmin())
+    while (key := keys[cell]) != largest and not evictable(cell):
+        passed.append((cell, key))
         keys[cell] = largest
-    for cell, key in passed:
-        keys[cell] = key
-    return found
+        cell = int(keys.argmin())
+    for other, kept in passed:
+        keys[other] = kept
+    return None if key == largest else cell

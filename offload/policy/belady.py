@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, lowest
 
-_NEVER = np.iinfo(np.int64).max - 1
-_ABSENT = np.iinfo(np.int64).max
+_ABSENT = int(np.iinfo(np.int64).max)
+_NEVER = _ABSENT - 1
 
 
 class Belady(Passive):
@@ -34,7 +34,7 @@ class Belady(Passive):
         self._next.reverse()
         self._time = 0
         # Keys are negated, so that the furthest is the lowest.
-        self._keys = np.full(setup.cells, -_NEVER, np.int64)
+        self._keys = [-_NEVER] * setup.cells
         for cell, time in coming.items():
             self._keys[cell] = -time
         self._resident = np.full(setup.cells, _ABSENT, np.int64)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, lowest
 
-_ABSENT = np.iinfo(np.int64).max
+_ABSENT = int(np.iinfo(np.int64).max)
 _USE = 1 << 40  # a key is uses · 2^40 + time of the last use, so that ties go to the oldest
 _MOST_USES = _ABSENT // _USE - 1  # more count as so many, or keys would wrap
 
@@ -24,17 +24,17 @@ class Lfu(Passive):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._keys = np.zeros(setup.cells, np.int64)
+        self._keys = [0] * setup.cells
         self._resident = np.full(setup.cells, _ABSENT, np.int64)  # keys of resident cells
         self._time = 0
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
         for cell in chosen_cells(layer, ids, self.setup.shape.experts):
             self._time += 1
-            uses = min(int(self._keys[cell]) // _USE + 1, _MOST_USES)
-            self._keys[cell] = uses * _USE + self._time
+            uses = min(self._keys[cell] // _USE + 1, _MOST_USES)
+            key = self._keys[cell] = uses * _USE + self._time
             if self._resident[cell] != _ABSENT:
-                self._resident[cell] = self._keys[cell]
+                self._resident[cell] = key
 
     def admitted(self, cell: int) -> None:
         self.insertions += 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.routing.eamc import Eamc, Floats, Matcher, normalised
+from moeinf.offload.routing.eamc import Eamc, Floats, Matcher
 from moeinf.offload.routing.trace import Phase, RoutingShape
 
 
@@ -64,7 +64,7 @@ class RunningRequest:
         found = (phase, self._eamc.changes, self._eamc.best(similarity, matches))
         if found != self._found:
             self._found = found
-            self._predicted = normalised(self._eamc.sum_of(found[2], phase))
+            self._predicted = self._eamc.shares_of(found[2], phase)
         return self._predicted
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.native import EamMatch, best_matches
+from moeinf.native import EamMatch, best_matches, sum_as_shares
 from moeinf.offload.format.array_file import BadContainer, pack, unpack
 from moeinf.offload.routing.trace import Phase, RequestEam
 
@@ -140,6 +140,10 @@ class Eamc:
         counts = self._entries[part_of(phase)][list(places)]
         total: Floats = counts.sum(0)
         return total
+
+    def shares_of(self, places: Sequence[int], phase: Phase) -> Floats:
+        """[L, E]: `normalised(sum_of(places, phase))`, bit for bit."""
+        return sum_as_shares(self._entries[part_of(phase)], places)
 
     def probable_cells(self) -> list[int]:
         """The cells layer · E + expert that requests used, the most used first.

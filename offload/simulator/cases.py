@@ -22,7 +22,7 @@ from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Pass, Recording, RoutingShape
 from moeinf.offload.simulator.clock import DeviceSpeeds, TimeModel
 from moeinf.offload.simulator.outcome import Outcome
-from moeinf.offload.simulator.replay import Conditions, Replay
+from moeinf.offload.simulator.replay import Conditions, Progress, Replay
 from moeinf.offload.simulator.simulated_device import Above
 from moeinf.offload.simulator.tiered_replay import TieredReplay
 
@@ -69,6 +69,7 @@ def run_case(
     late: bool = False,
     eamc: Eamc | None = None,
     device: OnDevice | None = None,
+    progress: Progress = lambda _passes: None,
 ) -> Outcome:
     """Replays, with a device's tier above if one is given; a given EAMC of earlier requests is used
     and grows. UnknownChoice: no such knob."""
@@ -93,9 +94,9 @@ def run_case(
 
     conditions = Conditions(slots, time, hints, late)
     if device is None:
-        return Replay(recording, make, conditions, eamc).run()
+        return Replay(recording, make, conditions, eamc).run(progress)
     above = Above(_slots(device.share, shape), device.miss, device.speeds)
-    return TieredReplay(recording, make, conditions, above, eamc).run()
+    return TieredReplay(recording, make, conditions, above, eamc).run(progress)
 
 
 def _slots(share: float, shape: RoutingShape) -> int:

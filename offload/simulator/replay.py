@@ -30,6 +30,8 @@ from moeinf.offload.simulator.clock import Link, TimeModel
 from moeinf.offload.simulator.outcome import Outcome, Token
 
 MakePolicy = Callable[[Setup], Policy]
+Progress = Callable[[int], None]  # passes replayed since the last call; their sum is all of them
+_TELL_EVERY = 64
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class Walk(ABC):
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         """One pass, hinted [L, T, H]: `_now` moves on, and `_token` is charged."""
 
-    def run(self, progress: Callable[[int, int], None] = lambda _done, _all: None) -> Outcome:
-        """Replays every pass. progress(passes done, passes in all) is called now and then."""
+    def run(self, progress: Progress = lambda _passes: None) -> Outcome:
+        """Replay every pass."""
         recording, tracer = self._recording, Tracer(self._shape)
         last, ages = recording.last_pass(), dict[int, int]()
         hints = self._conditions.hints
         for index, running in enumerate(recording.passes):
-            if index % 64 == 0:
-                progress(index, len(recording.passes))
+            if index and index % _TELL_EVERY == 0:
+                progress(_TELL_EVERY)
             self._decoding = running.phase == "decode"
             if self._decoding:
                 request = int(running.rows[0])
@@ -89,7 +91,8 @@ class Walk(ABC):
             for request in running.requests:
                 if last[request] == index:
                     self._end_request(request, tracer)
-        progress(len(recording.passes), len(recording.passes))
+        count = len(recording.passes)
+        progress(count - max(0, count - 1) // _TELL_EVERY * _TELL_EVERY)
         return self.outcome
 
     def _end_request(self, request: int, tracer: Tracer) -> None:
@@ -131,7 +134,8 @@ class Replay(Walk):
                 continue
             self._now += self._dense
             self._link.run_until(self._now)
-            self._settle()
+            if self._link.arriving:
+                self._settle()
             if not late:
                 policy.routed(layer, ids)
                 if hinted is not None and layer + 1 < len(hinted):
@@ -154,7 +158,8 @@ class Replay(Walk):
             self._token.events += len(cells)
             self._token.hits += len(hits)
             self.outcome.used_ahead += len(self._ahead.intersection(cells))
-        self._ahead.difference_update(cells)
+        if self._ahead:
+            self._ahead.difference_update(cells)
         self._pinned = dict.fromkeys(hits)
         done = start + len(hits) * self._expert
         for cell in misses:
@@ -170,7 +175,7 @@ class Replay(Walk):
             done = max(done, there) + self._expert
         if not self._conditions.late:
             wishes = self.policy.prefetch(self._most_wishes)
-            self._link.wish((wish.cell for wish in wishes), start)
+            self._link.wish([wish.cell for wish in wishes], start)
         self._token.stall_seconds += done - start - len(cells) * self._expert
         self._now = done
 

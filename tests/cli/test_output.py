@@ -88,6 +88,17 @@ def test_progress_is_noted_where_there_are_no_bars(
     assert capsys.readouterr().err == "passes: 2 of 4, about 12 s left\n"
 
 
+def test_progress_of_many_steps_is_noted_but_not_beside_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for as_json, words in ((False, "passes: 64 of 256, about 36 s left\n"), (True, "")):
+        clock = iter([0.0, 12.0])
+        monkeypatch.setattr("moeinf.cli.output.time.monotonic", lambda c=clock: next(c))
+        with Output(json=as_json).counting("passes", 256) as step:
+            step(64)
+        assert capsys.readouterr().err == words
+
+
 def test_log_lines_of_the_server() -> None:
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "x", 1, HOSTILE, (), None)
     line = VisibleFormatter("%(message)s", use_colors=False).format(record)

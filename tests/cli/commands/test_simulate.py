@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from moeinf.cli.commands.simulate import simulate
+from moeinf.cli.output import Advance, Output
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from tests.cli.conftest import Command
@@ -49,6 +55,39 @@ def test_json(moeinf: Command, recorded: Path) -> None:
         assert result["bytes_read_per_token"] == pytest.approx(
             1000 * result["reads_per_token"], abs=1
         )
+
+
+def test_the_bar_counts_every_pass_of_every_policy(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 requests of 6 passes, two policies, two capacities: 192 passes, told while they run."""
+    stream, told = io.StringIO(), list[int]()
+    monkeypatch.setattr("moeinf.offload.simulator.replay._TELL_EVERY", 20)
+
+    class Terminal(Output):
+        def __init__(self, json: bool = False, quiet: bool = False) -> None:
+            super().__init__(json, quiet)
+            self.err = Console(file=stream, force_terminal=True, width=120)
+
+        @contextmanager
+        def counting(self, what: str, total: int) -> Iterator[Advance]:
+            with super().counting(what, total) as advance:
+
+                def counted(steps: int = 1) -> None:
+                    told.append(steps)
+                    advance(steps)
+
+                yield counted
+
+    monkeypatch.setattr("moeinf.cli.commands.simulate.Output", Terminal)
+    simulate([recorded], policies="lru,eamc", capacity="25%,50%")
+    assert told == [20, 20, 8] * 4
+    assert "simulating two" in stream.getvalue()
+    assert "192/192" in stream.getvalue()
+    shown = stream.getvalue()
+    simulate([recorded], policies="lru", capacity="25%", json=True)
+    simulate([recorded], policies="lru", capacity="25%", quiet=True)
+    assert stream.getvalue() == shown
 
 
 def test_table_sweep_shift_and_interleave(moeinf: Command, recorded: Path) -> None:
