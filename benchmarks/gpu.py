@@ -141,7 +141,7 @@ def measure(
         "device_held_bytes": held.peak_bytes,
         "device_held_is_measured": held.measured,
         "device_promised_bytes": gpu.placement.peak_bytes,
-        "page_locked": engine.store.note or "all host slots",
+        "page_locked": (engine.store.device and engine.store.device.note) or "all host slots",
         "choices": engine.info.choices,
         "notes": engine.take_notes(),
     }

@@ -174,7 +174,7 @@ class EngineConfig:
     context   tokens of KV cache; None: the model's usual ones, if the plan affords them
     device    the processor that computes experts, device_memory what of its memory may be used
     miss      what becomes of an expert that is not in the device's memory
-    (offload/gpu_tier/tiered_store.py) libcuda   the driver's library, if not where the system finds
+    (offload/gpu_tier/layer_runner.py) libcuda   the driver's library, if not where the system finds
     it readers   reads in flight, and direct_io whether past the page cache; None: as was measured
     best parallel  requests that decode together, each with a KV cache of its own
     trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all

@@ -19,7 +19,6 @@ from moeinf.native import (
     kernels_are_fast,
     set_compute_threads,
 )
-from moeinf.offload.gpu_tier.tiered_store import TieredStore
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.runtime.config import EngineConfig, Settings
@@ -128,7 +127,7 @@ def open_text(folder: Path, opened: ExitStack) -> Text:
 class Tiers:
     """The expert store with the GPU, the reading and the past that it uses; choices: in words."""
 
-    store: ExpertStore | TieredStore
+    store: ExpertStore
     gpu: OpenGpu | None
     reading: Reading
     eamc: EamcState | None
@@ -205,9 +204,7 @@ def _kernels(manifest: Manifest) -> tuple[str, ...]:
     return (f"kernels: {kernel_path()}{slow}",)
 
 
-def figures(
-    info: EngineInfo, store: ExpertStore | TieredStore, expires_at: Callable[[], int | None]
-) -> Figures:
+def figures(info: EngineInfo, store: ExpertStore, expires_at: Callable[[], int | None]) -> Figures:
     """Return the figures for `ps`. Called by another thread; reads counters only."""
     slots, resident, on_device = info.manifest.slots, store.resident, store.device_resident
     gpu = info.placement.on_device

@@ -71,9 +71,6 @@ class TorchMath:
     def __init__(self, activation: Activation = "swiglu") -> None:
         self._activation = activation
 
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
-        return group(ids, experts)
-
     def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
         return expert_ffn(self._activation, x, *weights)
 

@@ -10,17 +10,16 @@ One cell's way up, and out again:
                                                  next copy into the slot waits for its last kernel
 
 So a device slot needs no pin while kernels run, nor for a copy's sake; a host slot keeps one until
-the copy has read it. Who leaves is decided by a policy of its own, which sees all
-routing, with the Residency and the verbs of the host's tier.
+the copy has read it. A policy of its own, which sees all routing, decides which cell leaves.
 
-Used by the engine's thread only.
+The engine's thread alone uses it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,79 +27,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceContext, DeviceSlots, HostLock, OutOfDeviceMemory
+from moeinf.offload.arithmetic import Device
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.gpu_tier.page_lock import PageLocking
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.routing.trace import Phase
-from moeinf.offload.store.compute import ExpertRunner, TorchFfn
+from moeinf.offload.store.compute import TorchFfn
 from moeinf.offload.store.residency import Residency
-from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.tier import Experts
 
 _UNASKED_BYTES = 64 << 20  # of one batch that nobody has asked for: some 3 ms of a bus
 _LOOKED_AT = 256  # of those who may be absent, per pass: a few µs each
 
 
-class RoutedRunner(ExpertRunner, Protocol):
-    """Arithmetic that can find its experts by itself."""
-
-    def can_route(self, rows: int) -> bool:
-        """Whether run_routed gives so many rows what `run` would give them."""
-        ...
-
-    def run_routed(
-        self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
-    ) -> None:
-        """Fills the rows of all pairs whose expert has a slot: ids [T, K] and the int32 table of
-        slots, expert e at first_cell + e, lie on the device, and so do x and rows [T·K, D]."""
-        ...
-
-
-class Device(Protocol):
-    """What computes on the device: torch, with kernels on a stream."""
-
-    @property
-    def stream(self) -> int:
-        """The handle of the stream that everything below is queued to."""
-        ...
-
-    @property
-    def out_of_memory(self) -> tuple[type[Exception], ...]:
-        """What is raised when there is no memory left for a computation."""
-        ...
-
-    def math(
-        self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
-    ) -> RoutedRunner:
-        """The arithmetic over an arena of shape (slots, slot_bytes) at a device address."""
-        ...
-
-    def limit(self, size_bytes: int) -> None:
-        """What torch may hold of the device's memory for this engine from now on, beside others'
-        shares; more is out of memory. 0: the engine has ended."""
-        ...
-
-    def reserved_bytes(self) -> int:
-        """What torch has taken of the device, used or not, for whomever."""
-        ...
-
-    def upload(self, x: Tensor) -> Tensor:
-        """x on the device; the host's may be changed as soon as this returns."""
-        ...
-
-    def empty_rows(self, x: Tensor, count: int) -> Tensor:
-        """[count, D] on the device for x [T, D] there; unspecified."""
-        ...
-
-    def download(self, rows: Tensor) -> Tensor:
-        """rows in host memory, after everything that is queued has run."""
-        ...
-
-    def release(self) -> None:
-        """Gives cached memory back to the device."""
-        ...
-
-
 class DeviceTier:
-    """Slots in device memory above the host slots of one store."""
+    """Slots in device memory above the host's tier."""
+
+    policy: Policy
 
     def __init__(
         self,
@@ -109,26 +53,29 @@ class DeviceTier:
         device: Device,
         layout: ExpertLayout,
         slots: int,
-        cells: int,
         make_policy: Callable[[int], Policy],
         reference: TorchFfn,
-        host: Residency,
-        stats: StoreStats,
+        host: HostTier,
+        *,
         memory_bytes: int | None = None,
+        inside: bool = False,
+        lock_pages: Callable[[], PageLocking] | None = None,
     ) -> None:
-        """make_policy: for so many slots. host: the tier below; `lock` holds its slots.
-        memory_bytes: of the arena and of all that torch holds; None: nobody counts.
+        """make_policy: for so many slots. host: the tier below; `lock` holds its slots, and
+        lock_pages begins to lock them. memory_bytes: of the arena and of all that torch holds;
+        None: unlimited. inside: whether what a layer is given lies on the device.
 
         Raises OutOfDeviceMemory, after giving back what torch has cached and a second attempt.
         """
-        self.device = device
+        self.device, self.inside, self.stats = device, inside, host.stats
         self._context, self._lock, self._layout = context, lock, layout
-        self.cells, self._make_policy, self._reference = cells, make_policy, reference
-        self._host, self.stats, self._memory_bytes = host, stats, memory_bytes
-        self._tables: dict[int, Tensor] = {}  # by first cell, of layers that nobody can leave
+        self._make_policy, self._reference = make_policy, reference
+        self._below, self._host, self._memory_bytes = host, host.table, memory_bytes
+        self._tables: dict[int, Tensor] = {}  # by first cell, of layers that no cell can leave
         self._flying: deque[tuple[int, list[int]]] = deque()  # (batch, cells pinned in the host)
         self._slots: DeviceSlots | None = None  # once `shrink` has failed
         self._pass: tuple[NDArray[np.int64], Phase] | None = None
+        self._uncounted: list[Tensor] = []  # routing on the device, of this pass
         self.decoding = False
         for attempt in range(2):
             try:
@@ -138,6 +85,8 @@ class DeviceTier:
                 if attempt:
                     raise
             device.release()  # here nothing holds a first arena any more
+        self._planned = self.slots
+        self._locking = None if lock_pages is None else lock_pages()
 
     def _build(self, slots: int) -> None:
         arena = DeviceSlots(self._context, self._lock, slots, self.device.stream)
@@ -146,8 +95,8 @@ class DeviceTier:
             self.device.limit(self._memory_bytes - slots * arena.slot_bytes)
         self._math = self.device.math(self._layout, arena.address, shape, self._reference)
         self._slots = arena
-        self._residency = Residency(slots, self.cells)
-        self._absent = deque(range(self.cells if self.all_fit else 0))  # maybe; see bring_absent
+        self.table = Residency(slots, self._host.cells)
+        self._absent = deque(range(self._host.cells if self.all_fit else 0))  # maybe
         self.policy = self._make_policy(slots)
 
     @property
@@ -158,30 +107,44 @@ class DeviceTier:
 
     @property
     def slots(self) -> int:
-        return self._residency.slots
+        return self.table.slots
 
     @property
-    def resident(self) -> int:
-        return self._residency.resident
+    def count(self) -> int:
+        return self.table.count
 
     @property
     def all_fit(self) -> bool:
-        """Whether nobody will ever leave."""
-        return self._residency.all_fit
+        """Whether no expert ever has to leave."""
+        return self.table.all_fit
+
+    @property
+    def complete(self) -> bool:
+        """Whether all experts have arrived, for good."""
+        return self.all_fit and not self._absent
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether it gains from experts that were not asked for."""
+        return self.inside and self.all_fit
 
     @property
     def lost(self) -> bool:
         """Whether the last slot was given up, and another could not be had."""
         return self._slots is None
 
+    @property
+    def note(self) -> str | None:
+        """What could not be page-locked, or was given up, and why; None: nothing, yet."""
+        if self.slots < self._planned:
+            words = f"the GPU ran out of memory: it holds {self.slots} experts now, "
+            advice = "a smaller --ctx, or what others hold there, leaves it more"
+            return words + f"not {self._planned}; {advice}"
+        return None if self._locking is None else self._locking.note
+
     def can_route(self, rows: int) -> bool:
         """Whether `compute_routed` is right for so many rows."""
         return self._math.can_route(rows)
-
-    @property
-    def lacks_somebody(self) -> bool:
-        """Whether everybody fits, and somebody may not be here yet."""
-        return bool(self._absent)
 
     @property
     def bus_is_idle(self) -> bool:
@@ -196,7 +159,10 @@ class DeviceTier:
         return sum(len(cells) for _, cells in self._flying)
 
     def is_resident(self, cell: int) -> bool:
-        return self._residency.has_slot(cell)
+        return self.table.has_slot(cell)
+
+    def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        return self.table.resident(cells)
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self._pass, self.decoding = (rows, phase), phase == "decode"
@@ -204,17 +170,35 @@ class DeviceTier:
 
     def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
         self._pass = None
-        self.policy.end_pass(accepted)
+        routed, self._uncounted = self._uncounted, []
+        try:
+            if self.inside and accepted is None:  # else it broke off: nothing new may fail
+                if routed:
+                    self.count_hits(int((self.read(torch.cat(routed)) >= 0).sum()))
+                if self._absent:
+                    self._below.settle()
+                    self.bring_absent()
+        finally:
+            self.policy.end_pass(accepted)
 
-    def compute(
-        self,
-        x: Tensor,
-        experts: Sequence[tuple[int, list[int]]],  # (resident cell, places)
-        top_k: int,
-        rows: Tensor,
-    ) -> None:
+    def count_hits(self, events: int) -> None:
+        """So many ids of a layer were found here."""
+        stats = self.stats
+        if self.decoding:
+            stats.decode_events += events
+            stats.decode_hits += events
+            stats.decode_device_hits += events
+        else:
+            stats.prefill_events += events
+            stats.prefill_hits += events
+
+    def count_at_end(self, ids: Tensor) -> None:
+        """The same of ids on the device, all of which are here, when the pass ends."""
+        self._uncounted.append(ids.flatten())
+
+    def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
         """Queues the rows of resident cells; x and rows are on the device."""
-        slots = [self._residency.slot_of(cell) for cell, _ in experts]
+        slots = [self.table.slot_of(cell) for cell, _ in experts]
         self._arena.begin_read(slots)
         try:
             pairs = [(slot, places) for slot, (_, places) in zip(slots, experts, strict=True)]
@@ -222,7 +206,7 @@ class DeviceTier:
         finally:
             self._arena.end_read(slots)
 
-    def table(self, first: int, experts: int) -> Tensor | None:
+    def slot_table(self, first: int, experts: int) -> Tensor | None:
         """The slots of a layer's cells, int32 on the device, once all of them are here for good.
 
         None before that, and always where not everybody has a slot.
@@ -231,8 +215,8 @@ class DeviceTier:
             return None
         found = self._tables.get(first)
         cells = range(first, first + experts)
-        if found is None and self._residency.are_resident(cells):
-            slots = [self._residency.slot_of(cell) for cell in cells]
+        if found is None and self.table.are_resident(cells):
+            slots = [self.table.slot_of(cell) for cell in cells]
             self._arena.begin_read(slots)  # the only time: nobody will be copied over them
             found = self.device.upload(torch.tensor(slots, dtype=torch.int32))
             self._tables[first] = found
@@ -266,21 +250,36 @@ class DeviceTier:
         taken: list[int] = []
         try:
             for cell in cells:
-                if not self._make_room(busy):
+                if not self.table.free and self.evict(busy) is None:
                     break
-                self._residency.assign(cell, pinned=False)
+                self.table.assign(cell, pinned=False)
                 taken.append(cell)
                 self.policy.admitted(cell)
             if taken:
                 self._copy(taken)
         except BaseException:
-            self.policy.forget(taken)
-            for cell in taken:
-                self._residency.release(cell)
+            self.forget(taken)
             raise
         for cell in taken:
-            self._residency.loaded(cell)
+            self.table.loaded(cell)
         return taken
+
+    def evict(self, busy: Collection[int] = ()) -> int | None:
+        """Frees the slot of the policy's victim, of a `busy` one only if no other can leave; which
+        cell that was, None: no cell may leave."""
+        victim = self.policy.victim(self.table.idle(busy))
+        if victim is None and busy:
+            victim = self.policy.victim(self.table.can_evict)
+        if victim is not None:
+            self.table.evict(victim)
+        return victim
+
+    def forget(self, cells: Iterable[int]) -> None:
+        """Frees the slots of cells whose copies were not queued."""
+        gone = list(cells)
+        self.policy.forget(gone)
+        for cell in gone:
+            self.table.release(cell)
 
     def bring_absent(self) -> None:
         """Where everybody fits: copies some that nobody has asked for, while the bus is idle."""
@@ -317,31 +316,33 @@ class DeviceTier:
         For when a computation finds no memory: the arena is the only thing that can become less.
         Raises OutOfDeviceMemory when others took even that; then nobody is here ever after.
         """
-        slots = self._residency.slots // 2
+        slots = self.table.slots // 2
         if slots == 0:
             return False
         self._rebuild(slots)
         return True
 
-    def give_up(self, size_bytes: int, of_slots_bytes: int) -> bool:
+    def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
         """Goes on with so much less memory, for good: torch's part of it at once, and that of slots
-        by evicting everybody. False: not even a slot would be left, and nothing is given up. Raises
-        like `shrink`."""
-        slots = self._residency.slots - -(-of_slots_bytes // self._arena.slot_bytes)
+        by evicting all experts; how many slots that took. None: not even one would be left, and
+        nothing is given up. Raises like `shrink`."""
+        before = self.table.slots
+        slots = before - -(-of_slots_bytes // self._arena.slot_bytes)
         if slots < 1:
-            return False
+            return None
         if self._memory_bytes is not None:
             self._memory_bytes -= size_bytes
-            self.device.limit(self._memory_bytes - self._residency.slots * self._arena.slot_bytes)
+            self.device.limit(self._memory_bytes - before * self._arena.slot_bytes)
         if of_slots_bytes:
             self._rebuild(slots)
-        return True
+        self._planned -= before - self.slots
+        return before - self.slots
 
     def _rebuild(self, slots: int) -> None:
         """With so many slots, or half of them while there is no memory."""
         self.end_copies()
         self.finish()
-        self._slots, self._residency = None, Residency(1, self.cells)
+        self._slots, self.table = None, Residency(1, self._host.cells)
         self._tables.clear()
         del self._math  # the arena goes before its successor is allocated
         self.device.release()
@@ -357,27 +358,18 @@ class DeviceTier:
             self.policy.begin_pass(*self._pass)
 
     def close(self) -> None:
-        """Ends the copies and gives the arena back."""
+        """Ends the locking and the copies, and gives the arena back."""
+        if self._locking is not None:
+            self._locking.close()
         try:
             self.end_copies()
         finally:
             self._slots = None
             del self._lock
 
-    def _make_room(self, busy: Collection[int]) -> bool:
-        if self._residency.free:
-            return True
-        victim = self.policy.victim(self._residency.idle(busy))
-        if victim is None and busy:
-            victim = self.policy.victim(self._residency.can_evict)
-        if victim is None:
-            return False
-        self._residency.evict(victim)
-        return True
-
     def _copy(self, cells: list[int]) -> None:
         host = [self._host.slot_of(cell) for cell in cells]
-        slots = [self._residency.slot_of(cell) for cell in cells]
+        slots = [self.table.slot_of(cell) for cell in cells]
         batch = self._arena.copy(host, slots, self._layout.data_bytes)
         for cell in cells:
             self._host.pin(cell)

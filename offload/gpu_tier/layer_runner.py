@@ -1,14 +1,30 @@
-"""Computes the experts of one layer on the CPU or on the device, wherever each is best computed.
+"""Opens the layers of a store with a device, and computes their experts on the CPU or on it.
 
-Does not know routing, nor who asks. The host store hands over what lies in its slots, as it
-arrives; what lies in device slots is queued before that. What becomes of a miss of the device is
-said in tiered_store.py.
+Does not know families or files. One layer, as time runs:
+
+    open      the device's policy hears the routing; kernels for what is in device slots are queued;
+              the host's tier is left the rest (ids of the others become -1)
+    compute   the host's tier hands over what it has, as it arrives:
+                fetch    copied to a device slot, in batches of what there is room for, and computed
+                         there: the device computes everything, so residency chooses nothing
+                compute  computed on the CPU where it lies, while the device computes its own
+                auto     so many of each that the later ends soonest (miss_split.py); experts of
+                many
+                         rows are always fetched, since the CPU reads weights once and computes per
+                         row, and all where every expert has a slot, since none is fetched twice
+    result    the device's rows come down, and the K rows of a token are summed in a fixed order
+    (after)   while the bus is idle, what was computed on the CPU and the policy would keep is
+              promoted: copied into a device slot, which the next layers do not wait for. Where
+              every expert has a slot, what lies in RAM follows unasked, from pass to pass
 
 Where the dense weights lie decides what travels:
 
     in RAM           x goes up once a layer, the device's rows come down and are summed on the CPU
     on the device    x comes down only for experts that the CPU computes, and their rows go up; the
-                     sum is queued like everything else, and nobody waits for it
+    (`inside`)       sum is queued like everything else, and nothing waits for it. Routing, with it
+                     a hint, and that x are read before anything is queued. A layer whose experts
+                     are all there for good does not even read its routing: kernels find them
+                     through a table of slots, and its routing is counted when the pass ends
 
 No memory for a computation on the device: the tier goes on with half its slots, all empty, and the
 computation is tried once more; a second failure in a layer is OutOfMemory.
@@ -16,17 +32,21 @@ computation is tried once more; a second failure in a layer is OutOfMemory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import islice
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.errors import Unavailable
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, Miss, Split
-from moeinf.offload.store.compute import MOST_ROWS, SlotMath
-from moeinf.offload.store.residency import Residency
+from moeinf.offload.host_tier import HostTier
+from moeinf.offload.routed import Ids, Routed, cells_of
+from moeinf.offload.store.compute import MOST_ROWS
+from moeinf.offload.tier import Experts, Hint, Opened
 
 assert FEW_ROWS <= MOST_ROWS  # of more the CPU and the device have other bits, and `auto` divides
 
@@ -42,157 +62,207 @@ class OutOfMemory(Unavailable, MemoryError):
 
 
 class TierRunner:
-    """Computes what the host store hands over: on the CPU, or on the device after a copy.
+    """Opens layers, of which each is a DeviceWork or a ByTable."""
 
-    Holds what of the open layer lies on the device.
-    """
+    def __init__(self, host: HostTier, tier: DeviceTier, miss: Miss, share: float) -> None:
+        """share: of the misses that `auto` fetches."""
+        self.host, self.tier, self._miss = host, tier, miss
+        self._split = Split(share)
 
-    def __init__(
-        self,
-        tier: DeviceTier,
-        cpu: SlotMath,
-        host: Residency,
-        miss: Miss,
-        share: float,
-        inside: bool = False,
-    ) -> None:
-        """share: of the misses that `auto` fetches. inside: whether dense weights are on the
-        device: then x is there, and so is what `combine` gives."""
-        self._tier, self._cpu, self._host, self._miss = tier, cpu, host, miss
-        self._split, self._inside = Split(share), inside
-        self._x: Tensor | None = None  # on the device, once anything needs it
-        self._rows: Tensor | None = None
-        self._places: list[int] = []  # of rows that the device computes
-        self._below_x: Tensor | None = None  # inside: x in RAM, for the CPU
-        self._below_rows: Tensor | None = None  # inside: what the CPU has made of it
-        self._computed: list[int] = []  # inside: places of the CPU's rows
-        self._promotable: list[int] = []  # cells that the CPU has computed
-        self._ring: list[int] = []  # cells of the last kernels, half of the slots; of a prefill
-        self._shrunk = False  # in this layer
+    def open(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
+    ) -> Opened | ByTable:
+        """Raises DeviceError, OutOfMemory, ValueError for ids that do not exist."""
+        tier, experts = self.tier, self.host.experts
+        if tier.inside:
+            table = tier.slot_table(layer * experts, experts)
+            if table is not None and tier.can_route(len(x)):
+                tier.count_at_end(ids)
+                return ByTable(tier, x, ids, weights, table)
+            ids = tier.read(ids)
+        routed = Routed.of(layer, ids.numpy(), experts)
+        tier.policy.routed(layer, routed.ids)
+        told = None if hint is None else self._pass_on(*hint)
+        here = self._here(layer, routed.ids)
+        taken, rest = routed.split(here) if here.any() else ([], routed)
+        work = DeviceWork(self, x, weights, routed.places)
+        if tier.inside and self._computes_below and rest.cells:
+            work.read_x()
+        if taken and work.on_device(taken):
+            tier.count_hits(routed.events - rest.events)
+            routed = rest
+        return routed, told, work
+
+    def divide(self, experts: Experts) -> tuple[Experts, Experts]:
+        """What is fetched, and what the CPU computes in place."""
+        if self._miss == "compute":
+            return [], experts
+        if self._miss == "fetch" or self.tier.all_fit:  # what is fetched then stays for good
+            return experts, []
+        fetched = [pair for pair in experts if len(pair[1]) > FEW_ROWS]
+        few = [pair for pair in experts if len(pair[1]) <= FEW_ROWS]
+        few.sort(key=lambda pair: not self.tier.policy.keeps(pair[0]))
+        count = self._split.fetched(len(few), self.tier.on_their_way + len(fetched))
+        return fetched + few[:count], few[count:]
+
+    def promote(self, cells: list[int]) -> None:
+        """Copies up what the CPU has computed and the tier would keep, if the bus is idle."""
+        if not cells or not self.tier.bus_is_idle:
+            return
+        there = (cell for cell in cells if self.host.table.is_resident(cell))
+        worth = [cell for cell in there if self.tier.policy.keeps(cell)]
+        if worth:
+            self.tier.bring(worth)
 
     @property
-    def computes_below(self) -> bool:
+    def _computes_below(self) -> bool:
         """Whether the CPU may compute some of what is not on the device."""
-        return self._miss != "fetch" and not (self._miss == "auto" and self._tier.all_fit)
+        return self._miss != "fetch" and not (self._miss == "auto" and self.tier.all_fit)
 
-    def begin(self, x: Tensor | None = None) -> None:
-        """A layer is submitted; what an error has left of the last is forgotten. x: inside, in
-        RAM, for the CPU: read before anything is queued, or the CPU would wait for all of it."""
-        self._x = self._rows = self._below_rows = None
-        self._below_x = x
-        self._places, self._computed, self._promotable, self._shrunk = [], [], [], False
-        self._ring = []
+    def _here(self, layer: int, ids: Ids) -> NDArray[np.bool_]:
+        """Which of the ids are on the device; of places without an expert, anything."""
+        return self.tier.resident(cells_of(layer, ids, self.host.experts)) & (ids >= 0)
 
-    def rows(self, x: Tensor, count: int) -> Tensor:
-        """The layer's rows, zeros where nothing is computed: where x is."""
-        if not self._inside:
-            return self._cpu.rows(x, count)
-        if self._rows is None:
-            self._x, self._rows = x, self._cpu.rows(x, count)
-        return self._rows
+    def _pass_on(self, layer: int, ids: Tensor) -> Hint:
+        """Tells the device's policy a hint, before anything of the submitted layer is queued, so
+        that nothing waits; what the host's is to be told of it."""
+        chosen = (self.tier.device.download(ids) if self.tier.inside else ids).numpy()
+        self.tier.policy.hinted(layer, chosen)
+        return layer, np.where(self._here(layer, chosen), chosen.dtype.type(-1), chosen)
 
-    def on_device(self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int) -> bool:
-        """Queues (cell, places) of cells in device slots. False: the tier has just been emptied."""
-        device = self._tier.device
-        if not all(self._tier.is_resident(cell) for cell, _ in experts):
+
+class DeviceWork:
+    """The rows of one layer: what of it lies on the device, and what in RAM."""
+
+    def __init__(
+        self, runner: TierRunner, x: Tensor, weights: Tensor, places: dict[int, list[int]]
+    ) -> None:
+        """x [T, D] and weights [T, K], which lie where `result` will; places t·K + k by cell."""
+        self._places = places
+        self._runner, self._tier, self._host = runner, runner.tier, runner.host
+        self._x, self._mix, self._top_k = x, weights, weights.shape[1]
+        self._device_x: Tensor | None = None  # once anything needs it
+        self._device_rows: Tensor | None = None
+        self._device_places: list[int] = []  # of rows that the device computes
+        self._below_x: Tensor | None = None  # in RAM, for the CPU
+        self._below_rows: Tensor | None = None
+        self._below_places: list[int] = []  # inside: of the CPU's rows
+        self._promotable: list[int] = []  # cells that the CPU has computed
+        self._ring: list[int] = []  # cells of the last kernels, half of the slots; of a prefill
+        self._shrunk = False
+
+    def read_x(self) -> None:
+        """Inside, for the CPU: before anything is queued, or the CPU would wait for all of it."""
+        self._below_x = self._tier.device.download(self._x)
+
+    def on_device(self, experts: Experts) -> bool:
+        """Queues cells in device slots. False: the tier has just been emptied."""
+        tier, device = self._tier, self._tier.device
+        if not all(tier.is_resident(cell) for cell, _ in experts):
             return False
         try:
-            if self._inside:
-                self.rows(x, len(x) * top_k)
-            elif self._rows is None:
-                self._x = device.upload(x)
-                self._rows = device.empty_rows(self._x, len(x) * top_k)
-            assert self._x is not None
-            assert self._rows is not None
-            self._tier.compute(self._x, experts, top_k, self._rows)
+            rows = self._rows_there()
+            assert self._device_x is not None
+            tier.compute(self._device_x, experts, self._top_k, rows)
         except device.out_of_memory as error:
-            if self._shrunk or not self._tier.shrink():
-                words = f"no device memory is left, with {self._tier.slots} slots: {error}"
+            if self._shrunk or not tier.shrink():
+                words = f"no device memory is left, with {tier.slots} slots: {error}"
                 raise OutOfMemory(words) from error
             self._shrunk = True
             return False
-        self._places += [place for _, places in experts for place in places]
-        if not self._tier.decoding:
-            half = max(1, self._tier.slots // 2)
+        self._device_places += [place for _, places in experts for place in places]
+        if not tier.decoding:
+            half = max(1, tier.slots // 2)
             self._ring = [*self._ring, *(cell for cell, _ in experts)][-half:]
         return True
 
-    def run(
-        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
-    ) -> None:
-        """Fills the rows of some experts in host slots, or has the device do it by `combine`.
+    def compute(self, cells: Iterable[int]) -> None:
+        """Fills the rows of cells in host slots, or has the device do it by `result`.
 
         What is fetched comes in batches of half the device's slots at most, and a prefill's do not
         push out those before, so that one is copied while kernels read the other, however many
         experts are asked for. (In decoding the policy has its will: kernels of one row are over
         before the next copy.)
         """
-        fetched, computed = self._divide(experts)
-        waiting = [(self._host.cell_in(slot), places) for slot, places in fetched]
+        tier = self._tier
+        waiting, computed = self._runner.divide([(cell, self._places[cell]) for cell in cells])
         while waiting:
-            most = max(1, self._tier.slots // 2)
-            brought = self._tier.bring((cell for cell, _ in islice(waiting, most)), self._ring)
-            assert brought, "a tier has at least one slot that nobody holds"
-            first = waiting[: len(brought)]
-            if self.on_device(x, first, top_k):
+            most = max(1, tier.slots // 2)
+            brought = tier.bring((cell for cell, _ in islice(waiting, most)), self._ring)
+            assert brought, "a tier has at least one slot that nothing holds"
+            if self.on_device(waiting[: len(brought)]):
                 waiting = waiting[len(brought) :]
         if computed:
-            self._compute(x, computed, top_k, rows)
-            self._promotable += [self._host.cell_in(slot) for slot, _ in computed]
-            if self._tier.decoding:
-                self._tier.stats.decode_cpu_events += sum(len(places) for _, places in computed)
+            self._compute_below(computed)
+            self._promotable += [cell for cell, _ in computed]
+            if tier.decoding:
+                tier.stats.decode_cpu_events += sum(len(places) for _, places in computed)
 
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D], where x is."""
-        flat = rows.view(-1, rows.shape[-1])
-        if self._inside:
+    def result(self) -> Tensor:
+        """[T, D], where x is."""
+        tier = self._tier
+        if tier.inside:
+            rows = self._rows_there()
             if self._below_rows is not None:
-                places, upload = torch.tensor(self._computed), self._tier.device.upload
-                flat.index_copy_(0, upload(places), upload(self._below_rows[places]))
-            out = self._tier.combine(rows, weights)
+                places, upload = torch.tensor(self._below_places), tier.device.upload
+                rows.index_copy_(0, upload(places), upload(self._below_rows[places]))
+            out = tier.combine(rows.view(*self._mix.shape, -1), self._mix)
         else:
-            if self._rows is not None and self._places:
-                places, found = torch.tensor(self._places), self._tier.read(self._rows)
-                flat[places] = found[places]
-            out = self._cpu.combine(rows, weights)
-        self._promote()
-        self.begin()
+            rows = self._rows_below()
+            if self._device_rows is not None and self._device_places:
+                places, found = torch.tensor(self._device_places), tier.read(self._device_rows)
+                rows[places] = found[places]
+            out = self._host.combine(rows.view(*self._mix.shape, -1), self._mix)
+        self._runner.promote(self._promotable)
         return out
 
-    def end_copies(self) -> bool:
-        return self._tier.end_copies()
+    def _rows_there(self) -> Tensor:
+        """[T·K, D] on the device; inside, those of `result`, zeros where nothing is computed."""
+        if self._device_rows is None:
+            count, inside = self._mix.numel(), self._tier.inside
+            self._device_x = self._x if inside else self._tier.device.upload(self._x)
+            if inside:
+                self._device_rows = self._x.new_zeros(count, self._x.shape[1])
+            else:
+                self._device_rows = self._tier.device.empty_rows(self._device_x, count)
+        return self._device_rows
 
-    def _compute(
-        self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
-    ) -> None:
+    def _rows_below(self) -> Tensor:
+        """[T·K, D] in RAM: inside, unspecified where the CPU has computed nothing."""
+        if self._below_rows is None:
+            size = self._mix.numel(), self._x.shape[1]
+            if self._tier.inside:
+                self._below_rows = torch.empty(size, dtype=self._x.dtype)
+            else:
+                self._below_rows = self._x.new_zeros(size)
+        return self._below_rows
+
+    def _compute_below(self, experts: Experts) -> None:
         """On the CPU, where the host's slots are."""
-        if self._inside:
-            if self._below_x is None:  # the tier has lost its slots since the layer was submitted
-                self._below_x = self._tier.read(x)
-            if self._below_rows is None:
-                self._below_rows = torch.empty(rows.shape, dtype=rows.dtype)
-            x, rows = self._below_x, self._below_rows
-            self._computed += [place for _, places in experts for place in places]
-        self._cpu.run(x, experts, top_k, rows)
+        if self._tier.inside:
+            self._below_places += [place for _, places in experts for place in places]
+            if self._below_x is None:  # the tier has lost its slots since the layer was opened
+                self._below_x = self._tier.read(self._x)
+        x = self._x if self._below_x is None else self._below_x
+        self._host.compute(x, experts, self._top_k, self._rows_below())
 
-    def _divide(
-        self, experts: Sequence[tuple[int, list[int]]]
-    ) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
-        """What is fetched, and what is computed in place."""
-        if self._miss == "compute":
-            return [], list(experts)
-        if self._miss == "fetch" or self._tier.all_fit:  # what is fetched then stays for good
-            return list(experts), []
-        fetched = [pair for pair in experts if len(pair[1]) > FEW_ROWS]
-        few = [pair for pair in experts if len(pair[1]) <= FEW_ROWS]
-        few.sort(key=lambda pair: not self._tier.policy.keeps(self._host.cell_in(pair[0])))
-        count = self._split.fetched(len(few), self._tier.on_their_way + len(fetched))
-        return fetched + few[:count], few[count:]
 
-    def _promote(self) -> None:
-        if not self._promotable or not self._tier.bus_is_idle:
-            return
-        there = (cell for cell in self._promotable if self._host.is_resident(cell))
-        worth = [cell for cell in there if self._tier.policy.keeps(cell)]
-        if worth:
-            self._tier.bring(worth)
+class ByTable:
+    """One submitted layer whose experts are all on the device for good: its ids are not read here.
+
+    What its result queues depends on nothing else: as long as a layer has the same `table` it may
+    be repeated without asking.
+    """
+
+    def __init__(
+        self, tier: DeviceTier, x: Tensor, ids: Tensor, weights: Tensor, table: Tensor
+    ) -> None:
+        self.table = table
+        self._tier, self._given = tier, (x, ids, weights)
+
+    def result(self) -> Tensor:
+        """Queues the kernels: [T, D]; rows without an expert are 0."""
+        x, ids, weights = self._given
+        rows = x.new_zeros(*ids.shape, x.shape[1])
+        self._tier.compute_routed(x, ids, self.table, rows.view(-1, x.shape[1]))
+        return self._tier.combine(rows, weights)

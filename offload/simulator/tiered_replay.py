@@ -1,10 +1,9 @@
-"""Replays a recording against device slots above host slots above a disk, as tiered_store.py runs.
+"""Replays a recording against device slots above host slots above a disk, as layer_runner.py runs.
 
 Does not know torch or bytes: it moves names between two Residencies, with the engine's policies and
-Split, and says what the verbs of expert_store.py, tiered_store.py, layer_runner.py and
-device_slots.py say, in their order. Where a clock decides (is the bus idle, has a copy let go of
-its host slot), it is the model's; a bus that takes no time copies as a device does that is never
-behind.
+Split, and says what the verbs of expert_store.py, host_tier.py, layer_runner.py and device_slots.py
+say, in their order. Where a clock decides (is the bus idle, has a copy let go of its host slot), it
+is the model's; a bus that takes no time copies as a device does that is never behind.
 
 One layer, four clocks:
 
@@ -106,7 +105,7 @@ class TieredReplay(Walk):
         token.floor_seconds += self._floor(self.outcome.demand_reads - reads)
 
     def _layer(self, layer: int, ids: Ids, hinted: Ids | None) -> None:
-        """As TieredStore.submit and result; hinted [T, H] is of the next layer."""
+        """As TierRunner.open, then ExpertStore; hinted [T, H] is of the next layer."""
         device, start = self._device, self._now
         self._link.run_until(start)
         cells = chosen_cells(layer, ids, self._shape.experts)

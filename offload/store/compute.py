@@ -32,14 +32,6 @@ class TorchFfn(Protocol):
         ...
 
 
-class ExpertMath(TorchFfn, Protocol):
-    """The same, and how rows are grouped."""
-
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
-        """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k."""
-        ...
-
-
 class ExpertRunner(Protocol):
     """The arithmetic over the slots of one tier."""
 
@@ -51,18 +43,6 @@ class ExpertRunner(Protocol):
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
-        ...
-
-
-class HostRunner(ExpertRunner, Protocol):
-    """The same for the host's tier, whose slots a tier above may be reading."""
-
-    def rows(self, x: Tensor, count: int) -> Tensor:
-        """The zeros [count, D] that a layer of x [T, D] fills by `run` and gives to `combine`."""
-        ...
-
-    def end_copies(self) -> bool:
-        """Waits until no copy reads a slot. False: none did."""
         ...
 
 
@@ -113,14 +93,6 @@ class SlotMath:
         )  # fmt: skip
         return out
 
-    def rows(self, x: Tensor, count: int) -> Tensor:
-        """[count, D] of x's type."""
-        return x.new_zeros(count, x.shape[1])
-
-    def end_copies(self) -> bool:
-        """Nobody copies out of these slots."""
-        return False
-
     def _is_native(self, count: int) -> bool:
         return self._kernel is not None and count <= MOST_ROWS
 
@@ -134,26 +106,6 @@ class SlotMath:
             x.data_ptr(), len(x), top_k, rows.data_ptr(),
             x.dtype == torch.float32,
         )  # fmt: skip
-
-
-class AllThere:
-    """One submitted layer whose experts are all in the cache, as every one of a decoded token is
-    once the model fits. Nobody leaves between `submit` and `result`, so that none needs a pin.
-    """
-
-    def __init__(
-        self, runner: HostRunner, x: Tensor, weights: Tensor,
-        experts: Sequence[tuple[int, list[int]]],
-    ) -> None:  # fmt: skip
-        """experts: (slot, places) for x [T, D] and weights [T, K]."""
-        self._runner, self._x, self._mix, self._experts = runner, x, weights, experts
-
-    def result(self) -> Tensor:
-        """[T, D]."""
-        mix = self._mix
-        rows = self._runner.rows(self._x, mix.numel())  # [T·K, D]
-        self._runner.run(self._x, self._experts, mix.shape[1], rows)
-        return self._runner.combine(rows.view(*mix.shape, -1), mix)
 
 
 def slot_views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:

@@ -19,6 +19,9 @@ One layer, as time runs:
 
 Where nothing is read ahead, a layer whose experts are all there only computes them.
 
+Tiers stand in a list, the host's first. With a device's above, a runner opens each layer (see
+layer_runner.py): what the device has is computed there, and the host provides the rest.
+
 The policy hears events in the order of policy/base.py, which is the simulator's order too: given
 the same routing and the same moments of arrival, hits, reads and victims are the same.
 """
@@ -28,119 +31,108 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal
+from contextlib import suppress
+from typing import Literal, cast
 
+import numpy as np
 from torch import Tensor
 
-from moeinf.native import SlotPool
-from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.policy.base import Policy, chosen_cells
-from moeinf.offload.store.compute import AllThere, ExpertMath, HostRunner, SlotMath
-from moeinf.offload.store.prefetch import ReadAhead
+from moeinf.native import DeviceError
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.store.prefetch_gate import Throttle
-from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.store.transfer import ExpertReadError, Transfer
+from moeinf.offload.tier import Pending, Runner, Tier, Upper, Work
 
 
 class Stopped(Exception):
-    """Somebody asked for an end while a pass was running; the pass has left nothing behind."""
+    """A pass was asked to end while it was running; it has left nothing behind."""
 
 
 class ExpertStore:
-    """L layers of E experts behind `slots` slots of memory."""
+    """Layers of experts behind the slots of one or two tiers."""
 
     def __init__(
         self,
-        layout: ExpertLayout,
-        experts: int,
-        pool: SlotPool,
-        residency: Residency,
-        transfer: Transfer,
-        policy: Policy,
-        math: ExpertMath,
+        tiers: tuple[HostTier] | tuple[HostTier, Upper],
+        runner: Runner | None = None,
         *,
         wishes: int = 0,
         hints: bool = False,
         worth_share: float = 0.0,
-        runner: HostRunner | None = None,
-        stats: StoreStats | None = None,
     ) -> None:
-        """runner: what computes the experts in the pool's slots; the CPU, where they lie, unless a
-        tier above takes part. stats: where it counts, too. wishes: how many the policy is asked for
-        after a layer; 0: it has none to make. hints: whether those of a next layer's gate are
-        wanted while decoding. worth_share: the share of decode time spent waiting from which either
-        is asked for; 0: always."""
-        self._experts = experts
-        self._residency = residency
-        self._transfer = transfer
-        self._policy = policy
-        self._math = math
+        """tiers: the host's, and a device's above it. runner: opens the layers, and knows what is
+        above; None: the host's tier. wishes: how many the policy is asked for after a layer; 0: it
+        makes none. hints: whether those of a next layer's gate are wanted while decoding.
+        worth_share: the share of decode time spent waiting from which either is asked for; 0:
+        always."""
+        self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
+        self.above = cast("tuple[Upper, ...]", tiers[1:])
+        self._runner: Runner = runner or self.host
         self._wishes, self._hints = wishes, hints
         self._throttle = Throttle(worth_share)
         self._began, self._stalled = 0.0, 0.0  # the pass's first layer: when, and stall_seconds
-        self._slots: HostRunner = runner or SlotMath(layout, pool, math)
         self._open: _LayerRun | None = None
         self._hinted: tuple[int, Tensor] | None = None  # told before the layer that is submitted
-        self._decoding = False
-        self.stats = stats or StoreStats()
-        self._ahead = ReadAhead(residency, transfer, policy, self.stats)
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
-        self.elsewhere: Callable[[int], bool] | None = None  # cells that need no reading ahead
+
+    @property
+    def stats(self) -> StoreStats:
+        return self.host.stats
+
+    @property
+    def device(self) -> Upper | None:
+        """The tier of a device; None: there is no such tier."""
+        return self.above[0] if self.above else None
 
     @property
     def wants_hints(self) -> bool:
-        return self._hints and self._decoding and self._throttle.open
+        """Not once a tier above has all experts for good."""
+        wanted = self._hints and self.host.decoding and self._throttle.open
+        return wanted and not any(tier.complete for tier in self.above)
 
     @property
     def resident(self) -> int:
-        """Experts in memory now."""
-        return self._residency.resident
+        """Experts in host slots now."""
+        return self.host.count
 
     @property
     def device_resident(self) -> int:
-        """Experts in slots of a device: there is no tier above."""
-        return 0
-
-    @property
-    def lost(self) -> bool:
-        """Of the slots of a device: there are none to lose."""
-        return False
-
-    @property
-    def note(self) -> str | None:
-        """What a face should say of it: nothing."""
-        return None
+        """Experts in slots above the host's."""
+        return sum(tier.count for tier in self.above)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pinned: true between passes, however the last one ended."""
-        return self._residency.pinned() == 0
+        """Whether nothing is pinned; copies that are on their way are waited for."""
+        with suppress(DeviceError):  # no copy reads anything any more then
+            for tier in self.above:
+                tier.end_copies()
+        return self.host.idle
 
     @property
     def direct_io(self) -> bool:
         """Whether every read has passed by the page cache."""
-        return self._transfer.direct_io
+        return self.host.direct_io
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Reads these into empty slots, the first first, behind everything else; how many fit."""
-        return self._ahead.warm(cells)
+        """Reads these into empty host slots, the first first, behind everything else; how many fit.
 
-    def settle(self) -> None:
-        """Between layers: what was read ahead and has arrived is resident from now on."""
-        self._ahead.settle()
+        Where a tier above wants all experts the others follow these, as far as there is room: once
+        all are there, no layer has to read its routing.
+        """
+        rest = range(self.host.table.cells) if any(tier.wants_all for tier in self.above) else ()
+        return self.host.warm([*cells, *rest])
 
     def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
         self.abandon()
-        self._decoding = self._ahead.decoding = phase == "decode"
         self._began, self._stalled = 0.0, self.stats.stall_seconds
-        begin = self._clock()
-        self._policy.begin_pass(rows.numpy(), phase)
-        self._decided(begin)
+        requests = rows.numpy()
+        for tier in self.tiers:
+            tier.begin_pass(requests, phase)
 
     def end_request(self, request: int) -> None:
         """No further pass names it."""
-        self._policy.end_request(request)
+        for tier in self.tiers:
+            tier.policy.end_request(request)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         """ids [T, H], the surest first, of the layer after the one that is submitted next."""
@@ -149,119 +141,96 @@ class ExpertStore:
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self.abandon()
-        if self._decoding and self._began:
+        if self.host.decoding and self._began:
             waited = self.stats.stall_seconds - self._stalled
             self._throttle.passed(waited, time.perf_counter() - self._began)
-        begin = self._clock()
-        self._policy.end_pass(None if accepted_rows is None else accepted_rows.numpy())
-        self._decided(begin)
+        accepted = None if accepted_rows is None else accepted_rows.numpy()
+        try:
+            for tier in self.above:
+                tier.end_pass(accepted)
+        finally:
+            self.host.end_pass(accepted)
 
-    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> _LayerRun | AllThere:
-        """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read."""
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read, and what a
+        device raises; then the store is idle."""
         if self.stopped():
             self.abandon()
             raise Stopped
         self._began = self._began or time.perf_counter()
         hinted, self._hinted = self._hinted, None
-        groups = {
-            layer * self._experts + expert: places
-            for expert, places in self._math.group(ids, self._experts)
-        }
-        begin = self._clock()
-        if not self._wishes and self._residency.are_resident(groups):
-            if not self._residency.all_fit:  # else nobody will have to leave, whatever is used
-                self._policy.routed(layer, ids.numpy())
-            self._count(groups, groups)
-            self._decided(begin)
-            slot_of = self._residency.slot_of
-            experts = [(slot_of(cell), places) for cell, places in groups.items()]
-            return AllThere(self._slots, x, weights, experts)
-        chosen = ids.numpy()
-        self._ahead.settle()
+        opened = self._runner.open(layer, x, ids, weights, hinted)
+        if not isinstance(opened, tuple):
+            return opened
+        host, (routed, hint, work) = self.host, opened
+        begin = host.clock()
+        if not self._wishes and host.table.are_resident(routed.places):
+            if not host.all_fit:  # else no cell will have to leave, whatever is used
+                host.policy.routed(layer, routed.ids)
+            host.used(routed, routed.cells, routed.events)
+            host.decided(begin)
+            return _AllThere(work, sorted(routed.cells))
+        host.settle()
+        is_resident = host.table.is_resident
         hits, misses = list[int](), deque[int]()
-        for cell in chosen_cells(layer, chosen, self._experts):
-            (hits if self._residency.is_resident(cell) else misses).append(cell)
-        self._policy.routed(layer, chosen)
-        if hinted is not None:
-            self._policy.hinted(hinted[0], hinted[1].numpy())
-        run = self._open = _LayerRun(self, x, weights, groups, misses)
+        for cell in routed.cells:
+            (hits if is_resident(cell) else misses).append(cell)
+        host.policy.routed(layer, routed.ids)
+        if hint is not None:
+            host.policy.hinted(*hint)
         for cell in hits:
-            self._residency.pin(cell)
-            run.ready.append(cell)
-        self._count(groups, hits)
-        self._decided(begin)
+            host.table.pin(cell)
+        host.used(routed, hits, sum(len(routed.places[cell]) for cell in hits))
+        run = self._open = _LayerRun(self, work, hits, misses)
+        host.decided(begin)
         run.ask()
         return run
 
-    def close(self) -> None:
-        """Ends the readers; the slots must not be used afterwards."""
-        self.abandon()
-        self._transfer.close()
-
-    def shrink(self) -> bool:
-        """Whether a device's memory was given back: there is none."""
-        return False
-
-    def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
-        """How many slots of a device were given back: there is none."""
-        return None
-
     def abandon(self) -> None:
-        """Ends the open layer, if there is one: for a pass that an error has cut off."""
+        """Ends the open layer, if there is one: for a pass that an error has cut off. Kernels that
+        are queued still run, into rows that nothing reads."""
         self._hinted = None
         if self._open is not None:
             self._open.abandon()
 
-    def _count(self, groups: dict[int, list[int]], hits: Iterable[int]) -> None:
-        events = sum(map(len, groups.values()))
-        hit_events = events if hits is groups else sum(len(groups[cell]) for cell in hits)
-        if self._decoding:
-            self.stats.decode_events += events
-            self.stats.decode_hits += hit_events
-        else:
-            self.stats.prefill_events += events
-            self.stats.prefill_hits += hit_events
-        if not self._ahead.waits_for_use:
+    def close(self) -> None:
+        """Ends copies and readers; no slot may be used afterwards."""
+        self.abandon()
+        try:
+            for tier in self.above:
+                tier.close()
+        finally:
+            self.host.close()
+
+    def wish(self) -> None:
+        """Asks the host's policy what to read ahead, for which no tier above has it already."""
+        if not self._wishes or not self._throttle.open:
             return
-        for cell in hits:
-            cause = self._ahead.used(cell)
-            if cause is not None and self._decoding:
-                if cause == "hinted":
-                    self.stats.decode_hits_hinted += len(groups[cell])
-                else:
-                    self.stats.decode_hits_predicted += len(groups[cell])
+        wishes = self.host.policy.prefetch(self._wishes)
+        for tier in self.above:
+            here = tier.resident(np.array([wish.cell for wish in wishes], np.intp)).tolist()
+            wishes = [wish for wish, there in zip(wishes, here, strict=True) if not there]
+        self.host.wish(wishes)
 
-    def _clock(self) -> float:
-        """Seconds; stands still while the queue is told, whose readers may take the processor."""
-        return time.perf_counter() - self._transfer.telling_seconds
+    def ended(self) -> None:
+        """No layer is open any more."""
+        self._open = None
 
-    def _decided(self, begin: float) -> None:
-        """Since `begin` of the clock it was decided who comes and who leaves."""
-        if self._decoding:
-            self.stats.decode_policy_seconds += self._clock() - begin
 
-    def _wish(self) -> None:
-        if self._wishes and self._throttle.open:
-            wishes = self._policy.prefetch(self._wishes)
-            if (elsewhere := self.elsewhere) is not None:
-                wishes = [wish for wish in wishes if not elsewhere(wish.cell)]
-            self._ahead.wish(wishes)
+class _AllThere:
+    """One submitted layer whose experts are all in host slots, as every one of a decoded token is
+    once the model fits. None leaves between `submit` and `result`, so that none needs a pin.
+    """
 
-    def _give_up(self, cell: int) -> None:
-        """The read into the cell's slot has ended badly, or is given up."""
-        self._policy.forget([cell])  # it was told of an arrival
-        self._residency.give_up(cell, self._transfer.may_write)
+    __slots__ = ("_cells", "_work")
 
-    def _make_room(self) -> bool:
-        """Whether a slot is free, at the cost of reads ahead or of somebody unpinned if need be."""
-        self._residency.regain(self._transfer.may_write)
-        if self._residency.free or self._ahead.give_way():
-            return True
-        victim = self._policy.victim(self._residency.can_evict)
-        if victim is None:
-            return False
-        self._ahead.evict(victim)
-        return True
+    def __init__(self, work: Work, cells: list[int]) -> None:
+        self._work, self._cells = work, cells
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        self._work.compute(self._cells)
+        return self._work.result()
 
 
 class _LayerRun:
@@ -270,119 +239,59 @@ class _LayerRun:
     def __init__(
         self,
         store: ExpertStore,
-        x: Tensor,
-        weights: Tensor,
-        groups: dict[int, list[int]],
+        work: Work,
+        hits: list[int],
         misses: deque[int],
     ) -> None:
-        self._store = store
-        self._x = x
-        self._mix = weights
-        self._groups = groups
-        self.ready = deque[int]()  # resident and pinned
+        self._store, self._host = store, store.host
+        self._work = work
+        self._ready = deque(hits)  # resident and pinned
         self._unasked = misses  # without a slot
-        self._loading: deque[tuple[int, int]] = deque()  # (ticket, cell), slot assigned and pinned
-        # Places without an expert stay 0, so that their rows add nothing.
-        self._rows = store._slots.rows(x, weights.numel())  # [T·K, D]
 
     def ask(self) -> None:
         """Gives slots to as many misses as can have one, and asks for their bytes; then for what
         the policy wishes ahead."""
-        store, begin = self._store, self._store._clock()
-        tickets: dict[int, int] = {}
-        absent = []
-        while self._unasked:
-            cell = self._unasked[0]
-            ticket = store._ahead.take(cell)
-            if ticket is not None:
-                tickets[cell] = ticket
-            elif store._make_room():
-                store._residency.assign(cell)
-                absent.append(cell)
-                tickets[cell] = 0
-            else:
-                break
+        begin = self._host.clock()
+        for _ in self._host.bring(self._unasked):
             self._unasked.popleft()
-            store._policy.admitted(cell)
-        if absent:
-            try:
-                slots = [store._residency.slot_of(cell) for cell in absent]
-                tickets.update(zip(absent, store._transfer.demand(absent, slots), strict=True))
-            except BaseException:
-                for cell in absent:
-                    del tickets[cell]
-                    store._give_up(cell)
-                self._loading.extend((ticket, cell) for cell, ticket in tickets.items())
-                raise
-        self._loading.extend((ticket, cell) for cell, ticket in tickets.items())
         if not self._unasked:
-            store._wish()
-        store._decided(begin)
+            self._store.wish()
+        self._host.decided(begin)
 
     def result(self) -> Tensor:
         """[T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
-            while self.ready or self._loading or self._unasked:
-                if not self.ready and not self._loading:  # copies or reads ahead hold every slot
-                    if not (self._store._slots.end_copies() or self._store._ahead.wait_for_one()):
-                        raise self._store._transfer.no_slot(self._unasked[0])
+            coming = self._host.coming
+            while self._ready or self._unasked or coming:
+                if not self._ready and not coming:  # copies or reads ahead hold all
+                    if not any(tier.end_copies() for tier in self._store.above):
+                        self._host.wait_for_slot(self._unasked[0])
                     self.ask()
                     continue
                 # While slots are wanted, one by one: each that is done makes room for a miss.
-                count = 1 if self._unasked else len(self.ready)
-                ready = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
-                self._compute(ready or [self._arrived()])
+                count = 1 if self._unasked else len(self._ready)
+                ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+                self._compute(ready or [self._host.arrive()])
                 if self._unasked:
                     self.ask()
         except BaseException:
             self.abandon()
             raise
-        self._store._open = None
-        rows = self._rows.view(*self._mix.shape, -1)  # [T, K, D]
-        return self._store._slots.combine(rows, self._mix)
+        self._store.ended()
+        return self._work.result()
 
     def _compute(self, cells: list[int]) -> None:
         """Pinned resident experts on their rows; unpinned afterwards, whatever happens."""
-        store = self._store
         try:
-            experts = [(store._residency.slot_of(cell), self._groups[cell]) for cell in cells]
-            store._slots.run(self._x, experts, self._mix.shape[1], self._rows)
+            self._work.compute(cells)
         finally:
             for cell in cells:
-                store._residency.unpin(cell)
-
-    def _arrived(self) -> int:
-        """Waits for the miss that was asked for first; it is resident and pinned then."""
-        store = self._store
-        ticket, cell = self._loading[0]
-        start = time.perf_counter()
-        try:
-            store._transfer.wait(ticket, cell)
-        except ExpertReadError:
-            self._loading.popleft()
-            store._give_up(cell)
-            raise
-        waited, size = time.perf_counter() - start, store._transfer.bytes_of(cell)
-        self._loading.popleft()
-        store._residency.loaded(cell)
-        store.stats.loads += 1
-        store.stats.bytes_read += size
-        store.stats.stall_seconds += waited
-        if store._decoding:
-            store.stats.decode_loads += 1
-            store.stats.decode_bytes_read += size
-            store.stats.decode_stall_seconds += waited
-        return cell
+                self._host.table.unpin(cell)
 
     def abandon(self) -> None:
         """Gives back pins and slots, after the reads into them have ended."""
-        while self._loading:  # each leaves the list before anything can interrupt the next
-            ticket, cell = self._loading.popleft()
-            try:
-                self._store._transfer.abandon(ticket)
-            finally:  # a second Ctrl-C may cut off its wait
-                self._store._give_up(cell)
-        while self.ready:
-            self._store._residency.unpin(self.ready.popleft())
+        self._host.abandon()
+        while self._ready:
+            self._host.table.unpin(self._ready.popleft())
         self._unasked.clear()
-        self._store._open = None
+        self._store.ended()

@@ -162,11 +162,11 @@ class ReadAhead:
 
     def _return(self, cell: int, flight: _Flight) -> None:
         """A read that never began: the slot is its victim's again."""
-        self._residency.release(cell)
+        slot = self._residency.release(cell)
         victim = flight.victim
         if victim is None or self._residency.has_slot(victim):
             return
-        self._residency.restore(victim)
+        self._residency.restore(victim, slot)
         self._policy.admitted(victim)
         if flight.victim_cause is not None:
             self._unused[victim] = flight.victim_cause

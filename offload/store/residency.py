@@ -1,4 +1,4 @@
-"""Who is where: which expert holds which slot, which bytes are there, which are in use.
+"""The book of one tier: which expert has which slot, which bytes are there, which are in use.
 
 Does not know why an expert comes or goes (policies) nor how its bytes travel (transfer).
 
@@ -15,12 +15,26 @@ is evicted, so an expert in use is never overwritten. Bytes stay in a slot until
 begins: the victim of a read that never began is restored. The slot of a read that hangs is lost
 until that read has ended.
 
-Used by the engine's thread only.
+No other object of a tier notes a place. A policy hears of every arrival and departure, and keeps
+what it needs to choose a victim. One integer per cell says it all:
+
+    slot >= 0    resident in that slot
+    -1           absent
+    -2 - slot    loading into that slot
+
+The engine's thread alone uses it.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ABSENT = -1
 
 
 class Residency:
@@ -29,15 +43,14 @@ class Residency:
     def __init__(self, slots: int, cells: int) -> None:
         assert slots > 0, "a cache needs a place"
         self.cells = cells
-        self._slot_of: list[int] = [-1] * cells
-        self._was_in: list[int] = [-1] * cells  # the slot that an evicted cell had
-        self._cell_in: list[int] = [-1] * slots  # who had the slot last
+        self._place = array("i", [_ABSENT]) * cells  # an item costs what a list's does
+        self._places = np.frombuffer(self._place, np.intc)  # the same memory, for many at once
         self._pins: dict[int, int] = {}  # cell -> pins > 0
-        self._loading: set[int] = set()
         self._empty = list(range(slots - 1, -1, -1))
         self._lost: list[int] = []  # slots
+        self.loading = 0  # cells whose bytes are on their way
         self.slots = slots
-        self.all_fit = slots >= cells  # nobody has to leave, unless hung reads hold slots
+        self.all_fit = slots >= cells  # no cell has to leave, unless hung reads hold slots
 
     @property
     def free(self) -> int:
@@ -45,48 +58,48 @@ class Residency:
         return len(self._empty)
 
     @property
-    def resident(self) -> int:
+    def count(self) -> int:
         """Cells whose bytes are there."""
-        return self.slots - len(self._empty) - len(self._lost) - len(self._loading)
+        return self.slots - len(self._empty) - len(self._lost) - self.loading
 
     def is_resident(self, cell: int) -> bool:
-        return self._slot_of[cell] >= 0 and cell not in self._loading
+        return self._place[cell] >= 0
 
     def are_resident(self, cells: Iterable[int]) -> bool:
         """Whether the bytes of all of them are there."""
-        if self._loading:
-            return all(map(self.is_resident, cells))
-        return min(map(self._slot_of.__getitem__, cells), default=0) >= 0
+        return min(map(self._place.__getitem__, cells), default=0) >= 0
+
+    def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Of cells of any shape: whose bytes are there."""
+        here: NDArray[np.bool_] = self._places[cells] >= 0
+        return here
 
     def has_slot(self, cell: int) -> bool:
         """Resident or loading."""
-        return self._slot_of[cell] >= 0
+        return self._place[cell] != _ABSENT
 
     def slot_of(self, cell: int) -> int:
         """The slot of a cell that has one."""
-        slot = self._slot_of[cell]
-        assert slot >= 0, f"cell {cell} has no slot"
-        return slot
-
-    def cell_in(self, slot: int) -> int:
-        """Whose slot it is."""
-        cell = self._cell_in[slot]
-        assert self._slot_of[cell] == slot, f"nobody has slot {slot}"
-        return cell
+        place = self._place[cell]
+        assert place != _ABSENT, f"cell {cell} has no slot"
+        return place if place >= 0 else -2 - place
 
     def assign(self, cell: int, *, pinned: bool = True) -> int:
         """Gives a free slot to a cell whose bytes are about to be read."""
-        assert self._slot_of[cell] < 0, f"cell {cell} has a slot already"
-        slot = self._slot_of[cell] = self._empty.pop()
-        self._cell_in[slot] = cell
-        self._loading.add(cell)
+        assert self._place[cell] == _ABSENT, f"cell {cell} has a slot already"
+        slot = self._empty.pop()
+        self._place[cell] = -2 - slot
+        self.loading += 1
         if pinned:
             self._pins[cell] = 1
         return slot
 
     def loaded(self, cell: int) -> None:
         """The bytes have arrived; pins stay."""
-        self._loading.remove(cell)
+        place = self._place[cell]
+        assert place < _ABSENT, f"cell {cell} is not loading"
+        self._place[cell] = -2 - place
+        self.loading -= 1
 
     def pin(self, cell: int) -> None:
         """A cell that has a slot is in use, or will be when it has arrived."""
@@ -100,7 +113,7 @@ class Residency:
             del self._pins[cell]
 
     def can_evict(self, cell: int) -> bool:
-        return cell not in self._pins and self.is_resident(cell)
+        return cell not in self._pins and self._place[cell] >= 0
 
     def idle(self, busy: Collection[int]) -> Callable[[int], bool]:
         """can_evict, but for those who are busy."""
@@ -111,23 +124,23 @@ class Residency:
     def evict(self, cell: int) -> None:
         """An unpinned resident cell leaves; its slot is the next to be given."""
         assert self.can_evict(cell), f"cell {cell} is in use"
-        slot, self._slot_of[cell] = self._slot_of[cell], -1
-        self._was_in[cell] = slot
-        self._empty.append(slot)
+        self._empty.append(self._place[cell])
+        self._place[cell] = _ABSENT
 
-    def restore(self, cell: int) -> None:
+    def restore(self, cell: int, slot: int) -> None:
         """An evicted cell is back in the slot it had, which is free and was not written to."""
-        slot = self._was_in[cell]
+        assert self._place[cell] == _ABSENT, f"cell {cell} has a slot already"
         self._empty.remove(slot)
-        self._slot_of[cell] = slot
-        self._cell_in[slot] = cell
+        self._place[cell] = slot
 
-    def release(self, cell: int) -> None:
-        """Frees the slot of a cell whose read failed or was cancelled."""
-        self._empty.append(self._leave(cell))
+    def release(self, cell: int) -> int:
+        """Frees the slot of a cell whose read failed or was cancelled; which it is."""
+        slot = self._leave(cell)
+        self._empty.append(slot)
+        return slot
 
     def give_up(self, cell: int, may_write: Callable[[int], bool]) -> None:
-        """The same; but while the read may still write, the slot is nobody's until `regain`."""
+        """The same; but while the read may still write, the slot is lost until `regain`."""
         slot = self._leave(cell)
         (self._lost if may_write(slot) else self._empty).append(slot)
 
@@ -143,7 +156,9 @@ class Residency:
         return len(self._pins)
 
     def _leave(self, cell: int) -> int:
-        self._loading.remove(cell)
+        place = self._place[cell]
+        assert place < _ABSENT, f"cell {cell} is not loading"
+        self._place[cell] = _ABSENT
         self._pins.pop(cell, None)
-        slot, self._slot_of[cell] = self._slot_of[cell], -1
-        return slot
+        self.loading -= 1
+        return -2 - place

@@ -34,7 +34,7 @@ from moeinf.models.base import Experts, Pending, Phase
 from moeinf.models.layers.decoder import DecodeStep
 from moeinf.models.layers.kv_cache import KvCache, Span
 from moeinf.models.layers.moe import Done
-from moeinf.offload.gpu_tier.tiered_store import ByTable
+from moeinf.offload.gpu_tier.layer_runner import ByTable
 
 _BEFORE = 2  # tokens of a text that are decoded without: a short answer is not worth a rehearsal
 _ROUNDS = 5  # of both, in turns

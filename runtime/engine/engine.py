@@ -188,7 +188,7 @@ class Engine:
     def _with_memory(self, compute: Callable[[], Result]) -> Result:
         """compute(), which changes nothing when it fails; once more where a device had no memory
         for it, with fewer experts there. Raises OutOfMemory the second time."""
-        words, scarce = "", scarcity(self.gpu)
+        words, device, scarce = "", self.store.device, scarcity(self.gpu)
         for attempt in range(2):
             try:
                 with device_faults():
@@ -201,7 +201,7 @@ class Engine:
             # Here the traceback is gone, and with it what the pass had computed.
             self.store.abandon()
             try:
-                if attempt or not self.store.shrink():
+                if attempt or device is None or not device.shrink():
                     break
             except scarce:
                 break
@@ -231,15 +231,15 @@ class Engine:
     @device_faults()
     def _keep_promise(self) -> None:
         """Give device slots up for memory that CUDA takes beyond what was counted for it."""
-        excess = None if self.gpu is None else self.gpu.promise.excess()
+        if self.gpu is None or (device := self.store.device) is None:
+            return
+        given, promise, excess = None, self.gpu.promise, self.gpu.promise.excess()
         if excess is None or not excess.size_bytes:
             return
-        assert self.gpu is not None
-        given, promise = None, self.gpu.promise
         for more in (promise.margin_bytes, 0) if excess.beyond_bytes else (0,):
             with suppress(*scarcity(self.gpu)):  # others took what was given up for a moment
                 size, beyond = excess.of_torch_bytes + more, excess.beyond_bytes + more
-                given = self.store.give_up(size, beyond)
+                given = device.give_up(size, beyond)
             if given is not None:
                 promise.keep(more)
                 break
@@ -271,13 +271,12 @@ class Engine:
             self.gpu.context.memory()
         except DeviceError:
             return True
-        return self.store.lost
+        return any(tier.lost for tier in self.store.above)
 
     def take_notes(self) -> list[str]:
         """Return the notes since the last call."""
-        inside = None if self.gpu is None else self.gpu.dense_math
-        for note in (self.store.note, None if inside is None else inside.note):
-            self.notes.append_once(note)
+        for part in (self.store.device, None if self.gpu is None else self.gpu.dense_math):
+            self.notes.append_once(None if part is None else part.note)
         return self.notes.take()
 
     @contextmanager

@@ -13,18 +13,13 @@ from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
-from moeinf.offload.gpu_tier.layer_runner import TierRunner
 from moeinf.offload.gpu_tier.miss_split import Contended, Miss
 from moeinf.offload.gpu_tier.page_lock import SLICE_BYTES, PageLocking
-from moeinf.offload.gpu_tier.tiered_store import TieredStore
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.store.compute import SlotMath
-from moeinf.offload.store.expert_store import ExpertStore
-from moeinf.offload.store.residency import Residency
-from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.engine.gpu_budget import Promise
@@ -100,41 +95,27 @@ def _words(speeds: Contended) -> str:
     )
 
 
-class Above:
-    """What stands above the host slots of one store."""
+def device_tier(
+    gpu: OpenGpu,
+    pool: SlotPool,
+    layout: ExpertLayout,
+    shape: RoutingShape,
+    policy: str,
+    past: Eamc | None,
+    math: TorchMath,
+    host: HostTier,
+) -> DeviceTier:
+    """The tier above a store's host tier, whose slots lie in `pool`. Raises DeviceError."""
+    cells, slots = shape.layers * shape.experts, gpu.placement.slots
 
-    def __init__(
-        self,
-        gpu: OpenGpu,
-        pool: SlotPool,
-        layout: ExpertLayout,
-        shape: RoutingShape,
-        policy: str,
-        past: Eamc | None,
-        math: TorchMath,
-        host: Residency,
-        stats: StoreStats,
-    ) -> None:
-        """Raises DeviceError."""
-        cells, slots = shape.layers * shape.experts, gpu.placement.slots
+    def make_policy(slots: int) -> Policy:
+        name = "lru" if slots >= cells else policy  # none leaves: then a policy only costs
+        return POLICIES[name](Setup(shape, slots, past if name in USE_PAST else None))
 
-        def make_policy(slots: int) -> Policy:
-            name = "lru" if slots >= cells else policy  # nobody leaves: then a policy only costs
-            return POLICIES[name](Setup(shape, slots, past if name in USE_PAST else None))
-
-        lock = HostLock(gpu.context, pool, SLICE_BYTES)
-        self._tier = DeviceTier(
-            gpu.context, lock, gpu.device, layout, slots, cells, make_policy, math, host, stats,
-            gpu.placement.budget_bytes - gpu.placement.context_bytes,
-        )  # fmt: skip
-        self._inside = gpu.placement.inside
-        self.runner = TierRunner(
-            self._tier, SlotMath(layout, pool, math), host, gpu.miss, gpu.share, self._inside
-        )
-        self._locking = PageLocking(lock, pool.slots, available_bytes, _HOST_HEADROOM_BYTES)
-
-    def around(self, store: ExpertStore, math: TorchMath, experts: int) -> TieredStore:
-        """The store of all tiers."""
-        return TieredStore(
-            self._tier, store, self.runner, math, experts, self._locking, self._inside
-        )
+    lock = HostLock(gpu.context, pool, SLICE_BYTES)
+    return DeviceTier(
+        gpu.context, lock, gpu.device, layout, slots, make_policy, math, host,
+        memory_bytes=gpu.placement.budget_bytes - gpu.placement.context_bytes,
+        inside=gpu.placement.inside,
+        lock_pages=lambda: PageLocking(lock, pool.slots, available_bytes, _HOST_HEADROOM_BYTES),
+    )  # fmt: skip

@@ -18,14 +18,14 @@ from moeinf.models.base import Activation, Model
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.shards import FileRecord
-from moeinf.offload.gpu_tier.tiered_store import TieredStore
+from moeinf.offload.gpu_tier.device_slots import DeviceTier
+from moeinf.offload.gpu_tier.layer_runner import TierRunner
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore
-from moeinf.offload.store.residency import Residency
-from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
@@ -37,7 +37,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_linear import DenseMath
-from moeinf.runtime.engine.gpu_tier import Above, OpenGpu
+from moeinf.runtime.engine.gpu_tier import OpenGpu, device_tier
 from moeinf.runtime.library.dense_views import DenseViews
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.machine.disk_bench import Reading
@@ -171,7 +171,7 @@ def open_store(
     reading: Reading,
     past: Eamc | None = None,
     gpu: OpenGpu | None = None,
-) -> ExpertStore | TieredStore:
+) -> ExpertStore:
     """An empty expert cache of the placement's size, with its readers running.
 
     Below device slots, where the placement has a GPU. Raises DeviceError then, too.
@@ -198,22 +198,16 @@ def open_store(
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
     policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
     math = TorchMath(cast(Activation, manifest.activation))  # which the layout has checked
-    host, stats = Residency(placement.slots, cells), StoreStats()
-    above = None
+    host = HostTier(layout, manifest.experts, cells, pool, transfer, policy, math)
+    tiers: tuple[HostTier] | tuple[HostTier, DeviceTier] = (host,)
+    runner: TierRunner | None = None
     if gpu is not None:
-        above = Above(gpu, pool, layout, shape, config.policy, past, math, host, stats)
-    store = ExpertStore(
-        layout,
-        manifest.experts,
-        pool,
-        host,
-        transfer,
-        policy,
-        math,
+        above = device_tier(gpu, pool, layout, shape, config.policy, past, math, host)
+        tiers, runner = (host, above), TierRunner(host, above, gpu.miss, gpu.share)
+    return ExpertStore(
+        tiers,
+        runner,
         wishes=2 * manifest.top_k if name in USE_PAST else 0,
         hints=name in USE_HINTS,
         worth_share=_WORTH_SHARE,
-        runner=None if above is None else above.runner,
-        stats=stats,
     )
-    return store if above is None else above.around(store, math, manifest.experts)

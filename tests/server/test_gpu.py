@@ -92,7 +92,7 @@ def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_hom
         assert about["size_vram"] == plan.on_device.peak_bytes > 0
         assert about["size"] == plan.peak_bytes + about["size_vram"]
         fake.configure("fail=cuMemcpyHtoDAsync:0:700:1")
-        engine.store.shrink()
+        engine.store.device.shrink()
         failed = await last(loaded)
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, DeviceError)

@@ -137,6 +137,6 @@ def test_shared_experts_run_between_submit_and_result() -> None:
 
 def test_math_object() -> None:
     math, x = TorchMath(), torch.ones(1, 2)
-    assert [e for e, _ in math.group(torch.tensor([[1, 0]]), 2)] == [0, 1]
+    assert [e for e, _ in group(torch.tensor([[1, 0]]), 2)] == [0, 1]
     assert math.ffn(x, torch.ones(2, 2), torch.ones(2, 1)).shape == (1, 2)
     assert math.combine(torch.ones(1, 2, 3), torch.ones(1, 2)).tolist() == [[2.0] * 3]

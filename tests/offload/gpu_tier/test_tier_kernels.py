@@ -20,14 +20,12 @@ from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.gpu_tier.tiered_store import TieredStore
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.store.compute import ExpertRunner, SlotMath, TorchFfn
+from moeinf.offload.store.compute import ExpertRunner, TorchFfn
 from moeinf.offload.store.expert_store import ExpertStore
-from moeinf.offload.store.residency import Residency
-from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
@@ -65,24 +63,19 @@ def test_the_cpus_bits_through_the_tier(
     context, math = DeviceContext(Driver(fake.path)), TorchMath()
     closers: list[Callable[[], None]] = []
 
-    def store(device_slots: int) -> ExpertStore | TieredStore:
-        pool, host, stats = SlotPool(3, layout.slot_bytes), Residency(3, E), StoreStats()
+    def store(device_slots: int) -> ExpertStore:
+        pool = SlotPool(3, layout.slot_bytes)
         transfer = Transfer(tmp_path, records, pool, readers=1, direct_io=False)
-        policy, runner = POLICIES["lru"](Setup(shape, 3)), None
+        host = HostTier(layout, E, E, pool, transfer, POLICIES["lru"](Setup(shape, 3)), math)
+        found = ExpertStore((host,))
         if device_slots:
             lock = HostLock(context, pool, layout.slot_bytes)
             tier = DeviceTier(
-                context, lock, KernelDevice(fake), layout, device_slots, E,
-                lambda slots: POLICIES["lru"](Setup(shape, slots)), math, host, stats,
+                context, lock, KernelDevice(fake), layout, device_slots,
+                lambda slots: POLICIES["lru"](Setup(shape, slots)), math, host,
+                lock_pages=lambda: PageLocking(lock, 3, lambda: 1 << 40, 0),
             )  # fmt: skip
-            runner = TierRunner(tier, SlotMath(layout, pool, math), host, "fetch", 1.0)
-        below = ExpertStore(
-            layout, E, pool, host, transfer, policy, math, runner=runner, stats=stats
-        )
-        found = below
-        if runner is not None:
-            locking = PageLocking(lock, 3, lambda: 1 << 40, 0)
-            found = TieredStore(tier, below, runner, math, E, locking)
+            found = ExpertStore((host, tier), TierRunner(host, tier, "fetch", 1.0))
         closers.append(found.close)
         return found
 

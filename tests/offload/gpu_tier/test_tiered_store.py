@@ -34,14 +34,11 @@ from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory, TierRunner
 from moeinf.offload.gpu_tier.miss_split import MISSES, Contended, Miss, Split
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.gpu_tier.tiered_store import TieredStore
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.trace import Phase, RoutingShape
-from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
-from moeinf.offload.store.residency import Residency
-from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
@@ -64,27 +61,24 @@ class Rig:
         self, fake: Fake, shards: Shards, device_slots: int, host_slots: int,
         miss: Miss = "fetch", policy: str = "lru", share: float = 0.5,
     ) -> None:  # fmt: skip
-        cells, stats, math = L * E, StoreStats(), TorchMath()
-        shape = RoutingShape(L, E, K)
+        math, shape = TorchMath(), RoutingShape(L, E, K)
         context = DeviceContext(Driver(fake.path))
         pool = SlotPool(host_slots, LAYOUT.slot_bytes)
         lock = HostLock(context, pool, 2 * LAYOUT.slot_bytes)
-        self.locking = PageLocking(lock, host_slots, lambda: 1 << 40, 0)
-        self.host = Residency(host_slots, cells)
-        self.device = FakeDevice(fake)
-        self.tier = DeviceTier(
-            context, lock, self.device, LAYOUT, device_slots, cells,
-            lambda slots: POLICIES[policy](Setup(shape, slots, past())), math, self.host, stats,
-        )  # fmt: skip
-        runner = TierRunner(self.tier, SlotMath(LAYOUT, pool, math), self.host, miss, share)
         transfer = Transfer(shards.folder, shards.records, pool, readers=2, direct_io=False)
         lower = POLICIES[policy](Setup(shape, host_slots, past()))
-        below = ExpertStore(
-            LAYOUT, E, pool, self.host, transfer, lower, math,
-            wishes=2 * K if policy in USE_PAST else 0, hints=policy in USE_HINTS,
-            runner=runner, stats=stats,
+        self.host = HostTier(LAYOUT, E, L * E, pool, transfer, lower, math)
+        self.device = FakeDevice(fake)
+        self.tier = DeviceTier(
+            context, lock, self.device, LAYOUT, device_slots,
+            lambda slots: POLICIES[policy](Setup(shape, slots, past())), math, self.host,
+            lock_pages=lambda: PageLocking(lock, host_slots, lambda: 1 << 40, 0),
         )  # fmt: skip
-        self.store = TieredStore(self.tier, below, runner, math, E, self.locking)
+        runner = TierRunner(self.host, self.tier, miss, share)
+        self.store = ExpertStore(
+            (self.host, self.tier), runner,
+            wishes=2 * K if policy in USE_PAST else 0, hints=policy in USE_HINTS,
+        )  # fmt: skip
 
     def layer(self, layer: int, asked: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return self.store.submit(layer, *asked).result()
@@ -260,7 +254,7 @@ def test_no_memory_for_a_computation(rigs: Rigs, shards: Shards) -> None:
     rig.device.no_memory = 1
     expected = shards.reference.submit(0, *routing(4, 2)).result()
     assert torch.equal(rig.one(0, 4, 2), expected)
-    assert (rig.store.device_slots, rig.device.released) == (3, 1)
+    assert (rig.tier.slots, rig.device.released) == (3, 1)
     rig.device.no_memory = 2
     with pytest.raises(OutOfMemory, match="no device memory is left, with 1 slots: a test's"):
         rig.one(1, 4, 2)
@@ -354,7 +348,7 @@ def test_a_prefill_copies_beside_the_kernels_of_the_batch_before(
     copy = rig.tier._copy
 
     def noted(cells: list[int]) -> None:
-        slots.append({rig.tier._residency.slot_of(cell) for cell in cells})
+        slots.append({rig.tier.table.slot_of(cell) for cell in cells})
         copy(cells)
 
     monkeypatch.setattr(rig.tier, "_copy", noted)
@@ -373,8 +367,8 @@ def test_who_nobody_asked_for_comes_by_bytes_and_past_those_who_are_there(
     rig.store.warm(range(L * E))
     for layer in range(L):
         rig.one(layer, 9, layer)  # the last reads are waited for
-    while not all(rig.host.is_resident(cell) for cell in range(L * E)):
-        rig.store._host.settle()
+    while not all(rig.host.table.is_resident(cell) for cell in range(L * E)):
+        rig.host.settle()
     before = rig.store.device_resident
     assert before > 3
     for more in (3, 6):

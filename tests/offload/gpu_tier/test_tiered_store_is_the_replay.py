@@ -24,7 +24,7 @@ from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
 from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, MISSES, Miss
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.gpu_tier.tiered_store import TieredStore
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
@@ -35,9 +35,7 @@ from moeinf.offload.simulator.clock import DeviceSpeeds, TimeModel
 from moeinf.offload.simulator.replay import Conditions
 from moeinf.offload.simulator.simulated_device import Above
 from moeinf.offload.simulator.tiered_replay import TieredReplay
-from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore
-from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
@@ -118,22 +116,26 @@ def in_the_store(fake: Fake, recording: Recording, case: Tiers) -> Counts:
     def make(slots: int) -> Policy:
         return POLICIES[case.policy if slots < cells else "lru"](Setup(shape, slots, eamc))
 
-    context, host = DeviceContext(Driver(fake.path)), Residency(case.host_slots, cells)
+    context = DeviceContext(Driver(fake.path))
     pool = SlotPool(case.host_slots, LAYOUT.slot_bytes)
     lock = HostLock(context, pool, 64 * LAYOUT.slot_bytes)
-    locking = PageLocking(lock, case.host_slots, lambda: 1 << 40, 0)
-    locking.wait()
+    host = HostTier(
+        LAYOUT, shape.experts, cells, pool, AtOnce(), make(case.host_slots), math, stats  # type: ignore[arg-type]
+    )  # fmt: skip
+
+    def locked() -> PageLocking:
+        locking = PageLocking(lock, case.host_slots, lambda: 1 << 40, 0)
+        locking.wait()
+        return locking
+
     tier = DeviceTier(
-        context, lock, FakeDevice(fake), LAYOUT, case.device_slots, cells, make, math, host, stats
-    )
+        context, lock, FakeDevice(fake), LAYOUT, case.device_slots, make, math, host,
+        lock_pages=locked,
+    )  # fmt: skip
     if case.late:
         tier._slots = LateSlots(tier._arena)  # type: ignore[assignment]
-    runner = TierRunner(tier, SlotMath(LAYOUT, pool, math), host, case.miss, case.share)
-    below = ExpertStore(
-        LAYOUT, shape.experts, pool, host, AtOnce(), make(case.host_slots), math,  # type: ignore[arg-type]
-        wishes=case.wishes, hints=case.hinted > 0, runner=runner, stats=stats,
-    )  # fmt: skip
-    store = TieredStore(tier, below, runner, math, shape.experts, locking)
+    runner = TierRunner(host, tier, case.miss, case.share)
+    store = ExpertStore((host, tier), runner, wishes=case.wishes, hints=case.hinted > 0)
     hints, passes, last = case.hints(), list[StoreStats](), recording.last_pass()
     for index, running in enumerate(recording.passes):
         before = stats.copy()

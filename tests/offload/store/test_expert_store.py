@@ -18,12 +18,12 @@ from moeinf.models.layers.moe import ResidentExperts, TorchMath
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_header, shard_path, write_file
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
-from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
 
 L, E, K, D, F = 3, 6, 2, 16, 24
@@ -42,10 +42,10 @@ class Shards:
         pool = SlotPool(slots, LAYOUT.slot_bytes)
         transfer = Transfer(self.folder, self.records, pool, readers=readers, direct_io=False)
         policy = POLICIES[name](Setup(RoutingShape(L, E, K), slots, past()))
+        host = HostTier(LAYOUT, E, L * E, pool, transfer, policy, TorchMath())
         return ExpertStore(
-            LAYOUT, E, pool, Residency(slots, L * E), transfer, policy, TorchMath(),
-            wishes=2 * K if name in USE_PAST else 0, hints=name in USE_HINTS,
-        )  # fmt: skip
+            (host,), wishes=2 * K if name in USE_PAST else 0, hints=name in USE_HINTS
+        )
 
 
 def past() -> Eamc:
@@ -230,10 +230,10 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
 
     def hang(ticket: int, cell: int) -> None:
         transfer.wait(ticket, cell)
-        hanging.add(store._residency.slot_of(cell))
+        hanging.add(store.host.table.slot_of(cell))
         raise ExpertReadError("experts/x", "the read has not ended for 30.0 s")
 
-    transfer = store._transfer
+    transfer = store.host._transfer
     wedged = SimpleNamespace(
         telling_seconds=0.0,
         demand=transfer.demand,
@@ -245,7 +245,7 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
         wait=hang,
         may_write=hanging.__contains__,
     )
-    monkeypatch.setattr(store, "_transfer", wedged)
+    monkeypatch.setattr(store.host, "_transfer", wedged)
     for lost in (1, 2, 3):
         store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
         with pytest.raises(ExpertReadError, match="has not ended"):
@@ -268,13 +268,13 @@ def test_a_layer_asks_for_its_misses_when_it_is_submitted(shards: Shards) -> Non
     store = shards.store(slots=L * E, name="adaptive")
     store._wishes = 0  # nothing is there before it is asked for
     asked: list[int] = []
-    demand = store._transfer.demand
+    demand = store.host._transfer.demand
 
     def noted(cells: Sequence[int], slots: Sequence[int]) -> list[int]:
         asked.extend(cells)
         return demand(cells, slots)
 
-    store._transfer.demand = noted  # type: ignore[method-assign]
+    store.host._transfer.demand = noted  # type: ignore[method-assign]
     store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
     assert store.wants_hints
     for layer in range(L):
@@ -297,14 +297,14 @@ def test_reads_that_fail_in_any_way_leave_no_slot_behind(
 ) -> None:
     """Reader threads that fail inside, one after another; a Ctrl-C, and one while it cleans up."""
     store, failures = shards.store(slots=4), failures.copy()
-    queue = store._transfer._queue
+    queue = store.host._transfer._queue
 
     def fails(ticket: int) -> None:
         queue.wait(ticket)
         if failures:
             raise failures.pop()(f"ticket {ticket}")
 
-    store._transfer._queue = SimpleNamespace(  # type: ignore[assignment]
+    store.host._transfer._queue = SimpleNamespace(  # type: ignore[assignment]
         wait=fails, cancel=lambda _ticket: False,
         **{name: getattr(queue, name) for name in ("submit_many", "can_submit", "collect")},
     )  # fmt: skip
@@ -313,10 +313,10 @@ def test_reads_that_fail_in_any_way_leave_no_slot_behind(
     with pytest.raises(failures[0], match="ticket 1" if len(failures) > 2 else "ticket 2"):
         store.submit(0, x, ids, weights).result()
     store.abandon()  # as the next pass begins with
-    store._transfer._queue = queue
+    store.host._transfer._queue = queue
     assert store.idle
     assert store.resident == 0
-    assert not store._residency._loading
+    assert store.host.table.loading == 0
     expected = shards.reference.submit(0, x, ids, weights).result()
     store.begin_pass(torch.zeros(2, dtype=torch.int64), "prefill")
     assert torch.equal(store.submit(0, x, ids, weights).result(), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -91,8 +92,8 @@ class SlotTable(RuleBasedStateMachine):
         newcomers = [cell for cell in self.absent if cell != victim]
         if wished and newcomers:
             assert self.table.assign(newcomers[0], pinned=False) == slot
-            self.table.release(newcomers[0])
-            self.table.restore(victim)
+            assert self.table.release(newcomers[0]) == slot
+            self.table.restore(victim, slot)
             assert self.table.slot_of(victim) == slot
         else:
             self.resident.remove(victim)
@@ -108,7 +109,10 @@ class SlotTable(RuleBasedStateMachine):
     def resident_bytes_are_there(self) -> None:
         assert all(self.bytes[self.table.slot_of(c)] == c for c in self.resident)
         assert self.table.pinned() == len(self.pins)
-        assert self.table.resident == len(self.resident)
+        assert self.table.count == len(self.resident)
+        assert self.table.loading == len(self.loading)
+        here = self.table.resident(np.arange(CELLS)[None])
+        assert here.tolist() == [[cell in self.resident for cell in range(CELLS)]]
         for cell in range(CELLS):
             assert self.table.is_resident(cell) is (cell in self.resident)
             assert self.table.has_slot(cell) is (cell in self.resident | self.loading)

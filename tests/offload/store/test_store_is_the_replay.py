@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
@@ -28,7 +29,6 @@ from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, T
 from moeinf.offload.simulator.clock import TimeModel
 from moeinf.offload.simulator.replay import Conditions, Replay
 from moeinf.offload.store.expert_store import ExpertStore
-from moeinf.offload.store.residency import Residency
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "qwen3-30b-a3b.route.csv.gz"
 LAYOUT = ExpertLayout(1, 1, "F32")
@@ -75,11 +75,7 @@ class AtOnce:
 
 
 class NoMath:
-    """Groups as models do, computes nothing."""
-
-    def group(self, ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
-        flat = ids.flatten().tolist()
-        return [(e, [i for i, x in enumerate(flat) if x == e]) for e in sorted({*flat} - {-1})]
+    """Computes nothing."""
 
     def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
         return x
@@ -104,11 +100,11 @@ def in_the_store(
     eamc, tracer = Eamc(64, shape.layers, shape.experts), Tracer(shape)
     policy: Policy = POLICIES[name](Setup(shape, slots, eamc))
     pool = SlotPool(slots, LAYOUT.slot_bytes)
-    residency = Residency(slots, shape.layers * shape.experts)
-    store = ExpertStore(
-        LAYOUT, shape.experts, pool, residency, AtOnce(), policy, NoMath(),  # type: ignore[arg-type]
-        wishes=wishes, hints=hints is not None,
+    host = HostTier(
+        LAYOUT, shape.experts, shape.layers * shape.experts, pool,
+        AtOnce(), policy, NoMath(),  # type: ignore[arg-type]
     )  # fmt: skip
+    store = ExpertStore((host,), wishes=wishes, hints=hints is not None)
     insertions, last = 0, recording.last_pass()
     for index, running in enumerate(recording.passes):
         hinted = hints.of_pass(running) if hints is not None else None

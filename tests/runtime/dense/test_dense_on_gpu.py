@@ -174,7 +174,7 @@ def test_no_memory_between_experts(
         device = devices[-1]
         device.scarce = 1
         assert greedy(engine, list(b"17+25="), 6) == first
-        assert engine.store.device_slots == 4
+        assert engine.store.device.slots == 4
         assert device.limits[2] - device.limits[1] == 5 * manifest.slots.slot_bytes
         assert (
             "the GPU ran out of memory: it holds 4 experts now, not 9; a smaller --ctx, or what "

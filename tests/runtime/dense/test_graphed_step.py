@@ -160,8 +160,9 @@ def test_once_all_are_there_results_are_graphs_until_slots_are_given_up(
     before = device.writing.played
     decoded(engine, state, b"+", 2)
     assert device.writing.played - before == 3 * (2 * layers + 1)
-    assert store.shrink()
-    assert store.device_slots < engine.info.experts
+    assert store.device is not None
+    assert store.device.shrink()
+    assert store.device.slots < engine.info.experts
     before = device.writing.played
     decoded(engine, state, b"+", 2)
     assert device.writing.played - before == 3 * (layers + 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import _native
+from moeinf.offload.arithmetic import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels import (
     decode_attention,
@@ -29,7 +30,6 @@ from moeinf.offload.gpu_kernels import (
 )
 from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from moeinf.offload.gpu_kernels.router_spec import RouterKind
-from moeinf.offload.gpu_tier.device_slots import RoutedRunner
 from moeinf.offload.store.compute import TorchFfn
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense import cpu_linear

@@ -1,0 +1,266 @@
+"""The tier of host memory: experts in RAM, the reads that bring them, the CPU's arithmetic.
+
+Does not know families, or tiers above. A miss of a layer is *coming* from `bring` to `arrive`: its
+slot is assigned and pinned. What is read ahead of demand is the business of prefetch.py.
+
+The engine's thread alone uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeinf.native import SlotPool
+from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.routed import Routed
+from moeinf.offload.routing.trace import Phase
+from moeinf.offload.store.compute import SlotMath, TorchFfn
+from moeinf.offload.store.prefetch import ReadAhead
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.transfer import ExpertReadError, Transfer
+from moeinf.offload.tier import Experts, Opened
+
+
+class HostTier:
+    """The slots of one pool, filled by `transfer`."""
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        experts: int,
+        cells: int,
+        pool: SlotPool,
+        transfer: Transfer,
+        policy: Policy,
+        math: TorchFfn,
+        stats: StoreStats | None = None,
+    ) -> None:
+        """experts: of one layer. cells: of all layers. stats: where it counts, too."""
+        self.experts = experts
+        self.table = Residency(pool.slots, cells)
+        self.policy = policy
+        self.stats = stats or StoreStats()
+        self.decoding = False
+        self._transfer = transfer
+        self.math = SlotMath(layout, pool, math)
+        self._ahead = ReadAhead(self.table, transfer, policy, self.stats)
+        self.coming: dict[
+            int, int
+        ] = {}  # what a layer waits for: its ticket; the first asked first
+
+    @property
+    def slots(self) -> int:
+        return self.table.slots
+
+    @property
+    def count(self) -> int:
+        """Experts that are in memory now."""
+        return self.table.count
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether no expert ever has to leave."""
+        return self.table.all_fit
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is pinned: true between passes, however the last one ended."""
+        return self.table.pinned() == 0
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether every read has passed by the page cache."""
+        return self._transfer.direct_io
+
+    def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        return self.table.resident(cells)
+
+    def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
+        self.decoding = self._ahead.decoding = phase == "decode"
+        begin = self.clock()
+        self.policy.begin_pass(rows, phase)
+        self.decided(begin)
+
+    def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
+        begin = self.clock()
+        self.policy.end_pass(accepted)
+        self.decided(begin)
+
+    def open(
+        self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
+    ) -> Opened:
+        """A layer that the CPU computes alone. Raises ValueError for ids that do not exist."""
+        routed = Routed.of(layer, ids.numpy(), self.experts)
+        told = None if hint is None else (hint[0], hint[1].numpy())
+        return routed, told, CpuWork(self, x, weights, routed.places)
+
+    def warm(self, cells: Iterable[int]) -> int:
+        """Reads these into empty slots, the first first, behind everything else; how many fit."""
+        return self._ahead.warm(cells)
+
+    def settle(self) -> None:
+        """Between layers: what was read ahead and has arrived is resident from now on."""
+        self._ahead.settle()
+
+    def wish(self, wishes: Sequence[Wish]) -> None:
+        """Reads ahead what is absent of these, instead of what was wished before."""
+        self._ahead.wish(wishes)
+
+    def bring(self, cells: Iterable[int], busy: Collection[int] = ()) -> list[int]:
+        """Gives pinned slots to the first of these, as many as can have one, and asks for their
+        bytes; which they are. A read ahead that is under way is promoted."""
+        table, take, coming = self.table, self._ahead.take, self.coming
+        brought, absent, slots = list[int](), list[int](), list[int]()
+        table.regain(self._transfer.may_write)
+        for cell in cells:
+            ticket = take(cell)
+            if ticket is None:
+                if not (table.free or self._ahead.give_way() or self.evict(busy) is not None):
+                    break
+                slots.append(table.assign(cell))
+                absent.append(cell)
+                ticket = 0
+            coming[cell] = ticket
+            brought.append(cell)
+            self.policy.admitted(cell)
+        if absent:
+            try:
+                coming.update(zip(absent, self._transfer.demand(absent, slots), strict=True))
+            except BaseException:
+                for cell in absent:
+                    del coming[cell]
+                self.forget(absent)
+                raise
+        return brought
+
+    def arrive(self) -> int:
+        """Waits for the cell that was asked for first; it is resident and pinned then.
+
+        Raises ExpertReadError, after which the cell has no slot.
+        """
+        cell, ticket = next(iter(self.coming.items()))
+        start = time.perf_counter()
+        try:
+            self._transfer.wait(ticket, cell)
+        except ExpertReadError:
+            del self.coming[cell]
+            self.forget([cell])
+            raise
+        waited, size, stats = time.perf_counter() - start, self._transfer.bytes_of(cell), self.stats
+        del self.coming[cell]
+        self.table.loaded(cell)
+        stats.loads += 1
+        stats.bytes_read += size
+        stats.stall_seconds += waited
+        if self.decoding:
+            stats.decode_loads += 1
+            stats.decode_bytes_read += size
+            stats.decode_stall_seconds += waited
+        return cell
+
+    def wait_for_slot(self, cell: int) -> None:
+        """Waits for a read ahead to end, and frees its slot. Raises ExpertReadError for `cell`,
+        which wants one, where none is under way."""
+        if not self._ahead.wait_for_one():
+            raise self._transfer.no_slot(cell)
+
+    def evict(self, busy: Collection[int] = ()) -> int | None:
+        victim = self.policy.victim(self.table.idle(busy))
+        if victim is None and busy:
+            victim = self.policy.victim(self.table.can_evict)
+        if victim is not None:
+            self._ahead.evict(victim)
+        return victim
+
+    def forget(self, cells: Iterable[int]) -> None:
+        """Frees the slots of cells whose reads have ended badly, or are given up."""
+        gone = list(cells)
+        self.policy.forget(gone)  # it was told of an arrival
+        for cell in gone:
+            self.table.give_up(cell, self._transfer.may_write)
+
+    def abandon(self) -> None:
+        """Ends what is coming, and frees its slots after the reads into them have ended."""
+        while self.coming:  # each leaves the book before anything can interrupt the next
+            cell = next(iter(self.coming))
+            ticket = self.coming.pop(cell)
+            try:
+                self._transfer.abandon(ticket)
+            finally:  # a second Ctrl-C may cut off its wait
+                self.forget([cell])
+
+    def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
+        """Fills the rows of resident cells, on the CPU."""
+        slot_of = self.table.slot_of
+        self.math.run(x, [(slot_of(cell), places) for cell, places in experts], top_k, rows)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return self.math.combine(rows, weights)
+
+    def used(self, routed: Routed, hits: Iterable[int], events: int) -> None:
+        """Counts a layer's routing: `hits` were resident, which are `events` of it."""
+        stats = self.stats
+        if self.decoding:
+            stats.decode_events += routed.events
+            stats.decode_hits += events
+        else:
+            stats.prefill_events += routed.events
+            stats.prefill_hits += events
+        if not self._ahead.waits_for_use:
+            return
+        for cell in hits:
+            cause = self._ahead.used(cell)
+            if cause is not None and self.decoding:
+                if cause == "hinted":
+                    stats.decode_hits_hinted += len(routed.places[cell])
+                else:
+                    stats.decode_hits_predicted += len(routed.places[cell])
+
+    def clock(self) -> float:
+        """Seconds; stands still while the queue is told, whose readers may take the processor."""
+        return time.perf_counter() - self._transfer.telling_seconds
+
+    def decided(self, begin: float) -> None:
+        """Since `begin` of the clock it was decided who comes and who leaves."""
+        if self.decoding:
+            self.stats.decode_policy_seconds += self.clock() - begin
+
+    def close(self) -> None:
+        """Ends the readers; the slots must not be used afterwards."""
+        self._transfer.close()
+
+
+class CpuWork:
+    """The rows of one layer on the CPU."""
+
+    __slots__ = ("_host", "_mix", "_places", "_rows", "_x")
+
+    def __init__(
+        self, host: HostTier, x: Tensor, weights: Tensor, places: dict[int, list[int]]
+    ) -> None:
+        """x [T, D], weights [T, K], places t·K + k by cell."""
+        self._host, self._x, self._mix, self._places = host, x, weights, places
+        self._rows: Tensor | None = None  # [T·K, D]
+
+    def compute(self, cells: Iterable[int]) -> None:
+        rows = self._rows
+        if rows is None:  # places without an expert stay 0, so that their rows add nothing
+            rows = self._rows = self._x.new_zeros(self._mix.numel(), self._x.shape[1])
+        slot_of, places = self._host.table.slot_of, self._places
+        experts = [(slot_of(cell), places[cell]) for cell in cells]
+        self._host.math.run(self._x, experts, self._mix.shape[1], rows)
+
+    def result(self) -> Tensor:
+        """[T, D]."""
+        if self._rows is None:
+            self.compute(())
+        assert self._rows is not None
+        return self._host.math.combine(self._rows.view(*self._mix.shape, -1), self._mix)

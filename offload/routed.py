@@ -1,0 +1,66 @@
+"""The routing of one layer, converted once for all that read it.
+
+Does not know residency or arithmetic. Policies and native code read the array in place; all others
+read the lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.integer[Any]]
+
+
+@dataclass(slots=True)
+class Routed:
+    """ids [T, K] of one layer, -1: no expert; what they say of its cells (layer · E + expert).
+
+    places: per distinct cell its places t·K + k, ascending. cells: the same cells in the order that
+    policies see: of one row as they are, of several ascending. events: how many ids are experts.
+    """
+
+    layer: int
+    ids: Ids
+    places: dict[int, list[int]]
+    cells: list[int]
+    events: int
+
+    @classmethod
+    def of(cls, layer: int, ids: Ids, experts: int) -> Routed:
+        """Raises ValueError for ids outside -1 … experts - 1."""
+        first, flat = layer * experts, ids.ravel().tolist()
+        events = len(flat) - flat.count(-1)
+        places = {first + expert: [place] for place, expert in enumerate(flat) if expert >= 0}
+        if len(places) != events:  # an expert has several rows, or an id is below -1
+            places = {}
+            for place, expert in enumerate(flat):
+                if expert != -1:
+                    places.setdefault(first + expert, []).append(place)
+        cells = list(places) if len(ids) == 1 else sorted(places)
+        if cells and (max(cells) >= first + experts or min(flat) < -1):
+            numbers = f"{min(flat)} … {max(flat)}"
+            raise ValueError(f"expert ids {numbers} with {experts} experts")
+        return cls(layer, ids, places, cells, events)
+
+    def pairs(self) -> list[tuple[int, list[int]]]:
+        """(cell, places), ascending."""
+        return sorted(self.places.items())
+
+    def split(self, here: NDArray[np.bool_]) -> tuple[list[tuple[int, list[int]]], Routed]:
+        """The (cell, places) that `here` [T, K] marks, ascending, and the routing without them."""
+        marked = here.ravel().tolist()
+        taken = [pair for pair in self.pairs() if marked[pair[1][0]]]
+        rest = {cell: at for cell, at in self.places.items() if not marked[at[0]]}
+        cells = [cell for cell in self.cells if cell in rest]
+        events = self.events - sum(len(at) for _, at in taken)
+        ids = np.where(here, self.ids.dtype.type(-1), self.ids)
+        return taken, Routed(self.layer, ids, rest, cells, events)
+
+
+def cells_of(layer: int, ids: Ids, experts: int) -> NDArray[np.intp]:
+    """The cell of every id, of the same shape; where there is no expert, some cell or -1."""
+    return np.add(ids, layer * experts, dtype=np.intp)
