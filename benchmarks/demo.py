@@ -25,9 +25,9 @@ from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.jobs.bench import machine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 

@@ -24,8 +24,8 @@ from moeinf.cli.output import Output
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 

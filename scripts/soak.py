@@ -226,8 +226,8 @@ def answers_of(home: Path) -> dict[str, str]:
     """What the model says when nobody bothers it."""
     from moeinf.runtime.engine.chat import Conversation
     from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.engine.generate import Limits
     from moeinf.runtime.library.library import Library
+    from moeinf.runtime.requests import Limits
     from moeinf.runtime.sampling.sampler import SamplingOptions
 
     manifest, folder = Library(Settings(home)).read("demo")

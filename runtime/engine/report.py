@@ -9,8 +9,8 @@ from typing import Any
 
 from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation
 from moeinf.runtime.engine.gpu_tier import OpenGpu
+from moeinf.runtime.generation import Generation
 from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import format_bytes
 

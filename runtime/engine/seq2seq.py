@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from moeinf.errors import UnusableInput
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
-from moeinf.runtime.engine.chat import Conversation, Message, PromptTooLong
+from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation, Limits
+from moeinf.runtime.events import Request
+from moeinf.runtime.generation import Generation
+from moeinf.runtime.requests import Limits, Message, PromptTooLong, SamplingOptions
 from moeinf.runtime.sampling.grammar import BadFormat
-from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 
 DEFAULT_LANGUAGE = "eng_Latn"
 _CODE = re.compile("[a-z]{3}_[A-Z][a-z]{3}")  # FLORES-200
@@ -106,17 +107,12 @@ class Sources(Conversation):
         context = self._engine.info.context
         if len(source) > context:
             raise PromptTooLong(f"the text has {len(source)} tokens, the context {context}")
-        if self._state is None:
-            self._state = self._engine.new_state()
-        sampler = Sampler(options, self._engine.info.sampling)
 
         def settle(generation: Generation) -> None:
-            self._cached = generation.cached
             self.messages = [*self.messages[:1], Message("assistant", generation.text)]
 
-        return Generation(
-            self._engine, self._state, self._begin, sampler, limits, stopped, settle, source
-        )
+        request = Request(lambda _: self._begin, options, limits, source=source, stopped=stopped)
+        return self._generation(request, settle)
 
 
 def _token(engine: Engine, code: str) -> int:

@@ -14,12 +14,11 @@ from pathlib import Path
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.atomic_files import write_bytes_durably
-from moeinf.runtime.engine.chat import PromptTooLong
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.engine.seq2seq import Languages, converse
+from moeinf.runtime.generation import Generation
 from moeinf.runtime.jobs.datasets import Item
-from moeinf.runtime.sampling.sampler import SamplingOptions
+from moeinf.runtime.requests import Limits, PromptTooLong, SamplingOptions
 
 
 @dataclass
@@ -97,7 +96,7 @@ def _run(
     for _ in answer:
         pass
     done.interrupted = answer.finish_reason == "interrupted"
-    if answer.prefill_seconds:  # else it was stopped before it was a request
+    if answer.counted:  # else it was stopped before it was a request
         done.requests += 1
         done.prompt_tokens += answer.prompt_tokens
         done.tokens += len(answer.tokens)

@@ -10,12 +10,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from moeinf.runtime.events import Ended, Event, Failed, Piece, TokenInfo
+from moeinf.runtime.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
 from moeinf.server.api.answers import BadRequest
-from moeinf.server.api.prompts import Message, chat_prompt, text_prompt
-from moeinf.server.engines.jobs import Ended, Event, Failed, Piece, TokenInfo
+from moeinf.server.api.prompts import refuse_sources
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
@@ -81,6 +82,7 @@ class Text:
         self._text = text
 
     def prepare(self, engine: Engine) -> list[int]:
+        refuse_sources(engine)
         return text_prompt(engine, self._text)
 
     def hear(self, text: str) -> Iterator[Part]:
@@ -122,6 +124,7 @@ class Chat(Text):
             raise BadRequest(f"{engine.info.name} does not support tools")
         if self._strict and self._think and not thinks(template):
             raise BadRequest(f"{engine.info.name} does not support thinking")
+        refuse_sources(engine)
         ids = chat_prompt(engine, self._messages, self._tools, self._think)
         if template is not None:
             self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)

@@ -18,13 +18,14 @@ from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import parse_duration
+from moeinf.runtime.events import Ended, Failed, Vector
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.bounds import Inputs, Tokens
 from moeinf.server.api.ollama_api import sampling
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import embedding_prompt
-from moeinf.server.engines.jobs import Ended, Failed, Job, Vector
+from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import dump

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Any
 
-from moeinf.server.engines.jobs import TokenInfo
+from moeinf.runtime.events import TokenInfo
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

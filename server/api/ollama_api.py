@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import parse_duration
+from moeinf.runtime.events import Ended, Failed
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import json_of
@@ -30,7 +31,7 @@ from moeinf.server.api.chat_turn import Chat, Heard, Reply, Text, called_ollama,
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import MessageExtras
-from moeinf.server.engines.jobs import Ended, Failed, Job
+from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump

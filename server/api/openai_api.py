@@ -17,7 +17,9 @@ from pydantic import ConfigDict, Field
 
 from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.config import Settings
+from moeinf.runtime.events import Ended, Failed, TokenInfo
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.prompts import text_prompt
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
@@ -37,8 +39,8 @@ from moeinf.server.api.openai_format import (
     usage_of,
 )
 from moeinf.server.api.optional_fields import Said
-from moeinf.server.api.prompts import text_prompt
-from moeinf.server.engines.jobs import Ended, Failed, Job, TokenInfo
+from moeinf.server.api.prompts import refuse_sources
+from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
@@ -216,6 +218,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
 
     def prepare(engine: Engine) -> list[int]:
         if isinstance(prompt, str):
+            refuse_sources(engine)
             return text_prompt(engine, prompt)
         ids = [int(token) for token in prompt]
         if any(not 0 <= token < engine.info.vocab_size for token in ids):

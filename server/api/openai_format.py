@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeinf.runtime.events import Ended
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import Listed
 from moeinf.server.api.chat_turn import Called, Part, Reply
 from moeinf.server.api.prompts import MessageExtras
-from moeinf.server.engines.jobs import Ended
 
 
 class Message(MessageExtras):

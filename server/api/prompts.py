@@ -1,35 +1,22 @@
-"""Messages as both APIs send them, rendered to token ids with the model's own template.
+"""Read messages as both APIs send them, and refuse what has no prompt.
 
-Does not know endpoints. Runs on the engine's thread. Never takes a template from a request.
+Does not know endpoints. Never takes a template from a request.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
-from moeinf.runtime.text.chat_template import TemplateError
-from moeinf.runtime.text.reasoning import is_harmony, thinking_variables
+from moeinf.runtime.prompts import cut_text, text_prompt
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import Listed
 from moeinf.server.api.optional_fields import Said
-from moeinf.server.http.json_text import parse
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.text.tokenizer import Tokenizer
-
-_TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
-_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, so many of each more token
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # as templates and clients call them
-_ASKS_FOR_NULL = re.compile(r"\bis\s+(?:not\s+)?none\b", re.IGNORECASE)
-Message = Mapping[str, Any]  # role, content, and what else the template may look at
 
 
 class _FunctionSaid(BaseModel):
@@ -63,176 +50,21 @@ class MessageExtras(Said):
         return self.model_dump(exclude_unset=True)
 
 
-def chat_prompt(
-    engine: Engine,
-    messages: Sequence[Message],
-    tools: Sequence[Any] = (),
-    think: bool | str | None = None,
-) -> list[int]:
-    """Token ids that end where the assistant's answer begins.
-
-    Raises TemplateError, BadRequest, PromptTooLong.
-    """
-    _check(engine, *_texts([*messages, *tools]))  # before any of them is looked at for tokens
-    tokenizer = engine.tokenizer
-    if engine.template is None:  # a base model: it continues the text
-        text = "\n\n".join(str(message.get("content") or "") for message in messages)
-        return tokenizer.encode_text(text, plain=True)
-    extra: dict[str, Any] = thinking_variables(think)
-    if tools:
-        extra["tools"] = _guarded(list(tools), tokenizer)
-    extra |= {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}
-    rendered = _rendered(engine, messages, extra)
-    _check(engine, rendered)  # a template may write a text more than once
-    return tokenizer.encode_rendered(rendered)
-
-
-def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:
-    """The text of a template. Raises TemplateError.
-
-    No content is "", as most templates would write "None" for null. Those of DeepSeek-V2.5 and V3
-    look for calls only where content is null: it is null if more of the calls are seen then.
-    """
-    calling = [m["tool_calls"] for m in messages if m.get("tool_calls") and not m.get("content")]
-    rendered = _with_calls(engine, messages, extra, null=False)
-    if not calling or not _ASKS_FOR_NULL.search(engine.tokenizer.chat_template or ""):
-        return rendered
-    try:
-        other = _with_calls(engine, messages, extra, null=True)
-    except TemplateError:
-        return rendered
-    names = {str(call.get("function", {}).get("name", "")) for calls in calling for call in calls}
-    shown = [sum(text.count(name) for name in names if name) for text in (rendered, other)]
-    return other if shown[1] > shown[0] else rendered
-
-
-def _with_calls(
-    engine: Engine, messages: Sequence[Message], extra: dict[str, Any], null: bool
-) -> str:
-    """DeepSeek's templates join arguments as text, where all others write values as JSON."""
-    assert engine.template is not None
-    harmony = is_harmony(engine.tokenizer.chat_template)
-    values = _guarded(_complete(messages, null, harmony), engine.tokenizer)
-    try:
-        return engine.template.render(values, add_generation_prompt=True, **extra)
-    except TemplateError:
-        if not any(message.get("tool_calls") for message in values):
-            raise
-    text = _guarded(_complete(messages, null, harmony, arguments_as_text=True), engine.tokenizer)
-    return engine.template.render(text, add_generation_prompt=True, **extra)
-
-
-def text_prompt(engine: Engine, text: str) -> list[int]:
-    """A prompt without a template; special tokens in it count. Raises BadRequest, PromptTooLong."""
-    _check(engine, text)
-    return engine.tokenizer.encode_text(text)
-
-
-def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
-    """Every text in what a client has sent, fenced so that it is no special token."""
-    if isinstance(value, str):
-        return tokenizer.guard(value)
-    if isinstance(value, list):
-        return [_guarded(one, tokenizer) for one in value]
-    if isinstance(value, dict):
-        return {tokenizer.guard(k): _guarded(one, tokenizer) for k, one in value.items()}
-    return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, keys too, in no order."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, list):
-            left += one
-        elif isinstance(one, Mapping):
-            left += [*one.keys(), *one.values()]
-
-
-def _complete(
-    messages: Sequence[Message], null: bool, harmony: bool, arguments_as_text: bool = False
-) -> list[dict[str, Any]]:
-    """Messages with all that templates look for, whichever API they were written for.
-
-    Calls without an id get one, and so do, in the same order, results that do not say whose they
-    are. Thoughts are there under all names that templates have for them. null: whether the content
-    of a call that has none is null, and not "". harmony: gpt-oss's template raises where calls
-    have both thoughts and content, so the content becomes the end of the thoughts.
-    """
-    found, open_ids, number = [], deque[str](), 0
-    for message in messages:
-        about = {**message, "content": str(message.get("content") or "")}
-        thinking = next((said for key in _THOUGHTS if (said := about.get(key))), None)
-        if harmony and thinking and about["content"] and about.get("tool_calls"):
-            thinking, about["content"] = f"{thinking}\n{about['content']}", ""
-        if thinking:
-            about |= dict.fromkeys(_THOUGHTS, thinking)
-        if calls := about.get("tool_calls"):
-            about["content"] = about["content"] or (None if null else "")
-            open_ids.clear()
-            about["tool_calls"] = []
-            for call in calls:
-                number += 1
-                function = {**call.get("function", {})}
-                function["arguments"] = _arguments(function.get("arguments"), arguments_as_text)
-                about["tool_calls"].append(
-                    {"type": "function", "id": f"{number:09}", **call, "function": function}
-                )
-                open_ids.append(str(about["tool_calls"][-1]["id"]))
-        elif about["role"] == "tool":
-            expected = open_ids.popleft() if open_ids else ""
-            about = {"tool_call_id": expected, **about}
-            if "tool_name" in about:
-                about.setdefault("name", about["tool_name"])
-        found.append(about)
-    return found
-
-
-def _arguments(said: Any, as_text: bool) -> Any:
-    """What a call was made with: values where it can be."""
-    if as_text:
-        return said if isinstance(said, str) else json.dumps(said or {}, ensure_ascii=False)
-    if isinstance(said, str):
-        try:
-            return parse(said or "{}")
-        except ValueError:
-            return said
-    return said or {}
-
-
-def _check(engine: Engine, *texts: str) -> None:
-    """An encoder-decoder has a source, which neither API has a field for.
-
-    What is surely too long is not even cut into tokens: one takes some 150 bytes to be made.
-    """
+def refuse_sources(engine: Engine) -> None:
+    """Raises BadRequest for an encoder-decoder: it has a source, which no API has a field for."""
     if engine.info.reads_sources:
         raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
-    if sum(len(text.encode("utf-8", "replace")) for text in texts) > _most_bytes(engine):
-        characters, context = sum(map(len, texts)), engine.info.context
-        raise PromptTooLong(f"the prompt has {characters} characters, the context {context} tokens")
-
-
-def _most_bytes(engine: Engine) -> int:
-    context = engine.info.context
-    long = _LONG_TEXT_BYTES + _LONG_TOKEN_BYTES * context
-    return min(_TOKEN_BYTES * context, long, MAX_TEXT_BYTES)
 
 
 def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
-    """Token ids of a text that is embedded; special tokens in it are text. Or ids as they are.
+    """Return token ids of a text that is embedded; special tokens in it are text. Or ids as given.
 
     truncate: what is longer than the context is cut at its end. Raises BadRequest for ids that the
     model lacks, PromptTooLong.
     """
-    if isinstance(given, str) and truncate:
-        most = _most_bytes(engine)
-        given = given[:most].encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
-    _check(engine, *([given] if isinstance(given, str) else []))
+    refuse_sources(engine)
     if isinstance(given, str):
-        ids = engine.tokenizer.encode_text(given, plain=True)
+        ids = text_prompt(engine, cut_text(engine, given) if truncate else given, plain=True)
     else:
         ids = list(given)
         if any(not 0 <= token < engine.info.vocab_size for token in ids):

@@ -1,4 +1,4 @@
-"""What a request asks of an engine's thread, and what comes back.
+"""Define a request of a client, and the errors of its queue.
 
 Does not know HTTP, nor how requests are batched.
 """
@@ -6,20 +6,10 @@ Does not know HTTP, nor how requests are batched.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
 
 from moeinf.errors import Unavailable
-from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.runtime.sampling.grammar import Constrain
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.events import Request
 
 
 class Busy(Unavailable, RuntimeError):
@@ -36,110 +26,11 @@ class Unloaded(Unavailable, RuntimeError):
     hint = "the same again, which loads the model"
 
 
-@dataclass(frozen=True)
-class TokenInfo:
-    """A chosen token, its log-probability, and the most probable ones: (token, log-probability)."""
+@dataclass(eq=False)
+class Job(Request):
+    """A request that any thread may cancel."""
 
-    token: int
-    logprob: float
-    best: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text that has become certain; empty while a character or a stop text is undecided."""
-
-    text: str
-    info: TokenInfo | None = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last event of an answer that was not cut off by an error. Seconds are of this request."""
-
-    reason: Literal["stop", "length", "cancelled"]
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt, taken over from an earlier request
-    tokens: int
-    load_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The last event of an answer that an error has cut off."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
-class Vector:
-    """What an embedding job gives before it ends: [D], of length 1."""
-
-    values: NDArray[np.float32]
-
-
-Event = Piece | Vector | Ended | Failed
-
-
-@dataclass
-class Times:
-    """Moments of a request in seconds of a monotonic clock; None until they come."""
-
-    arrived: float | None = None  # submitted to an engine that is loaded
-    started: float | None = None  # given a place: its prefill begins
-    first_token: float | None = None
-    last_token: float | None = None
-    tokens: int = 0
-
-    def arrive(self) -> None:
-        self.arrived = time.perf_counter()
-
-    def start(self) -> None:
-        self.started = time.perf_counter()
-
-    def take(self) -> None:
-        """Note that a token was chosen."""
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
-        self.tokens += 1
-
-    @property
-    def queue_seconds(self) -> float | None:
-        """Time from arrival to prefill."""
-        return _between(self.arrived, self.started)
-
-    @property
-    def first_token_seconds(self) -> float | None:
-        """Time from arrival to the first token (TTFT)."""
-        return _between(self.arrived, self.first_token)
-
-    @property
-    def seconds_per_output_token(self) -> float | None:
-        """Mean time of the tokens after the first (TPOT); None without such tokens."""
-        spent = _between(self.first_token, self.last_token)
-        return None if spent is None or self.tokens < 2 else spent / (self.tokens - 1)
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
-
-
-@dataclass
-class Job:
-    """One answer. `prepare` and `constrain` run on the engine's thread; `emit` is called there.
-
-    logprobs: how many of the most probable tokens to name beside the chosen one; None: no figures.
-    embed: no answer is wanted but the prompt's Vector.
-    """
-
-    prepare: Callable[[Engine], list[int]]
-    options: SamplingOptions
-    limits: Limits
-    emit: Callable[[Event], None]
-    logprobs: int | None = None
-    constrain: Constrain | None = None
-    embed: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
-    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
+        self.stopped = self.cancelled.is_set

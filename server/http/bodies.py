@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from moeinf.server.http.json_text import BadJson, parse
+from moeinf.runtime.request_json import BadJson, parse
 from moeinf.server.refusals import BadBody, BodiesTooLong, BodyLate, BodyTooLong
 
 MOST_BODY_BYTES = 8 << 20

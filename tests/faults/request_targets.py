@@ -20,12 +20,13 @@ import numpy as np
 from fastapi import FastAPI
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.events import Ended, Failed, Piece, TokenInfo, Vector
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
 from moeinf.server.app import create_app
-from moeinf.server.engines.jobs import Ended, Failed, Job, Piece, TokenInfo, Vector
+from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from tests.server.scripted import CHATML
 
@@ -139,7 +140,7 @@ class _Worker:
         for text in () if job.embed else _SAYS:
             figures = TokenInfo(3, _NAN, [(4, -_INF), (5, _NAN)][: job.logprobs or 0])
             job.emit(Piece(text, None if job.logprobs is None else figures))
-        job.emit(Ended("stop", len(ids), 0, 3, 0.0, 0.0, _INF if job.embed else 0.1))
+        job.emit(Ended("stop", len(ids), 0, (3, 3, 3), 0.0, 0.0, _INF if job.embed else 0.1))
 
 
 class _Host(Host):

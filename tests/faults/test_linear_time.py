@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
+from moeinf.runtime.answer import StopFinder
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_header
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.engine.generate import _StopFinder
 from moeinf.runtime.names import BadName, parse_name
+from moeinf.runtime.request_json import BadJson, parse
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS
 from moeinf.server.api.chat_turn import Reply
 from moeinf.server.api.logprobs import LegacyWords
 from moeinf.server.api.ollama_api import sampling
-from moeinf.server.http.json_text import BadJson, parse
 from tests.faults import request_targets
 from tests.faults.conftest import Tally
 from tests.faults.request_targets import answer_to
@@ -105,7 +105,7 @@ def test_stops_and_options(tally: Tally) -> None:
         answer = ("a" * 899 + "c") + "ab" * 450
 
         def hear(n: int, texts: list[str] = texts, answer: str = answer) -> Callable[[], object]:
-            finder = _StopFinder(texts)
+            finder = StopFinder(texts)
             said = (answer * (n // len(answer) + 1))[:n]
             return lambda: [finder.add(said[at : at + 50]) for at in range(0, n, 50)]
 

@@ -17,7 +17,7 @@ import pytest
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.runtime.engine.engine import Engine
-from moeinf.server.engines.worker import Worker
+from moeinf.runtime.scheduler import Scheduler
 from tests.faults.conftest import Tally
 from tests.server.conftest import serving
 from tests.server.test_http import WILD, until
@@ -28,13 +28,13 @@ LONG = {"model": "demo", "prompt": "hi", "stream": False, "options": {**WILD, "n
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Worker._decode
+    decode = Scheduler._decode
 
-    def decode_slowly(self: Worker, *arguments: Any) -> None:
+    def decode_slowly(self: Scheduler, *arguments: Any) -> None:
         time.sleep(0.02)
         decode(self, *arguments)
 
-    monkeypatch.setattr(Worker, "_decode", decode_slowly)
+    monkeypatch.setattr(Scheduler, "_decode", decode_slowly)
 
 
 def leave_after(address: str, line: str) -> None:

@@ -13,10 +13,10 @@ from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.library.verify import verify
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.faults.conftest import Tally

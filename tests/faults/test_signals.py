@@ -19,8 +19,8 @@ from moeinf.models.base import Phase
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import Tally

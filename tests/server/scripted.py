@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moeinf.runtime import scheduler
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text.tokenizer import Tokenizer
-from moeinf.server.engines import worker
 from tests.conftest import pull
 from tests.server.conftest import serving
 
@@ -45,7 +45,7 @@ class Script:
         self.prompts: list[str] = []
         self._tokenizer = Tokenizer(DEMO_CHECKPOINT)
         self._ids: list[int] = []
-        monkeypatch.setattr(worker, "Sampler", lambda *_: self._begin())
+        monkeypatch.setattr(scheduler, "Sampler", lambda *_: self._begin())
 
     def say(self, text: str) -> None:
         end = self._tokenizer.token_id("<|end|>")

@@ -11,10 +11,11 @@ import torch
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.events import Ended, Event, Piece, TokenInfo
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
-from moeinf.server.engines.jobs import Ended, Event, Job, Piece, TokenInfo
+from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.worker import Worker
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull

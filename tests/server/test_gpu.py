@@ -12,13 +12,14 @@ import pytest
 
 from moeinf.native import DeviceError
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.events import Ended, Event, Failed, Piece
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.api.answers import words_of
 from moeinf.server.api.ollama_api import _living
-from moeinf.server.engines.jobs import Ended, Event, Failed, Job, Piece
+from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moeinf.server.engines.worker import Worker
+from moeinf.runtime.scheduler import Scheduler
 from tests.server.conftest import serving
 
 WILD = {"temperature": 50, "top_k": 0, "top_p": 1, "seed": 1}
@@ -115,13 +115,13 @@ def test_headers_without_end(address: str) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that takes its time, so that requests meet."""
-    decode = Worker._decode
+    decode = Scheduler._decode
 
-    def decode_slowly(self: Worker, *arguments: Any) -> None:
+    def decode_slowly(self: Scheduler, *arguments: Any) -> None:
         time.sleep(0.02)
         decode(self, *arguments)
 
-    monkeypatch.setattr(Worker, "_decode", decode_slowly)
+    monkeypatch.setattr(Scheduler, "_decode", decode_slowly)
 
 
 def until(address: str, line: str) -> None:

@@ -16,15 +16,15 @@ from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.checkpoints.finite import NotFiniteLogits, NotFiniteWeights, check_logits
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.jobs.evaluate import evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import ignore
+from tests.generating import answering
 from tests.runtime.checkpoints.test_fp8 import save_fp8
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
@@ -188,15 +188,13 @@ def broken(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_model_that_computes_nan_says_no_token(broken: Engine, temperature: int) -> None:
-    state = broken.new_state()
-    sampler = Sampler(SamplingOptions(temperature=temperature), SamplingOptions())
-    answer = Generation(broken, state, [1, 2, 3], sampler, Limits(8))
+    answer = answering(broken, [1, 2, 3], 8, SamplingOptions(temperature=temperature))
     with pytest.raises(NotFiniteLogits):
         list(answer)
     assert (answer.tokens, answer.failed) == ([], True)
     with pytest.raises(NotFiniteLogits):
         evaluate(broken, None, "17+25=42")
-    del answer, state
+    del answer
 
 
 def test_logits() -> None:

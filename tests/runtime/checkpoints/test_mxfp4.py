@@ -16,14 +16,13 @@ from moeinf.runtime.checkpoints.fused_experts import picked_values
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.repack import repack
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import endless, ignore, pull
+from tests.generating import answering
 from tests.scattered import OneByOne, split_scales
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import D, E, F, save_mxfp4
@@ -40,8 +39,7 @@ def model_and_checkpoint(tmp_path_factory):
 
 def tokens_of(engine, prompt, count):
     endless(engine)
-    sampler = Sampler(SamplingOptions(temperature=0), SamplingOptions())
-    answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(count))
+    answer = answering(engine, prompt, count)
     list(answer)
     return answer.tokens
 

@@ -23,17 +23,16 @@ from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.store.prefetch_gate import Throttle
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.placement.gpu_plan import CONTEXT_BYTES, dense_workspace_bytes
-from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import endless, pull
+from tests.generating import answering
 from tests.native.fake_cuda import Fake
 from tests.runtime import on_a_gpu
-from tests.runtime.engine.test_families import CONFIGS, GREEDY, pulled
+from tests.runtime.engine.test_families import CONFIGS, pulled
 from tests.runtime.engine.test_seq2seq import checkpoint
 from tests.strict_device import PLACE, Strict
 from tests.strict_fake import StrictFake
@@ -61,8 +60,7 @@ def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     assert plan is not None
     assert plan.inside
     endless(engine)
-    sampler = Sampler(GREEDY, SamplingOptions())
-    generation = Generation(engine, engine.new_state(), prompt, sampler, Limits(count))
+    generation = answering(engine, prompt, count)
     list(generation)
     assert engine.store.idle
     return generation.tokens

@@ -17,11 +17,12 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.eamc.recorder import Recorder
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from tests.conftest import Open
+from tests.watched import Watched
 
 GREEDY = SamplingOptions(temperature=0)
 SHAPE = RoutingShape(2, 4, 2)
@@ -167,13 +168,23 @@ def test_no_trace_leaves_nothing(tmp_path: Path, demo_home: Path) -> None:
 
 
 def test_an_answer_that_was_stopped_in_its_prefill_is_no_entry(traced: Engine) -> None:
-    with traced as engine:
-        list(Conversation(engine).ask("17+25=", GREEDY, Limits(), lambda: True))
-        assert len(engine.tracing.eamc.load()) == 0
-        stops = iter([False] * 18 + [True] * 9)  # 6 layers of prefill, two tokens, and stop
-        list(Conversation(engine).ask("4091 in words", GREEDY, Limits(), lambda: next(stops)))
+    with traced as engine, engine.routed_through(Passes) as passes:
+        list(Conversation(engine).ask("17+25=", GREEDY, Limits(), lambda: passes.begun == 1))
+        assert (passes.begun, len(engine.tracing.eamc.load())) == (1, 0)
+        passes.begun = 0  # prefill, two tokens, and stop in the pass after
+        list(Conversation(engine).ask("4091 in words", GREEDY, Limits(), lambda: passes.begun == 4))
         (entry,) = engine.tracing.eamc.load().entries()
         assert entry.decode.sum() == 2 * 6 * 4
+
+
+class Passes(Watched):
+    """Counts passes."""
+
+    begun = 0
+
+    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+        self.begun += 1
+        super().begin_pass(rows, phase)
 
 
 def test_a_state_that_cannot_be_written_is_a_note(traced: Engine, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Generation, Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
+from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import endless, pull
+from tests.generating import answering
 from tests.tiny import save_tiny, tiny_reference
 
 CONFIGS = ["mixtral", "mixtral-window", "deepseek-lite", "deepseek-groups", "olmoe-yarn"]
@@ -50,7 +50,6 @@ def test_float32_equals_transformers_token_for_token(name: str, tmp_path: Path) 
         with Engine.open(manifest, folder, config, settings) as engine:
             assert engine.info.placement.kv_bytes == manifest.kv_bytes(engine.info.context) > 0
             endless(engine)
-            sampler = Sampler(GREEDY, SamplingOptions())
-            answer = Generation(engine, engine.new_state(), prompt, sampler, Limits(30))
+            answer = answering(engine, prompt, 30)
             list(answer)
             assert answer.tokens == expected

@@ -12,12 +12,12 @@ from tokenizers import AddedToken
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
 from moeinf.runtime.engine.seq2seq import BadLanguage, Languages, converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.names import parse_name
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer

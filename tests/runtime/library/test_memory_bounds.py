@@ -37,7 +37,7 @@ from pathlib import Path
 from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.generate import Limits
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.sampling.sampler import SamplingOptions

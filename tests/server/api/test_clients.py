@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from moeinf.runtime.engine.chat import Conversation
-from moeinf.runtime.engine.generate import Limits
+from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 
 PROMPTS = [

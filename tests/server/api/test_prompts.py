@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.prompts import chat_prompt
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer
-from moeinf.server.api.prompts import MessageExtras, chat_prompt
+from moeinf.server.api.prompts import MessageExtras
 
 # How DeepSeek-V2.5, V3 and R1 tell calls from answers.
 DEEPSEEK = """{%- for message in messages %}

@@ -16,12 +16,13 @@ import pytest
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.events import Ended, Event, Failed, Piece
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.panic import Panic
 from moeinf.server.engines import model_manager as host_module
-from moeinf.server.engines.jobs import Busy, Ended, Event, Failed, Job, Piece, Unloaded
+from moeinf.server.engines.jobs import Busy, Job, Unloaded
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.engines.worker import Worker
 

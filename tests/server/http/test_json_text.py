@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moeinf.server.http.json_text import MOST_DEPTH, BadJson, dump, parse
+from moeinf.runtime.request_json import MOST_DEPTH, BadJson, parse
+from moeinf.server.http.json_text import dump
 
 
 @pytest.mark.parametrize(

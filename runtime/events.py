@@ -1,0 +1,141 @@
+"""Define what is asked of a scheduler, and the events that answer it.
+
+Does not know engines, batches or faces. Imports nothing heavy: a server reads this before torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.sampling.grammar import Constrain
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moeinf.runtime.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """A chosen token, its log-probability, and the most probable ones: (token, log-probability)."""
+
+    token: int
+    logprob: float
+    best: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that has become certain; empty while a character or a stop text is undecided."""
+
+    text: str
+    info: TokenInfo | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event of an answer that was not cut off by an error. Seconds are of this request."""
+
+    reason: Literal["stop", "length", "cancelled"]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, taken over from an earlier request
+    token_ids: tuple[int, ...] = ()  # of the answer, one that ended it included
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    request: int = -1  # its number with the engine; -1: it has not begun
+    counted: bool = False  # what it routed is remembered: all of its prompt was read
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the answer."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of an answer that an error has cut off."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Vector:
+    """The result of an embedding request, before it ends: [D], of length 1."""
+
+    values: NDArray[np.float32]
+
+
+Event = Piece | Vector | Ended | Failed
+
+
+@dataclass
+class Times:
+    """Moments of a request in seconds of a monotonic clock; None until they come."""
+
+    arrived: float | None = None  # submitted to a loaded engine
+    started: float | None = None  # given a place: its prefill begins
+    first_token: float | None = None
+    last_token: float | None = None
+    tokens: int = 0
+
+    def arrive(self) -> None:
+        self.arrived = time.perf_counter()
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def take(self) -> None:
+        """Note that a token was chosen."""
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        self.tokens += 1
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Time from arrival to prefill."""
+        return _between(self.arrived, self.started)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time from arrival to the first token (TTFT)."""
+        return _between(self.arrived, self.first_token)
+
+    @property
+    def seconds_per_output_token(self) -> float | None:
+        """Mean time of the tokens after the first (TPOT); None without such tokens."""
+        spent = _between(self.first_token, self.last_token)
+        return None if spent is None or self.tokens < 2 else spent / (self.tokens - 1)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer. The scheduler calls all functions here, on its own thread.
+
+    prepare: returns the prompt's token ids.
+    emit: takes each event; the last one is Ended or Failed.
+    logprobs: how many of the most probable tokens to name beside the chosen one; None: no figures.
+    embed: no answer is wanted but the prompt's Vector.
+    source: what an encoder-decoder reads first; the prompt is what its answer starts with.
+    stopped: returns True once the answer is to end, at the next layer.
+    """
+
+    prepare: Callable[[Engine], list[int]]
+    options: SamplingOptions
+    limits: Limits
+    emit: Callable[[Event], None] = lambda _: None
+    logprobs: int | None = None
+    constrain: Constrain | None = None
+    embed: bool = False
+    source: Sequence[int] = ()
+    stopped: Callable[[], bool] = lambda: False
+    times: Times = field(default_factory=Times)

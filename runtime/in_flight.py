@@ -1,0 +1,120 @@
+"""Hold one request on its way through a scheduler: prepared, then in a place of its own.
+
+Does not know the order of passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.models.base import State
+from moeinf.runtime.answer import Answer
+from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.events import Ended, Request, TokenInfo
+from moeinf.runtime.sampling.grammar import Constraint
+
+
+@dataclass(eq=False)
+class Place:
+    """Room for one request.
+
+    reusable: the first tokens of the state, those that another request may take over.
+    """
+
+    state: State
+    reusable: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A request whose prompt is made. It has no place while its grammar is compiled."""
+
+    request: Request
+    prompt: list[int]
+    constraint: Constraint | None
+
+    def ready(self, seconds: float) -> bool:
+        """Wait for the grammar, `seconds` at most. Raises BadFormat."""
+        return self.constraint is None or self.constraint.ready(seconds)
+
+    def close(self) -> None:
+        """Give back what the grammar has used."""
+        if self.constraint is not None:
+            self.constraint.close()
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that has a place."""
+
+    request: Request
+    place: Place
+    answer: Answer
+    constraint: Constraint | None
+    prompt_tokens: int  # of the decoder
+    cached_tokens: int
+    number: int  # with the engine
+    encoded: bool = False  # the encoder has read the source
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0  # of passes and of choosing
+    logits: NDArray[np.float32] | None = None  # of the last pass, not yet chosen from
+    states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
+
+    @property
+    def prefilled(self) -> bool:
+        """True once the whole prompt is in the state."""
+        return self.place.state.length >= self.prompt_tokens and (
+            self.encoded or not self.request.source
+        )
+
+    def ended(self, reason: Literal["stop", "length", "cancelled"], load_seconds: float) -> Ended:
+        """Return the last event of the request."""
+        return Ended(
+            reason,
+            prompt_tokens=len(self.request.source) or self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            token_ids=tuple(self.answer.tokens),
+            load_seconds=load_seconds,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            request=self.number,
+            counted=self.prefilled,
+        )
+
+    def close(self) -> None:
+        """Give back what the grammar has used."""
+        if self.constraint is not None:
+            self.constraint.close()
+
+
+def shared_tokens(reusable: Sequence[int], prompt: Sequence[int], step: int) -> int:
+    """Return the length of the beginning that both share: less than the prompt, a multiple of step.
+
+    The last token of a prompt is always computed: an answer starts from its logits.
+    """
+    most = max(0, min(len(reusable), len(prompt) - 1)) // step * step
+    for start in range(0, most, PREFILL_CHUNK):
+        end = min(start + PREFILL_CHUNK, most)
+        if reusable[start:end] != prompt[start:end]:
+            same = next(i for i in range(start, end) if reusable[i] != prompt[i])
+            return same // step * step
+    return most
+
+
+def direction(total: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return total [D] at length 1: a mean has the direction of its sum."""
+    return (total / max(float(np.linalg.norm(total)), 1e-12)).astype(np.float32)
+
+
+def token_info(logits: NDArray[np.float32], token: int, count: int) -> TokenInfo:
+    """Return log-probabilities under the logits themselves, before temperature and cut-offs."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    best = np.argsort(-wide, kind="stable")[:count]
+    return TokenInfo(token, float(wide[token]), [(int(t), float(wide[t])) for t in best])

@@ -1,0 +1,342 @@
+"""Answer requests with one engine: prefill, choose, decode, count and stop, for one or many.
+
+Does not know threads, queues of clients, conversations or faces.
+
+    begin ──▶ prepared ──▶ a free place ──▶ prefill, a chunk a round ──▶ decode, all at once ──▶ end
+              (prompt,     (KV cache)       the oldest first
+              grammar)
+
+A round is one chunk of prefill, if a request needs one, and one decode pass of all that answer, so
+that shared experts are loaded once and a long prompt delays others by a chunk at most. A request
+gets bit for bit what it would get alone, whatever the tag: rows of a decode pass do not depend on
+each other, prefill is not batched, and neither is decoding with the tag f32, whose products are
+torch's and have other bits for other numbers of rows. (On a GPU so have torch's products in float32
+of the other tags.)
+
+A grammar is compiled and matched in a process of its own. Nothing here waits for it longer than a
+moment: a request whose grammar is slow is passed over, and fails when its grammar takes too long.
+
+A place keeps its KV cache when its request has ended. The next request takes over the beginning
+that its prompt shares with it. Where unrelated requests share places, only whole prefill chunks are
+taken over: these bytes are what its own prefill would have written. Where one conversation has the
+place to itself, its answers are taken over, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.native import DeviceError
+from moeinf.offload.store.expert_store import Stopped
+from moeinf.offload.store.transfer import ExpertReadError
+from moeinf.runtime.answer import Answer
+from moeinf.runtime.checkpoints.finite import check_logits
+from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.events import Ended, Failed, Piece, Request, Vector
+from moeinf.runtime.in_flight import (
+    Place,
+    Prepared,
+    Running,
+    direction,
+    shared_tokens,
+    token_info,
+)
+from moeinf.runtime.prompts import check_length
+from moeinf.runtime.sampling.sampler import Sampler
+from moeinf.runtime.text.panic import as_exception
+
+_MOST_COMPILING = 2  # grammars at a time; requests without one overtake those that wait for it
+_PATIENCE_S = 0.002  # for a mask, which is made during the pass before
+
+
+class Scheduler:
+    """Requests in, events out. Not thread-safe but for `requests`, `closing` and the counters."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        places: int = 1,
+        shared: bool = True,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """shared: unrelated requests follow each other in a place. Raises OutOfMemory.
+
+        ended: called when a request has left its place.
+        """
+        self._engine = engine
+        self._shared = shared
+        self._ended = ended
+        self._places = [Place(engine.new_state()) for _ in range(places)]
+        self._free = list(self._places)
+        self._prepared: list[Prepared] = []
+        self._running: list[Running] = []
+        self.closing: Exception | None = None  # what cuts off every request, as soon as it is set
+        self.lost: Exception | None = None  # what the engine's GPU has failed with, for good
+        self.tokens = 0  # decoded
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that have begun and have not ended."""
+        return [one.request for one in self._prepared] + [one.request for one in self._running]
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of tokens that all KV caches hold."""
+        return sum(place.state.length for place in self._places)
+
+    def admits(self, request: Request) -> bool:
+        """Return whether the request may begin: a place is free, few grammars are compiled."""
+        full = len(self._prepared) >= _MOST_COMPILING and request.constrain is not None
+        return bool(self._free) and not full
+
+    def begin(self, request: Request) -> None:
+        """Make the prompt, begin to compile the grammar, and take a place if nothing is waited for.
+
+        What goes wrong is told to the request.
+        """
+        try:
+            prompt = request.prepare(self._engine)
+            check_length(self._engine, prompt)
+            constrain = request.constrain
+            constraint = None if constrain is None else constrain(self._engine, prompt)
+            one = Prepared(request, prompt, constraint)
+            self._prepared.append(one)
+            self._place(one)
+        except BaseException as error:
+            request.emit(Failed(_told(error)))
+
+    def place(self) -> None:
+        """Give free places to the requests whose grammars are compiled."""
+        for one in list(self._prepared):
+            self._place(one, 0.0 if self._running else _PATIENCE_S)
+
+    def round(self) -> None:
+        """One chunk of prefill, one decode pass, and a token of every request that has logits."""
+        for one in list(self._running):
+            if one.request.stopped():
+                self._end(one, "cancelled")
+        for one in self._running:
+            if not one.prefilled:
+                self._prefill(one)
+                break
+        deciding = [one for one in self._running if one.answer.tokens and one.logits is None]
+        if deciding:
+            self._decode(deciding)
+        self._choose()
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, if it has not ended."""
+        for waiting in [one for one in self._prepared if one.request is request]:
+            self._drop(waiting)
+        for one in [one for one in self._running if one.request is request]:
+            self._end(one, "cancelled")
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request that has a place with an error."""
+        for one in list(self._running):
+            self._fail(one, error)
+
+    def close(self) -> list[Request]:
+        """Let go of states, grammars and the engine; return the requests that have not ended."""
+        left = self.requests
+        for waiting in self._prepared:
+            waiting.close()
+        for one in self._running:
+            one.close()
+        self._prepared, self._running = [], []
+        self._free.clear()
+        self._places.clear()
+        del self._engine
+        return left
+
+    def _place(self, one: Prepared, seconds: float = 0.0) -> None:
+        """Give a place to a request whose grammar is compiled, if there is one."""
+        try:
+            if one.request.stopped():
+                self._drop(one)
+                return
+            if not one.ready(seconds) or not self._free:
+                return
+            self._running.append(self._started(one))
+        except BaseException as error:
+            one.close()
+            one.request.emit(Failed(_told(error)))
+        self._prepared.remove(one)
+
+    def _drop(self, one: Prepared) -> None:
+        self._prepared.remove(one)
+        one.close()
+        one.request.emit(Ended("cancelled", load_seconds=self._engine.info.load_seconds))
+
+    def _started(self, one: Prepared) -> Running:
+        """Take the free place that shares most with the prompt, and forget the rest of it."""
+        engine, request, prompt = self._engine, one.request, one.prompt
+        sampler = Sampler(request.options, engine.info.sampling)
+        room = engine.info.context - len(prompt)
+        answer = Answer(engine, prompt, sampler, request.limits, room)
+        step = PREFILL_CHUNK if self._shared else 1
+        # An embedding needs the states of all tokens, of which a cache keeps none. After another
+        # source no token means the same.
+        reusable = [] if request.embed or request.source else prompt
+        known = [shared_tokens(place.reusable, reusable, step) for place in self._free]
+        place = self._free[known.index(max(known))]
+        place.state.truncate(max(known))
+        if place.state.length % step:  # some states cannot go back to everywhere
+            place.state.truncate(0)
+        cached = place.state.length
+        place.reusable = place.reusable[:cached]
+        number = engine.begin_request(place.state)
+        self._free.remove(place)
+        request.times.start()
+        return Running(request, place, answer, one.constraint, len(prompt), cached, number)
+
+    def _prefill(self, one: Running) -> None:
+        """Read the source, and one chunk, at the borders that a prompt alone would have."""
+        engine, state, start = self._engine, one.place.state, time.perf_counter()
+        try:
+            with engine.stoppable(one.request.stopped):
+                if one.request.source and not one.encoded:
+                    engine.encode(state, one.request.source)
+                    one.encoded = True
+                at = state.length
+                chunk = one.answer.history[at : min(at + PREFILL_CHUNK, one.prompt_tokens)]
+                if one.request.embed:
+                    self._embed(one, chunk)
+                else:
+                    logits = engine.extend(state, chunk)
+        except Stopped:
+            self._end(one, "cancelled")
+            return
+        except Exception as error:
+            self._fail(one, error)
+            return
+        one.prefill_seconds += time.perf_counter() - start
+        if self._shared and len(chunk) == PREFILL_CHUNK and not one.request.source:
+            one.place.reusable += chunk
+        if not one.prefilled:
+            return
+        if one.states is not None:
+            one.request.emit(Vector(direction(one.states)))
+            self._end(one, "stop")
+        else:
+            one.logits = logits
+
+    def _embed(self, one: Running, chunk: Sequence[int]) -> None:
+        rows = self._engine.states(one.place.state, chunk)
+        check_logits(rows)
+        states: NDArray[np.float64] = rows.sum(axis=0, dtype=np.float64)
+        one.states = states if one.states is None else one.states + states
+
+    def _decode(self, group: list[Running]) -> None:
+        """One pass of all; each alone if rows see each other, or if a read fails."""
+        engine = self._engine
+        if len(group) > 1 and not engine.batches:
+            for one in group:
+                self._decode([one])
+            return
+        start = time.perf_counter()
+        steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
+        try:
+            with engine.stoppable(lambda: self._all_stopped(group)):
+                logits = engine.step(steps)
+        except Stopped:  # and the next round, or the closing, ends them
+            return
+        except ExpertReadError as error:
+            if len(group) == 1:
+                self._fail(group[0], error)
+                return
+            for one in group:
+                self._decode([one])
+            return
+        except Exception as error:
+            for one in group:
+                self._fail(one, error)
+            return
+        spent = time.perf_counter() - start
+        for number, one in enumerate(group):
+            one.logits = logits[number]
+            one.decode_seconds += spent
+
+    def _all_stopped(self, group: list[Running]) -> bool:
+        return self.closing is not None or all(one.request.stopped() for one in group)
+
+    def _choose(self) -> None:
+        """Choose a token of every request that has logits, and give away what text that makes."""
+        for one in list(self._running):
+            if one.logits is None:
+                continue
+            if not one.answer.done:
+                try:
+                    if one.constraint is not None and not one.constraint.ready(_PATIENCE_S):
+                        continue  # others go on
+                    self._take(one, one.logits)
+                except BaseException as error:
+                    self._fail(one, _told(error))
+                    continue
+            one.logits = None
+            if one.answer.done:
+                self._end(one, one.answer.finish_reason)
+
+    def _take(self, one: Running, logits: NDArray[np.float32]) -> None:
+        start = time.perf_counter()
+        check_logits(logits)
+        allowed = logits if one.constraint is None else one.constraint.mask(logits)
+        text = one.answer.take(allowed)
+        token = one.answer.tokens[-1]
+        if one.constraint is not None:
+            one.constraint.took(token)
+        one.decode_seconds += time.perf_counter() - start
+        self.tokens += 1
+        one.request.times.take()
+        best = one.request.logprobs
+        info = None if best is None else token_info(allowed, token, best)
+        if text or info is not None:
+            one.request.emit(Piece(text, info))
+
+    def _end(self, one: Running, reason: Literal["stop", "length", "cancelled"]) -> None:
+        if reason == "cancelled" and self.closing is not None:  # by us: a client must not take it
+            self._fail(one, self.closing)  # for a whole answer
+            return
+        if reason == "cancelled":
+            with suppress(Exception):  # the tokenizer's; nothing is missed
+                if rest := one.answer.rest():
+                    one.request.emit(Piece(rest))
+        ended = one.ended(reason, self._engine.info.load_seconds)
+        self._leave(one)
+        one.request.emit(ended)
+
+    def _fail(self, one: Running, error: Exception) -> None:
+        self._leave(one)
+        if self.lost is None and isinstance(error, DeviceError | MemoryError) and self._engine.lost:
+            self.lost = error
+        one.request.emit(Failed(error))
+
+    def _leave(self, one: Running) -> None:
+        """Free the place, and remember what the request has routed."""
+        place = one.place
+        self._running.remove(one)
+        self._free.append(place)
+        one.close()
+        if not (self._shared or one.request.embed or one.request.source):
+            place.reusable = one.answer.history[: place.state.length]
+        with suppress(Exception):  # an answer is worth more than the memory of it
+            self._engine.end_request(one.number, counts=one.prefilled)
+        self._ended()
+
+
+def _told(error: BaseException) -> Exception:
+    """Return what a request is told of an error; raise what is to end the thread itself."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    return as_exception(error)

@@ -1,0 +1,19 @@
+"""One answer to token ids, without a conversation."""
+
+from __future__ import annotations
+
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.events import Request
+from moeinf.runtime.generation import Generation
+from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.scheduler import Scheduler
+
+GREEDY = SamplingOptions(temperature=0)
+
+
+def answering(
+    engine: Engine, prompt: list[int], count: int, options: SamplingOptions = GREEDY
+) -> Generation:
+    """An answer of `count` tokens at most; iterate it."""
+    request = Request(lambda _: prompt, options, Limits(count))
+    return Generation(engine, Scheduler(engine), request)
