@@ -77,7 +77,7 @@ class Scheduler:
         self._free = list(self._places)
         self._prepared: list[Prepared] = []
         self._running: list[Running] = []
-        self.closing: Exception | None = None  # what cuts off every request, as soon as it is set
+        self.closing: Exception | None = None  # what requests that were stopped are told, if set
         self.lost: Exception | None = None  # what the engine's GPU has failed with, for good
         self.tokens = 0  # decoded
 
@@ -245,12 +245,15 @@ class Scheduler:
             for one in group:
                 self._decode([one])
             return
-        start = time.perf_counter()
+        stopped = group[0].request.stopped  # asked at every layer
+        if len(group) > 1:
+            stopped = lambda: all(one.request.stopped() for one in group)  # noqa: E731
         steps = [(one.place.state, one.answer.tokens[-1]) for one in group]
+        start = time.perf_counter()
         try:
-            with engine.stoppable(lambda: self._all_stopped(group)):
+            with engine.stoppable(stopped):
                 logits = engine.step(steps)
-        except Stopped:  # and the next round, or the closing, ends them
+        except Stopped:  # all of them: the next round ends them
             return
         except ExpertReadError as error:
             if len(group) == 1:
@@ -267,9 +270,6 @@ class Scheduler:
         for number, one in enumerate(group):
             one.logits = logits[number]
             one.decode_seconds += spent
-
-    def _all_stopped(self, group: list[Running]) -> bool:
-        return self.closing is not None or all(one.request.stopped() for one in group)
 
     def _choose(self) -> None:
         """Choose a token of every request that has logits, and give away what text that makes."""

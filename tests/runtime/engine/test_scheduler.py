@@ -1,0 +1,105 @@
+"""The scheduler alone: what a request takes over, what is counted, and who may leave when."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.events import Ended, Event, Failed, Request
+from moeinf.runtime.in_flight import shared_tokens
+from moeinf.runtime.requests import Limits, SamplingOptions
+from moeinf.runtime.scheduler import Scheduler
+from tests.conftest import Open
+
+GREEDY = SamplingOptions(temperature=0)
+LONG = [16 + place % 200 for place in range(PREFILL_CHUNK + 40)]
+
+
+@pytest.mark.parametrize(
+    ("reusable", "prompt", "step", "expected"),
+    [
+        ([], [1], 1, 0),
+        ([1, 2, 3], [1, 2, 3], 1, 2),  # the last token is always computed
+        ([1, 2, 3], [1, 2, 4, 5], 1, 2),
+        ([1, 2, 3], [1, 2, 3, 4], 1, 3),
+        ([1, 2, 3], [1, 2, 3, 4], 256, 0),
+        (list(range(600)), list(range(600)), 256, 512),
+        (list(range(512)), list(range(512)), 256, 256),
+        (list(range(600)), [*range(300), 7, *range(301, 600)], 1, 300),
+        (list(range(600)), [*range(300), 7, *range(301, 600)], 256, 256),
+        (list(range(600)), [*range(255), 7, *range(256, 600)], 256, 0),
+    ],
+)
+def test_shared_tokens(reusable: list[int], prompt: list[int], step: int, expected: int) -> None:
+    assert shared_tokens(reusable, prompt, step) == expected
+
+
+def answer(scheduler: Scheduler, prompt: list[int], **about: object) -> Ended:
+    """The last event of an answer of six tokens."""
+    events: list[Event] = []
+    request = Request(lambda _: prompt, GREEDY, Limits(6), events.append, **about)  # type: ignore[arg-type]
+    scheduler.begin(request)
+    while not events or not isinstance(events[-1], Ended | Failed):
+        scheduler.round()
+    assert isinstance(events[-1], Ended)
+    return events[-1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_the_next_request_takes_over(shared: bool, open_engine: Open) -> None:
+    """A conversation its own answers, too; unrelated requests what a prefill has written."""
+    engine = open_engine()
+    engine.ends = frozenset()
+    scheduler = Scheduler(engine, shared=shared)
+    first = answer(scheduler, LONG)
+    longer = [*LONG, *first.token_ids, 20, 21]
+    second = answer(scheduler, longer)
+    other = answer(scheduler, [*longer[:-5], 30])
+    known = (len(LONG) + 5, len(longer) - 5)  # the sixth token was chosen, and is in no state
+    expected = (PREFILL_CHUNK, PREFILL_CHUNK) if shared else known
+    assert (first.cached_tokens, first.tokens) == (0, 6)
+    assert (second.cached_tokens, other.cached_tokens) == expected
+    fresh = answer(Scheduler(engine), longer)
+    assert fresh.token_ids == second.token_ids
+    assert engine.store.idle
+
+
+def test_half_a_prompt_is_not_counted(open_engine: Open) -> None:
+    engine = open_engine()
+    scheduler, passes = Scheduler(engine), 0
+    begin = engine.store.begin_pass
+
+    def counted(*given: object) -> None:
+        nonlocal passes
+        passes += 1
+        begin(*given)  # type: ignore[arg-type]
+
+    engine.store.begin_pass = counted  # type: ignore[method-assign]
+    cut = answer(scheduler, LONG, stopped=lambda: passes == 2)
+    assert (cut.reason, cut.counted, cut.tokens) == ("cancelled", False, 0)
+    assert cut.prefill_seconds > 0  # of the first chunk, which stays
+    again = answer(scheduler, LONG)
+    assert (again.cached_tokens, again.counted) == (PREFILL_CHUNK, True)
+
+
+def test_an_answer_that_is_left_early(open_engine: Open) -> None:
+    engine = open_engine()
+    talk = Conversation(engine)
+    one = talk.ask("sort owl, fig, ant", GREEDY, Limits())
+    pieces = iter(one)
+    said = next(pieces)
+    with pytest.raises(RuntimeError):
+        next(iter(talk.ask("17+25=", GREEDY, Limits())))
+    pieces.close()  # type: ignore[attr-defined]
+    assert (one.finish_reason, len(one.tokens), one.text) == ("interrupted", len(said), said)
+    talk.clear()
+    assert "".join(talk.ask("17+25=", GREEDY, Limits())) == "42"
+
+
+def test_no_token_no_pass(open_engine: Open) -> None:
+    scheduler = Scheduler(open_engine())
+    events: list[Event] = []
+    scheduler.begin(Request(lambda _: [], GREEDY, Limits(), events.append))
+    assert [type(event) for event in events] == [Failed]
+    assert (scheduler.requests, scheduler.running) == ([], 0)
