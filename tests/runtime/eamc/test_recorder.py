@@ -182,7 +182,7 @@ class Passes(Watched):
 
     begun = 0
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: torch.Tensor, phase: Phase) -> None:
         self.begun += 1
         super().begin_pass(rows, phase)
 
