@@ -23,8 +23,8 @@ from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.jobs.bench import machine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import Limits

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy import POLICIES, Setup
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.host_tier import HostTier
 
 TRACE = Path(__file__).parents[1] / "tests/data/traces/qwen3-30b-a3b.route.csv.gz"
 SHAPE = RoutingShape(16, 64, 8)

@@ -41,8 +41,8 @@ from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.collection_file import EamcState, export_eamc, import_eamc
-from moeinf.runtime.engine.chat import Message
-from moeinf.runtime.engine.saved_chats import load_conversation, save_conversation
+from moeinf.runtime.generation.chat import Message
+from moeinf.runtime.generation.saved_chats import load_conversation, save_conversation
 from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest

@@ -17,8 +17,8 @@ from moeinf.cli.commands.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.runtime.config import EngineConfig, read_environment
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions

@@ -224,8 +224,8 @@ def _refusal(found: httpx.Response) -> str:
 
 def answers_of(home: Path) -> dict[str, str]:
     """What the model says when nobody bothers it."""
-    from moeinf.runtime.engine.chat import Conversation
     from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.generation.chat import Conversation
     from moeinf.runtime.library.library import Library
     from moeinf.runtime.requests import Limits
     from moeinf.runtime.sampling.sampler import SamplingOptions

@@ -20,9 +20,9 @@ from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.engines.model_manager import Host
+from moeinf.server.http.refusals import Refusal, UnknownPath, WrongMethod
 from moeinf.server.http.security import Guard
 from moeinf.server.metrics import Metrics
-from moeinf.server.refusals import Refusal, UnknownPath, WrongMethod
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moeinf.runtime.events import Ended, Event, Failed
+from moeinf.runtime.generation.events import Ended, Event, Failed
 from moeinf.server.engines.jobs import Busy, Job
 from moeinf.server.engines.model_manager import Loaded
 

@@ -25,8 +25,8 @@ from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.app import create_app
 from moeinf.server.http.log_lines import log_config
+from moeinf.server.http.refusals import HeadersTooLong
 from moeinf.server.http.security import HEADER_BYTES
-from moeinf.server.refusals import HeadersTooLong
 
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 1024

@@ -21,9 +21,9 @@ from moeinf.models.layers.moe import Router, group
 from moeinf.models.layers.norms import HeadNorm, RmsNorm, WideRmsNorm
 from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMixer, TopSoftmaxRouter
 from moeinf.native import OutOfDeviceMemory
-from moeinf.offload.arithmetic import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels.router_spec import RouterKind
+from moeinf.offload.gpu_tier.arithmetic import RoutedRunner
 from moeinf.offload.store.compute import ExpertRunner, SlotMath, TorchFfn
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.graphed_step import Graphs

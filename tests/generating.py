@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Request
-from moeinf.runtime.generation import Generation
+from moeinf.runtime.generation.events import Request
+from moeinf.runtime.generation.generate import Generation
+from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.runtime.scheduler import Scheduler
 
 GREEDY = SamplingOptions(temperature=0)
 

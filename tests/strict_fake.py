@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import OutOfDeviceMemory
-from moeinf.offload.arithmetic import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.gpu_tier.arithmetic import RoutedRunner
 from moeinf.offload.store.compute import TorchFfn
 from moeinf.runtime.dense import cpu_linear
 from tests.fake_device import FakeDevice

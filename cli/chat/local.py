@@ -10,10 +10,10 @@ from dataclasses import fields
 from typing import Any
 
 from moeinf.cli.chat.backends import Fields, Pieces
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.report import statistics, verbose_lines
-from moeinf.runtime.generation import Generation
+from moeinf.runtime.generation.chat import Conversation
+from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import format_bytes
 

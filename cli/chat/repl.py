@@ -21,7 +21,7 @@ from moeinf.cli.errors import tell
 from moeinf.cli.output import Output
 from moeinf.errors import UnusableInput
 from moeinf.runtime.config import Settings
-from moeinf.runtime.engine.saved_chats import load_conversation, save_conversation
+from moeinf.runtime.generation.saved_chats import load_conversation, save_conversation
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.regular_files import open_regular

@@ -162,7 +162,7 @@ def run(
 
     from moeinf.cli.chat.local import LocalPartner  # torch and the tokenizer come in only here
     from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.engine.seq2seq import Languages, converse
+    from moeinf.runtime.generation.seq2seq import Languages, converse
 
     with stoppable(), Engine.open(manifest, folder, config, settings) as engine:
         partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)

@@ -104,7 +104,7 @@ def _traced(
 ) -> Traced:  # fmt: skip
     """Run the prompts; how: see trace_items."""
     from moeinf.runtime.engine.engine import Engine  # imports torch
-    from moeinf.runtime.engine.seq2seq import Languages
+    from moeinf.runtime.generation.seq2seq import Languages
     from moeinf.runtime.jobs.trace_dataset import trace_items
 
     with Engine.open(manifest, folder, config, settings) as engine, interruptible() as stopped:

@@ -27,15 +27,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceContext, DeviceSlots, HostLock, OutOfDeviceMemory
-from moeinf.offload.arithmetic import Device
 from moeinf.offload.format.layout import ExpertLayout
+from moeinf.offload.gpu_tier.arithmetic import Device
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.routing.trace import Phase
 from moeinf.offload.store.compute import TorchFfn
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.residency import Residency
-from moeinf.offload.tier import Experts
+from moeinf.offload.store.tier import Experts
 
 _UNASKED_BYTES = 64 << 20  # of one batch that nobody has asked for: some 3 ms of a bus
 _LOOKED_AT = 256  # of those who may be absent, per pass: a few µs each

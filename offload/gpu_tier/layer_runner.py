@@ -43,10 +43,10 @@ from torch import Tensor
 from moeinf.errors import Unavailable
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, Miss, Split
-from moeinf.offload.host_tier import HostTier
-from moeinf.offload.routed import Ids, Routed, cells_of
 from moeinf.offload.store.compute import MOST_ROWS
-from moeinf.offload.tier import Experts, Hint, Opened
+from moeinf.offload.store.host_tier import HostTier
+from moeinf.offload.store.routed import Ids, Routed, cells_of
+from moeinf.offload.store.tier import Experts, Hint, Opened
 
 assert FEW_ROWS <= MOST_ROWS  # of more the CPU and the device have other bits, and `auto` divides
 

@@ -38,10 +38,10 @@ import numpy as np
 from torch import Tensor
 
 from moeinf.native import DeviceError
-from moeinf.offload.host_tier import HostTier
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.prefetch_gate import Throttle
 from moeinf.offload.store.stats import StoreStats
-from moeinf.offload.tier import Pending, Runner, Tier, Upper, Work
+from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
 
 
 class Stopped(Exception):

@@ -15,11 +15,11 @@ from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.miss_split import Contended, Miss
 from moeinf.offload.gpu_tier.page_lock import SLICE_BYTES, PageLocking
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense.gpu_backend import DevicePieces
 from moeinf.runtime.engine.gpu_budget import Promise

@@ -20,12 +20,12 @@ from moeinf.native import SlotPool, crc32c
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,

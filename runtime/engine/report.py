@@ -10,7 +10,7 @@ from typing import Any
 from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.engine.gpu_tier import OpenGpu
-from moeinf.runtime.generation import Generation
+from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.machine.memory import peak_rss_bytes
 from moeinf.runtime.sizes import format_bytes
 

@@ -15,8 +15,8 @@ from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.seq2seq import Languages, converse
-from moeinf.runtime.generation import Generation
+from moeinf.runtime.generation.generate import Generation
+from moeinf.runtime.generation.seq2seq import Languages, converse
 from moeinf.runtime.jobs.datasets import Item
 from moeinf.runtime.requests import Limits, PromptTooLong, SamplingOptions
 

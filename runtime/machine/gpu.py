@@ -31,7 +31,7 @@ _SCARCE = ("out of memory", "ALLOC_FAILED")  # of those: beyond what torch alloc
 _TRITONS = ("OutOfResources", "PTXASError")  # not RuntimeErrors
 
 if TYPE_CHECKING:
-    from moeinf.offload.arithmetic import Device
+    from moeinf.offload.gpu_tier.arithmetic import Device
     from moeinf.runtime.dense.gpu_backend import DeviceMath
     from moeinf.runtime.machine.nvml import HeldMemory
 

@@ -14,7 +14,7 @@ from fastapi import Request
 from moeinf.errors import InternalError, MoeinfError, as_moeinf
 from moeinf.runtime.config import Settings
 from moeinf.runtime.crash_log import note_bug
-from moeinf.runtime.events import Ended, Event, Failed
+from moeinf.runtime.generation.events import Ended, Event, Failed
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
 from moeinf.server.engines.model_manager import Loaded

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from moeinf.runtime.events import Ended, Event, Failed, Piece, TokenInfo
-from moeinf.runtime.prompts import Message, chat_prompt, text_prompt
+from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, TokenInfo
+from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools

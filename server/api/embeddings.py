@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.events import Ended, Failed, Vector
+from moeinf.runtime.generation.events import Ended, Failed, Vector
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.bounds import Inputs, Tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Any
 
-from moeinf.runtime.events import TokenInfo
+from moeinf.runtime.generation.events import TokenInfo
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import parse_duration
-from moeinf.runtime.events import Ended, Failed
+from moeinf.runtime.generation.events import Ended, Failed
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import json_of

@@ -17,9 +17,9 @@ from pydantic import ConfigDict, Field
 
 from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.config import Settings
-from moeinf.runtime.events import Ended, Failed, TokenInfo
+from moeinf.runtime.generation.events import Ended, Failed, TokenInfo
+from moeinf.runtime.generation.prompts import text_prompt
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.prompts import text_prompt
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.api.answers import BadRequest, events, noted, words_of

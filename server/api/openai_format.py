@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moeinf.runtime.events import Ended
+from moeinf.runtime.generation.events import Ended
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import Listed
 from moeinf.server.api.chat_turn import Called, Part, Reply

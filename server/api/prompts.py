@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moeinf.runtime.prompts import cut_text, text_prompt
+from moeinf.runtime.generation.prompts import cut_text, text_prompt
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import Listed
 from moeinf.server.api.optional_fields import Said

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 
 from moeinf.errors import Unavailable
-from moeinf.runtime.events import Request
+from moeinf.runtime.generation.events import Request
 
 
 class Busy(Unavailable, RuntimeError):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Ended, Failed, Request
-from moeinf.runtime.scheduler import Scheduler
+from moeinf.runtime.generation.events import Ended, Failed, Request
+from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
 

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from moeinf.runtime.request_json import BadJson, parse
-from moeinf.server.refusals import BadBody, BodiesTooLong, BodyLate, BodyTooLong
+from moeinf.server.http.refusals import BadBody, BodiesTooLong, BodyLate, BodyTooLong
 
 MOST_BODY_BYTES = 8 << 20
 BODY_SECONDS = 60.0  # for all of a request's body to arrive

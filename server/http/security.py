@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.http import bodies
-from moeinf.server.refusals import (
+from moeinf.server.http.refusals import (
     BodyTooLong,
     HeadersTooLong,
     InvalidApiKey,

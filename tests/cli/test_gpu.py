@@ -15,8 +15,8 @@ from moeinf.cli.commands import devices as command
 from moeinf.cli.main import answer
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine import gpu as gpus

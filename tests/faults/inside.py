@@ -17,8 +17,8 @@ import torch
 
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions

@@ -20,7 +20,7 @@ import numpy as np
 from fastapi import FastAPI
 
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.events import Ended, Failed, Piece, TokenInfo, Vector
+from moeinf.runtime.generation.events import Ended, Failed, Piece, TokenInfo, Vector
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.text.chat_template import TemplateWorker

@@ -41,7 +41,7 @@ from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.checkpoints.torch_bin import read_torch_file
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.collection_file import EamcState, ForeignEamc, import_eamc
-from moeinf.runtime.engine.saved_chats import BadConversation, load_conversation
+from moeinf.runtime.generation.saved_chats import BadConversation, load_conversation
 from moeinf.runtime.jobs.datasets.items import BadDataset, Wanted
 from moeinf.runtime.jobs.datasets.local import read_file
 from moeinf.runtime.library.library import DEMO_CHECKPOINT

@@ -26,7 +26,7 @@ GROUPS = (
 TALK = """
 import sys
 from pathlib import Path
-from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.requests import Limits

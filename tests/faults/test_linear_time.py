@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from moeinf.runtime.answer import StopFinder
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_header
 from moeinf.runtime.config import parse_duration
+from moeinf.runtime.generation.answer import StopFinder
 from moeinf.runtime.names import BadName, parse_name
 from moeinf.runtime.request_json import BadJson, parse
 from moeinf.runtime.sizes import parse_memory

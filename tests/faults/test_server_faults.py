@@ -17,7 +17,7 @@ import pytest
 from moeinf.native import DeviceError
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.scheduler import Scheduler
+from moeinf.runtime.generation.scheduler import Scheduler
 from tests.faults.conftest import Tally
 from tests.server.conftest import serving
 from tests.server.test_http import WILD, until

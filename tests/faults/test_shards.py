@@ -11,8 +11,8 @@ import pytest
 
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.library.verify import verify

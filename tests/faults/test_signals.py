@@ -17,8 +17,8 @@ from torch import Tensor
 from moeinf.cli.chat.signals import Stopped, interruptible, stoppable
 from moeinf.models.base import Phase
 from moeinf.runtime.config import Settings
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions

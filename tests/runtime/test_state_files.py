@@ -10,7 +10,11 @@ import pytest
 
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
-from moeinf.runtime.engine.saved_chats import BadConversation, load_conversation, save_conversation
+from moeinf.runtime.generation.saved_chats import (
+    BadConversation,
+    load_conversation,
+    save_conversation,
+)
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.repack import LocalSource, prospects
 from moeinf.runtime.machine.measurements import measured_path, remember_gpu, remembered_bus

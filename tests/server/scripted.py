@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeinf.runtime import scheduler
 from moeinf.runtime.config import Settings
+from moeinf.runtime.generation import scheduler
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.text.tokenizer import Tokenizer
 from tests.conftest import pull

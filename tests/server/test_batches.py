@@ -11,7 +11,7 @@ import torch
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Ended, Event, Piece, TokenInfo
+from moeinf.runtime.generation.events import Ended, Event, Piece, TokenInfo
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory

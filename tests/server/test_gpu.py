@@ -12,7 +12,7 @@ import pytest
 
 from moeinf.native import DeviceError
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.events import Ended, Event, Failed, Piece
+from moeinf.runtime.generation.events import Ended, Event, Failed, Piece
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.device_choice import DeviceUnavailable
 from moeinf.runtime.requests import Limits, SamplingOptions

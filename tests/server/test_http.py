@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moeinf.runtime.scheduler import Scheduler
+from moeinf.runtime.generation.scheduler import Scheduler
 from tests.server.conftest import serving
 
 WILD = {"temperature": 50, "top_k": 0, "top_p": 1, "seed": 1}

@@ -16,7 +16,7 @@ from tests.cli.conftest import command_in
 from tests.conftest import pull
 from tests.encoder_decoders import save_pair
 from tests.hub_server import Hub, serve
-from tests.runtime.engine.test_seq2seq import checkpoint
+from tests.runtime.generation.test_seq2seq import checkpoint
 
 
 @pytest.fixture(scope="module")

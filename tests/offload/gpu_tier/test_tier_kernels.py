@@ -20,12 +20,12 @@ from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.compute import ExpertRunner, TorchFfn
 from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.transfer import Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

@@ -34,11 +34,11 @@ from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory, TierRunner
 from moeinf.offload.gpu_tier.miss_split import MISSES, Contended, Miss, Split
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.trace import Phase, RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

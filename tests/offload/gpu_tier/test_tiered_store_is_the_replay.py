@@ -24,7 +24,6 @@ from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
 from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, MISSES, Miss
 from moeinf.offload.gpu_tier.page_lock import PageLocking
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
@@ -36,6 +35,7 @@ from moeinf.offload.simulator.replay import Conditions
 from moeinf.offload.simulator.simulated_device import Above
 from moeinf.offload.simulator.tiered_replay import TieredReplay
 from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.stats import StoreStats
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake

@@ -18,12 +18,12 @@ from moeinf.models.layers.moe import ResidentExperts, TorchMath
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import FileRecord, shard_header, shard_path, write_file
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
+from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
 
 L, E, K, D, F = 3, 6, 2, 16, 24

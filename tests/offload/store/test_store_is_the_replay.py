@@ -19,7 +19,6 @@ from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.host_tier import HostTier
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
@@ -29,6 +28,7 @@ from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape, T
 from moeinf.offload.simulator.clock import TimeModel
 from moeinf.offload.simulator.replay import Conditions, Replay
 from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.host_tier import HostTier
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "qwen3-30b-a3b.route.csv.gz"
 LAYOUT = ExpertLayout(1, 1, "F32")

@@ -33,7 +33,7 @@ from tests.generating import answering
 from tests.native.fake_cuda import Fake
 from tests.runtime import on_a_gpu
 from tests.runtime.engine.test_families import CONFIGS, pulled
-from tests.runtime.engine.test_seq2seq import checkpoint
+from tests.runtime.generation.test_seq2seq import checkpoint
 from tests.strict_device import PLACE, Strict
 from tests.strict_fake import StrictFake
 

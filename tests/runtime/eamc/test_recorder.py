@@ -15,8 +15,8 @@ from moeinf.offload.routing.recording_file import recording_from_bytes, recordin
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.eamc.recorder import Recorder
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions

@@ -16,8 +16,8 @@ from moeinf.offload.store.budget import DoesNotFit
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import DamagedModel
 from moeinf.runtime.placement.plan import BadContext, place
@@ -233,7 +233,7 @@ def test_greedy_equals_transformers_token_for_token(open_engine: Open) -> None:
 def test_slow_kernels_are_said(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine("demo") as engine:
         assert any(note.startswith("kernels: ") for note in engine.info.choices)
-    monkeypatch.setattr("moeinf.runtime.opening.kernels_are_fast", lambda: False)
+    monkeypatch.setattr("moeinf.runtime.engine.opening.kernels_are_fast", lambda: False)
     with open_engine("demo") as engine:
         assert any("no AVX2" in note for note in engine.info.choices)
     with open_engine("demo:f32") as engine:

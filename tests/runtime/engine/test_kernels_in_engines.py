@@ -19,7 +19,6 @@ from torch import Tensor
 
 from moeinf.models.base import Linear
 from moeinf.native import _native
-from moeinf.offload.arithmetic import RoutedRunner
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels import (
     decode_attention,
@@ -30,6 +29,7 @@ from moeinf.offload.gpu_kernels import (
 )
 from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from moeinf.offload.gpu_kernels.router_spec import RouterKind
+from moeinf.offload.gpu_tier.arithmetic import RoutedRunner
 from moeinf.offload.store.compute import TorchFfn
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.dense import cpu_linear

@@ -34,7 +34,7 @@ print(peak_rss_bytes() - imported)
 RUN = """
 import sys
 from pathlib import Path
-from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.requests import Limits

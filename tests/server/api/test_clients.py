@@ -12,7 +12,7 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-from moeinf.runtime.engine.chat import Conversation
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moeinf.runtime.generation.prompts import chat_prompt
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.prompts import chat_prompt
 from moeinf.runtime.requests import PromptTooLong
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer

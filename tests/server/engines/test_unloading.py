@@ -9,7 +9,7 @@ import pytest
 
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Failed
+from moeinf.runtime.generation.events import Failed
 from moeinf.server.engines.jobs import Unloaded
 from moeinf.server.engines.worker import Worker
 from tests.server.engines.test_worker import Asked

@@ -16,7 +16,7 @@ import pytest
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Ended, Event, Failed, Piece
+from moeinf.runtime.generation.events import Ended, Event, Failed, Piece
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory

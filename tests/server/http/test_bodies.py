@@ -21,7 +21,7 @@ from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.bodies import Body, Budget, JsonRequest
-from moeinf.server.refusals import BodiesTooLong
+from moeinf.server.http.refusals import BodiesTooLong
 from tests.server.conftest import serving
 from tests.server.scripted import CHATML, talking
 from tests.server.test_http import connected, until

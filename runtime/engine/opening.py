@@ -24,8 +24,9 @@ from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
+from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel, check_small_files, load_model, open_store
-from moeinf.runtime.engine_info import EngineInfo
+from moeinf.runtime.engine.notes import Notes
 from moeinf.runtime.library.library import NoSuchModel
 from moeinf.runtime.library.manifest import MANIFEST, Manifest
 from moeinf.runtime.library.processes import Figures, Registration, Registry
@@ -33,7 +34,6 @@ from moeinf.runtime.machine.disk_bench import Reading
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.machine.measurements import DEFAULT_READING
 from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes
-from moeinf.runtime.notes import Notes
 from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.plan import Placement, place
 from moeinf.runtime.requests import SamplingOptions

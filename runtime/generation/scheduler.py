@@ -35,12 +35,12 @@ from numpy.typing import NDArray
 from moeinf.native import DeviceError
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
-from moeinf.runtime.answer import Answer
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Ended, Failed, Piece, Request, Vector
-from moeinf.runtime.in_flight import (
+from moeinf.runtime.generation.answer import Answer
+from moeinf.runtime.generation.events import Ended, Failed, Piece, Request, Vector
+from moeinf.runtime.generation.in_flight import (
     Place,
     Prepared,
     Running,
@@ -48,7 +48,7 @@ from moeinf.runtime.in_flight import (
     shared_tokens,
     token_info,
 )
-from moeinf.runtime.prompts import check_length
+from moeinf.runtime.generation.prompts import check_length
 from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Request
-from moeinf.runtime.generation import Generation
-from moeinf.runtime.prompts import chat_prompt, check_length, text_prompt
+from moeinf.runtime.generation.events import Request
+from moeinf.runtime.generation.generate import Generation
+from moeinf.runtime.generation.prompts import chat_prompt, check_length, text_prompt
+from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.requests import Form, Limits, SamplingOptions
 from moeinf.runtime.requests import Message as Message
 from moeinf.runtime.requests import PromptTooLong as PromptTooLong
 from moeinf.runtime.sampling.grammar import json_of
-from moeinf.runtime.scheduler import Scheduler
 from moeinf.runtime.text.reasoning import Kind, Parser, parser_for
 
 _ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped

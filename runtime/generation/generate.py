@@ -11,8 +11,8 @@ from typing import Literal
 
 from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Ended, Event, Failed, Piece, Request
-from moeinf.runtime.scheduler import Scheduler
+from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, Request
+from moeinf.runtime.generation.scheduler import Scheduler
 
 FinishReason = Literal["stop", "length", "interrupted"]
 

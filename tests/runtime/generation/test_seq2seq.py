@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.seq2seq import BadLanguage, Languages, converse
+from moeinf.runtime.generation.seq2seq import BadLanguage, Languages, converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import LocalSource, repack

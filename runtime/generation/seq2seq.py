@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from moeinf.errors import UnusableInput
 from moeinf.models.seq2seq.encoder_decoder import EncoderDecoder
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.events import Request
-from moeinf.runtime.generation import Generation
+from moeinf.runtime.generation.chat import Conversation
+from moeinf.runtime.generation.events import Request
+from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.requests import Limits, Message, PromptTooLong, SamplingOptions
 from moeinf.runtime.sampling.grammar import BadFormat
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.engine.chat import Conversation
-from moeinf.runtime.events import Ended, Event, Failed, Request
-from moeinf.runtime.in_flight import shared_tokens
+from moeinf.runtime.generation.chat import Conversation
+from moeinf.runtime.generation.events import Ended, Event, Failed, Request
+from moeinf.runtime.generation.in_flight import shared_tokens
+from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.runtime.scheduler import Scheduler
 from tests.conftest import Open
 
 GREEDY = SamplingOptions(temperature=0)

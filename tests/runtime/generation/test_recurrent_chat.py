@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moeinf.runtime.config import EngineConfig, Settings
-from moeinf.runtime.engine.chat import Conversation
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.placement.plan import place

@@ -21,11 +21,11 @@ from moeinf.cli.chat.repl import Repl
 from moeinf.cli.output import Output
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.seq2seq import converse
-from moeinf.runtime.in_flight import Running
+from moeinf.runtime.generation.in_flight import Running
+from moeinf.runtime.generation.scheduler import Scheduler
+from moeinf.runtime.generation.seq2seq import converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
-from moeinf.runtime.scheduler import Scheduler
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.cli.chat.test_thinking import make_thinker

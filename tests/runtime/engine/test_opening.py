@@ -104,7 +104,7 @@ def test_weights_are_freed_before_their_gpu_is_given_back(
     fake.reset("mode=deferred,seed=21,memory=2000000000")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", lambda: device)
-    monkeypatch.setattr("moeinf.runtime.opening.load_model", loaded)
+    monkeypatch.setattr("moeinf.runtime.engine.opening.load_model", loaded)
     manifest, _ = Library(Settings(demo_home)).read("demo")
     budget = CONTEXT_BYTES + workspace_bytes(manifest) + 1600 * manifest.slots.slot_bytes
     given: dict[str, Any] = {"device": "cuda", "miss": "fetch", "libcuda": fake.path}
@@ -134,7 +134,7 @@ def test_no_device_memory_for_the_dense_weights_is_said(
     def none_left(*_: Any) -> Model:
         raise OutOfDeviceMemory("a test's")
 
-    monkeypatch.setattr("moeinf.runtime.opening.load_model", none_left)
+    monkeypatch.setattr("moeinf.runtime.engine.opening.load_model", none_left)
     words = "no device memory is left for dense weights: a test's"
     with pytest.raises(OutOfDeviceMemory, match=words):
         open_demo(demo_home, device="cuda", miss="fetch", libcuda=fake.path)

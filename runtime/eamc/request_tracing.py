@@ -14,8 +14,8 @@ from moeinf.models.base import Experts
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.eamc.recorder import Recorder, routing_shape
+from moeinf.runtime.engine.notes import Notes
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.notes import Notes
 
 Wrapped = TypeVar("Wrapped", bound=Experts)
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.models.base import State
-from moeinf.runtime.answer import Answer
 from moeinf.runtime.config import PREFILL_CHUNK
-from moeinf.runtime.events import Ended, Request, TokenInfo
+from moeinf.runtime.generation.answer import Answer
+from moeinf.runtime.generation.events import Ended, Request, TokenInfo
 from moeinf.runtime.sampling.grammar import Constraint
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moeinf.models.layers.moe import group
 from moeinf.offload.policy.base import chosen_cells
-from moeinf.offload.routed import Routed, cells_of
+from moeinf.offload.store.routed import Routed, cells_of
 
 E = 6
 

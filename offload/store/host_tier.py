@@ -19,14 +19,14 @@ from torch import Tensor
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Wish
-from moeinf.offload.routed import Routed
 from moeinf.offload.routing.trace import Phase
 from moeinf.offload.store.compute import SlotMath, TorchFfn
 from moeinf.offload.store.prefetch import ReadAhead
 from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.routed import Routed
 from moeinf.offload.store.stats import StoreStats
+from moeinf.offload.store.tier import Experts, Opened
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
-from moeinf.offload.tier import Experts, Opened
 
 
 class HostTier:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.offload.policy.base import Policy
-from moeinf.offload.routed import Ids, Routed
 from moeinf.offload.routing.trace import Phase
+from moeinf.offload.store.routed import Ids, Routed
 
 Hint = tuple[int, Ids]  # a later layer, and ids [T, H] that it will probably choose
 Experts = Sequence[tuple[int, list[int]]]  # (cell, places t·K + k)

@@ -1,0 +1,1 @@
+"""From a request to its tokens: prompts, the scheduler, conversations."""
