@@ -11,9 +11,9 @@ from typing import Any
 
 from moeinf.cli.chat.backends import Fields, Pieces
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.report import statistics, verbose_lines
 from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.generation.generate import Generation
+from moeinf.runtime.generation.report import statistics, verbose_lines
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import format_bytes
 

@@ -24,7 +24,6 @@ from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.offload.routing.trace import Recording
 from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
-from moeinf.runtime.eamc.request_tracing import RequestTracing, Wrapped
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel
 from moeinf.runtime.engine.notes import Notes
@@ -39,6 +38,7 @@ from moeinf.runtime.engine.opening import (
     scarcity,
     warm_up,
 )
+from moeinf.runtime.engine.request_tracing import RequestTracing, Wrapped
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults

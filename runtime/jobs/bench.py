@@ -29,7 +29,7 @@ from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.report import foresight, on_device
+from moeinf.runtime.generation.report import foresight, on_device
 from moeinf.runtime.jobs.forced_routing import ForcedRouting, Request
 from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.machine.memory import core_count, peak_rss_bytes, physical_bytes

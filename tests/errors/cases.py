@@ -141,6 +141,15 @@ def _(place: Place) -> list[str]:
     return ["run", "demo:q4", "x"]
 
 
+@case("older_model")
+def _(place: Place) -> list[str]:
+    (place.home / "models").unlink()
+    pull(DEMO_CHECKPOINT, Settings(place.home), "demo:q4")
+    manifest = place.home / "models/demo/q4/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "layout": 1}))
+    return ["run", "demo:q4", "x"]
+
+
 @case("unreadable_shard")
 def _(place: Place) -> list[str]:
     for shard in (place.own_demo() / "experts").rglob("*.safetensors"):

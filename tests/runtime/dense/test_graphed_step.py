@@ -21,8 +21,8 @@ from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.config import Settings
 from moeinf.runtime.dense import graphed_step
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.engine.report import verbose_lines
 from moeinf.runtime.generation.chat import Conversation
+from moeinf.runtime.generation.report import verbose_lines
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.native.fake_cuda import Fake

@@ -10,7 +10,7 @@ from moeinf.runtime.generation.events import Ended, Event, Failed, Request
 from moeinf.runtime.generation.in_flight import shared_tokens
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.requests import Limits, SamplingOptions
-from tests.conftest import Open
+from tests.conftest import Open, endless
 
 GREEDY = SamplingOptions(temperature=0)
 LONG = [16 + place % 200 for place in range(PREFILL_CHUNK + 40)]
@@ -50,7 +50,7 @@ def answer(scheduler: Scheduler, prompt: list[int], **about: object) -> Ended:
 def test_what_the_next_request_takes_over(shared: bool, open_engine: Open) -> None:
     """A conversation its own answers, too; unrelated requests what a prefill has written."""
     engine = open_engine()
-    engine.ends = frozenset()
+    endless(engine)
     scheduler = Scheduler(engine, shared=shared)
     first = answer(scheduler, LONG)
     longer = [*LONG, *first.token_ids, 20, 21]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moeinf.offload.store.stats import StoreStats
-from moeinf.runtime.engine.report import foresight, verbose_lines
 from moeinf.runtime.generation.chat import Conversation
+from moeinf.runtime.generation.report import foresight, verbose_lines
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from tests.conftest import Open
