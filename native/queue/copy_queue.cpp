@@ -1,5 +1,4 @@
-// CopyQueue: the core on real threads, real time and real files.
-// Does not know of Python.
+// CopyQueue: the core on real threads, real time and real files. Does not know of Python.
 #include "queue/copy_queue_files.h"
 
 #include <pthread.h>
@@ -14,7 +13,8 @@ namespace moeinf {
 
 template class CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
-// Signals are Python's: one delivered to a reader thread would not interrupt the main thread.
+// Blocks all signals in the new thread: they belong to Python. A signal delivered to a reader
+// thread would not interrupt the main thread.
 std::thread StdSync::start(std::function<void()> body) {
     sigset_t all;
     sigset_t before;
@@ -51,7 +51,7 @@ CopyQueue::Parts::Parts(std::shared_ptr<SlotPool> arena, int readers, double han
       core({pool->slots(), pool->slot_bytes(), readers, hang_seconds, busy}, reader, copier,
            clock) {}
 
-// Never destroyed: a reader may come back while the process exits.
+// Never destroyed: a reader may return from the kernel while the process exits.
 CopyQueue::Abandoned& CopyQueue::abandoned() {
     static auto* const all = new Abandoned;
     return *all;

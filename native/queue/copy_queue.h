@@ -1,4 +1,4 @@
-// The ticket queue: reads of experts into slots, most urgent first, each ending exactly once.
+// The ticket queue: reads experts into slots, most urgent first. Each ticket ends exactly once.
 // Does not know of files (Reader), where slots lie (Copier), time (Clock), threads (Sync), memory
 // (Allocator), Python or experts.
 //
@@ -13,61 +13,62 @@
 //     └─the slot holds that source already──▶ kResident: no record, nothing to wait for
 //
 //   delivered: wait() returned or raised it, or collect() handed it out. An ended ticket is kept
-//   until then and forgotten after, once: several threads may wait on a ticket at the same time,
-//   but one that comes after the delivery gets std::invalid_argument.
+//   until it is delivered, then forgotten. Several threads may wait on a ticket at the same time.
+//   A thread that waits after the delivery gets std::invalid_argument.
 //
-// Who writes what (all under mutex_):
+// Writers of each field (all under mutex_):
 //
 //   Record   source slot priority      submit; priority also raise_priority while QUEUED
 //            state                     submit, the reader that took it, cancel, close, watch
-//            failure, ended_as         whoever ends it, once
+//            failure, ended_as         the call that ends it, once
 //            waiters, delivered        threads in wait()
 //   queue_   { priority, ticket } of every QUEUED record and of no other: begin() is read next
 //   running_ reader -> { its ticket, since when, ... }; ticket 0: it reads nothing
 //   slots_   slot -> { owner: the ticket that may write it, or 0; holds: the source whose bytes
-//            are in it, or none }. holds is cleared when a read begins and set when it is DONE;
-//            who writes into a slot from elsewhere says so by invalidate()
-//   sources_ grows only, and a deque never moves its elements: readers use them unlocked
+//            are in it, or kNothing }. holds is cleared when a read begins and set when it is
+//            DONE; any other writer of a slot calls invalidate()
+//   sources_ only grows, and a deque never moves its elements: readers use them unlocked
 //
-// Order. queue_ sorts by priority, larger first, then by ticket, older first: FIFO among equals,
-// and demand (kDemand, the largest double) is taken before any speculation however early that came.
-// A read that runs is never interrupted, and what runs shares the drive. So speculation begins only
-// while fewer reads run, demand among them, than speculative_limit(readers), which keeps a quarter
-// of the readers, at least one, for demand; and fewer than QueueShape::busy, which keep the drive
-// busy: more would finish no sooner, but could no longer be overtaken or cancelled.
+// Order. queue_ sorts by priority, larger first, then by ticket, older first: FIFO among equals.
+// Demand (kDemand, the largest double) is taken before any speculation, even earlier speculation.
+// A running read is never interrupted, and running reads share the drive. So speculation begins
+// only while the number of running reads, demand included, is below two limits:
+//   speculative_limit(readers)  keeps a quarter of the readers, at least one, for demand
+//   QueueShape::busy            this many reads keep the drive busy. More would finish no sooner,
+//                               but could no longer be overtaken or cancelled.
 //
 //   readers           1   2   4   8   16   32
 //   for demand alone  0   1   1   2    4    8     with one reader demand waits for one read to end
 //
-// A bound on what is in flight, rather than a thread of its own for demand, because the drive has a
-// queue too: reads that it has accepted are served before a demand that comes later, by whatever
-// thread. And demand, when there is no speculation, has all the readers.
+// The queue bounds the reads in flight instead of giving demand its own thread, because the drive
+// has a queue too. The drive serves reads that it has accepted before a later demand, from
+// whichever thread. Without speculation, demand has all the readers.
 //
 // Bytes. A reader fills the slot unlocked, then ends the ticket under mutex_; a waiter sees the end
-// under mutex_. So the bytes happen-before wait() returns, and before the slot's next ticket can be
-// submitted, since its owner is cleared in the same critical section. kResident is returned under
-// mutex_ too, after the read that set `holds`.
+// under mutex_. So the bytes happen-before wait() returns. They also happen-before the slot's next
+// ticket is submitted, because the same critical section clears the owner. kResident is returned
+// under mutex_ too, after the read that set `holds`.
 //
-// Ending cannot fail: it allocates nothing (the cancelled and closed failures are made at birth),
-// and a reader thread catches everything, so no ticket is lost and no reader thread dies.
+// Ending cannot fail: it allocates nothing (the constructor makes the cancelled and closed
+// failures). A reader thread catches every exception, so no ticket is lost and no thread dies.
 //
-// Hanging. Whoever waits, drains or closes looks every kPollSeconds at what runs. A read without an
-// end for hang_seconds is overdue; one that still is at a look kSureSeconds after the first that
-// found it so ends its ticket as FAILED (ETIMEDOUT, its file, for how long). Two looks, since the
-// clock runs on while the whole process is stopped, and its reads with it (Ctrl-Z, a frozen
-// container, a laptop that sleeps): reads that go on have ended by the second. A hung read's thread
-// cannot be called back from the kernel, which may still write: so the slot keeps its owner, and
-// is refused to others, until the thread comes back. Then the thread serves on. Meanwhile the bound
-// on speculation is that of the readers that are left. While all of them hang, what is queued fails
-// too: nobody is there to read it.
+// Hanging. Each thread that waits, drains or closes looks every kPollSeconds at the running reads.
+// A read that has not ended after hang_seconds is overdue. If it is still overdue at a look
+// kSureSeconds after the first such look, its ticket ends as FAILED (ETIMEDOUT, its file, for how
+// long). Two looks are needed because the clock runs on while the whole process is stopped, reads
+// included (Ctrl-Z, a frozen container, a laptop that sleeps). A read that resumes has ended by the
+// second look. A hung read's thread cannot be recalled from the kernel, which may still write. So
+// the slot keeps its owner, and other tickets are refused, until the thread returns. Then the
+// thread serves again. Meanwhile the bound on speculation is that of the remaining readers. While
+// all readers hang, queued tickets fail too, because no reader is left to take them.
 //
-// Shutdown. close() sets closing_ and ends every queued ticket in one critical section; readers
-// leave when they next look (a running read ends normally first). close() returns when each has
-// left or hangs: true, all are joined; false, some hang, and the core, with all that it borrows,
-// must stay where it is for as long as they hang (copy_queue_files.h does that; the destructor
-// would wait for them). A waiter waits only for tickets that close(), watch() or a reader that left
-// has ended, so it wakes. Readers never wait for a waiter, nor for Python. The
-// destructor closes and then lets the blocked callers out; it must not race with new calls.
+// Shutdown. close() sets closing_ and ends every queued ticket in one critical section. Readers
+// leave when they next look (a running read ends normally first). close() returns when each reader
+// has left or hangs. True: all are joined. False: some hang, and the core and all that it borrows
+// must stay in place while they hang (copy_queue_files.h does that; the destructor would wait for
+// them). A waiter waits only for tickets that close(), watch() or a reader that left has ended, so
+// it wakes. Readers never wait for a waiter, nor for Python. The destructor closes, then waits
+// until the blocked callers have left; it must not race with new calls.
 // Reader, Copier and Clock are borrowed and must outlive the queue.
 #pragma once
 
@@ -105,10 +106,10 @@ inline constexpr double kDemand = std::numeric_limits<double>::infinity();
 static_assert(std::numeric_limits<double>::is_iec559, "kDemand must order above every finite");
 
 inline constexpr double kPollSeconds = 0.1;  // how often a blocked caller looks at its KeepWaiting
-inline constexpr double kSureSeconds = 1;    // from the first look at an overdue read; see Hanging
+inline constexpr double kSureSeconds = 1;    // after the first look at an overdue read; see Hanging
 inline constexpr int kMaxReaders = 64;
 
-// How many reads may run when speculation has begun; see Order.
+// The most reads that run once a speculative read has begun; see Order.
 constexpr int speculative_limit(int readers) {
     return readers == 1 ? 1 : readers - std::max(1, readers / 4);
 }
@@ -126,38 +127,38 @@ struct QueueShape {
     std::size_t slots;
     std::size_t slot_bytes;
     int readers;                // 1 to kMaxReaders
-    double hang_seconds = 1e9;  // above 0; a read that takes longer is given up, see Hanging
-    int busy = kMaxReaders;     // above 0; so many reads at once keep the drive busy
+    double hang_seconds = 1e9;  // above 0; a read that takes longer fails, see Hanging
+    int busy = kMaxReaders;     // above 0; this many reads at once keep the drive busy
 };
 
 struct Counters {
     std::uint64_t submitted = 0;  // always queued + running + done + errors + cancelled
-    std::uint64_t resident = 0;   // asked for and there already: not submitted
+    std::uint64_t resident = 0;   // hits: requested and already in the slot, so not submitted
     std::uint64_t queued = 0;
     std::uint64_t running = 0;
-    std::uint64_t hung = 0;  // readers whose ticket was ended because they hang
+    std::uint64_t hung = 0;  // readers that hang and whose ticket watch() has ended
     std::uint64_t done = 0;
     std::uint64_t errors = 0;
     std::uint64_t cancelled = 0;
     std::uint64_t undelivered = 0;  // ended, and neither waited for nor collected
     std::uint64_t waiting = 0;      // threads inside wait, wait_many or drain
-    std::uint64_t reads = 0;        // that delivered all their bytes; a reread counts again
+    std::uint64_t reads = 0;        // complete reads; a reread counts again
     std::uint64_t bytes_read = 0;   // of those reads
     double read_seconds = 0;        // inside all reads, summed over the reader threads
 };
 
-// What the queue needs from a Reader; several threads call it at once, each with its own slot.
+// The operations of a Reader; several threads call it at once, each with its own slot.
 template <class R>
 concept SlotReader = requires(R& reader, const Source& source, std::byte* slot) {
-    reader.read(source, slot);  // fills slot[0, bytes) or throws; beyond that is unspecified
+    reader.read(source, slot);  // fills slot[0, bytes) or throws; later bytes are unspecified
     { reader.checksum(source, slot) } -> std::same_as<std::uint32_t>;  // of slot[0, bytes)
-    reader.forget(source);  // the bytes were wrong: whatever is cached of them is doubted
+    reader.forget(source);  // the bytes were wrong: drops their cached copies
 };
 
-// Where a slot lies, and how bytes get there when a reader cannot write to it. In host memory the
-// landing is the slot and there is nothing to copy. A tier behind a bus lands reads in page-locked
-// memory, one place per slot or reader, and copies on a stream of its own; copy() returns when the
-// bytes are in the slot. Several threads call it at once, each for its own slot.
+// The address of a slot, and the copy to it when a reader cannot write there. In host memory the
+// landing is the slot and nothing is copied. A tier behind a bus lands reads in page-locked memory,
+// one place per slot or reader, and copies on its own stream. copy() returns when the bytes are in
+// the slot. Several threads call it at once, each for its own slot.
 template <class C>
 concept SlotCopier = requires(C& copier, std::size_t slot, std::size_t bytes) {
     { copier.landing(slot) } -> std::same_as<std::byte*>;  // kPageBytes aligned, slot_bytes long
@@ -166,8 +167,8 @@ concept SlotCopier = requires(C& copier, std::size_t slot, std::size_t bytes) {
 
 // Sync: Mutex, Lock (unique_lock-like), Condition (wait, notify_one, notify_all), Thread (joinable)
 // and start(callable) -> Thread, wait_for(Condition, Lock, seconds). Clock: seconds() -> double.
-// Allocator: a standard one; all that the queue keeps comes from it. When it throws, the call that
-// needed memory has done nothing (a reader thread then fails its ticket without words).
+// Allocator: a standard one; the queue allocates all its state from it. When it throws, the call
+// that needed memory has changed nothing (a reader thread then fails its ticket without details).
 template <class Sync, class Clock, SlotReader Reader, SlotCopier Copier,
           class Allocator = std::allocator<std::byte>>
 class CopyQueueCore {
@@ -176,41 +177,43 @@ class CopyQueueCore {
     using Of = typename std::allocator_traits<Allocator>::template rebind_alloc<T>;
 
   public:
-    // Throws std::invalid_argument, or what Sync::start throws (no thread is left behind).
+    // Throws std::invalid_argument, or the exception of Sync::start (no thread is left running).
     CopyQueueCore(QueueShape shape, Reader& reader, Copier& copier, Clock& clock,
                   const Allocator& allocator = {});
     ~CopyQueueCore();
     CopyQueueCore(const CopyQueueCore&) = delete;
     CopyQueueCore& operator=(const CopyQueueCore&) = delete;
 
-    // Throws std::invalid_argument for an offset off the page or bytes that are 0 or over a slot.
+    // Throws std::invalid_argument if the offset is not page-aligned or too large, or the bytes
+    // are 0 or more than a slot.
     SourceId add_source(Source source);
 
-    // One ticket each, or kResident where the slot holds that source. All or none. Throws
-    // std::out_of_range (source, slot), std::invalid_argument (a priority that is not a number),
-    // std::logic_error (a slot with a live ticket, or with a reader that hangs; a closed queue).
+    // Returns one ticket for each, or kResident where the slot holds that source. Submits all, or
+    // throws and submits nothing: std::out_of_range (source, slot), std::invalid_argument (a NaN
+    // priority, lengths that differ), std::logic_error (a duplicate slot, a slot with a live
+    // ticket or a hung reader, a closed queue).
     using Tickets = std::vector<Ticket, Of<Ticket>>;
     Tickets submit(std::span<const SourceId> sources, std::span<const std::size_t> slots,
                    double priority);
     Ticket submit(SourceId source, std::size_t slot, double priority);
 
-    // Only upwards, and only while queued: otherwise nothing happens.
+    // Raises the priority of a queued ticket; otherwise, or if it is no higher, does nothing.
     void raise_priority(Ticket ticket, double priority);
 
-    // True: was queued, is cancelled now. False: it runs (and will complete) or has ended.
+    // Returns true if the ticket was queued and is now cancelled; false if it runs (and will
+    // complete) or has ended.
     bool cancel(Ticket ticket);
 
-    // The slot's bytes are no longer what the queue read: the next submit reads them anew.
+    // Marks the slot's bytes as no longer those that the queue read: the next submit reads again.
     void invalidate(std::size_t slot);
 
-    // False while a ticket is queued or running for the slot, or a hung reader may write to it.
+    // Returns false while a ticket is queued or running for the slot, or a hung reader may write.
     bool can_submit(std::size_t slot) const;
 
-    // Blocks until all have ended (kResident has), then delivers them; if one failed, delivers and
-    // throws only the first that did (in the order given) and leaves the others to collect() or
-    // another wait().
-    // keep_waiting() is asked every kPollSeconds, unlocked, and must not throw; when it says false,
-    // wait returns false and delivers nothing.
+    // Blocks until all have ended (kResident has), then delivers them and returns true. If any
+    // failed, delivers and throws only the first of these (in the order given) and leaves the
+    // others to collect() or another wait(). Calls keep_waiting() every kPollSeconds, unlocked; it
+    // must not throw. When it returns false, wait returns false and delivers nothing.
     template <class KeepWaiting>
     bool wait(std::span<const Ticket> tickets, KeepWaiting&& keep_waiting);
 
@@ -218,18 +221,18 @@ class CopyQueueCore {
         Ticket ticket;
         FailurePtr failure;  // null: done
     };
-    // Delivers what has ended and nobody waits for, in the order of ending. Never blocks.
+    // Delivers the ended tickets that no thread waits for, in the order of ending. Never blocks.
     std::vector<Ended, Of<Ended>> collect();
 
-    // Blocks until nothing is queued or running (or keep_waiting() says false: returns false).
+    // Blocks until nothing is queued or running; returns false when keep_waiting() returns false.
     template <class KeepWaiting>
     bool drain(KeepWaiting&& keep_waiting);
 
-    // While paused no reader takes a ticket; what runs ends. close() overrides it.
+    // While paused, no reader takes a ticket; running reads end. close() overrides it.
     void pause();
     void resume();
 
-    // See Shutdown; idempotent, any thread but a reader. False: readers hang, the core must stay.
+    // See Shutdown. Idempotent; any thread but a reader. False: readers hang, the core must stay.
     bool close();
 
     Counters counters() const;
@@ -268,8 +271,8 @@ class CopyQueueCore {
     struct Running {
         Ticket ticket = 0;
         SourceId source = 0;
-        double since = 0;    // of the clock
-        double overdue = 0;  // when a look first found it so; 0: none has
+        double since = 0;    // clock time
+        double overdue = 0;  // time of the first look that found it overdue; 0: no look has
         bool hung = false;
     };
     struct Slot {
@@ -281,7 +284,7 @@ class CopyQueueCore {
     using Records = std::map<Ticket, Record, std::less<Ticket>, Of<Node>>;
     using Places = std::set<Place, std::less<Place>, Of<Place>>;
 
-    // copy_queue_life.h: birth, the reader threads' loop, the watch over them, shutdown.
+    // copy_queue_life.h: construction, the reader threads' loop, the watch over them, shutdown.
     void serve(Running& running);
     std::size_t takeable(double priority) const;
     bool can_take() const;
@@ -309,10 +312,10 @@ class CopyQueueCore {
     const FailurePtr cancelled_;
     const FailurePtr closed_;
     const FailurePtr unknown_;
-    const FailurePtr hangs_;  // when there is no memory to say which file
+    const FailurePtr hangs_;  // used when there is no memory to name the file
 
     mutable typename Sync::Mutex mutex_;
-    typename Sync::Condition work_;     // readers: queue_ grew or begins with demand, resume, close
+    typename Sync::Condition work_;     // readers: queue_ grew or has demand first, resume, close
     typename Sync::Condition changed_;  // waiters: a ticket ended; closers: a reader left
     std::deque<Source, Of<Source>> sources_;
     Records records_;
@@ -322,12 +325,12 @@ class CopyQueueCore {
     Ticket next_ticket_ = 1;
     std::uint64_t ended_count_ = 0;
     Counters counters_;
-    std::uint64_t serving_ = 0;  // reader threads that have not left; the hung are among them
+    std::uint64_t serving_ = 0;  // reader threads that have not left, hung ones included
     bool paused_ = false;
     bool closing_ = false;
     bool joining_ = false;
     bool joined_ = false;
-    std::vector<typename Sync::Thread> readers_;  // last: started when all else exists
+    std::vector<typename Sync::Thread> readers_;  // last: started when all other members exist
 };
 
 }  // namespace moeinf

@@ -1,4 +1,4 @@
-// CopyQueue: the ticket queue that Python holds, reading real files into a SlotPool.
+// CopyQueue: the ticket queue that Python holds. It reads real files into a SlotPool.
 // Does not know of Python.
 //
 //   CopyQueue ── parts_ ──▶ { pool, copier, reader, clock, core }
@@ -6,15 +6,15 @@
 // The parts are destroyed from the last to the first, which is the shutdown order:
 //
 //   core    closes: queued tickets end, reader threads are joined
-//   reader  closes the files: nobody reads any more
-//   pool    lets go of the arena: nobody writes any more
+//   reader  closes the files: no thread reads any more
+//   pool    releases the arena: no thread writes any more
 //
-// Twice the parts are left alone instead, arena included:
+// In two cases the parts are not destroyed, arena included:
 //
 // - A reader hangs in the kernel (a dead disk, a network file system without its server) for
-//   hang_seconds. The thread cannot be ended and the kernel may yet write into its slot, so nothing
-//   that it uses may go: the parts move to abandoned(). A reader that comes back finds the queue
-//   closed and ends; the next queue to be made frees what such readers have left behind.
+//   hang_seconds. The thread cannot be ended and the kernel may still write into its slot. So the
+//   parts move to abandoned() and stay allocated. A reader that returns finds the queue closed and
+//   ends. The next CopyQueue that is constructed frees the parts of such readers.
 // - After a fork the child has the memory but not the threads: joining them would hang.
 #pragma once
 
@@ -34,7 +34,7 @@
 
 namespace moeinf {
 
-// What a drive that retries a bad sector may take; a read beyond that does not end.
+// A drive that retries a bad sector may take this long; a longer read is taken as hung.
 inline constexpr double kHangSeconds = 30;
 
 struct StdSync {

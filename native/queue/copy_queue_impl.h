@@ -1,5 +1,5 @@
-// Tickets: submitted, raised, cancelled, waited for, and the transfer of one. copy_queue.h holds
-// the arguments for why it is right. Does not know of files, time, threads, Python or experts.
+// Tickets: submit, raise, cancel, wait, and the transfer of one ticket. copy_queue.h argues why the
+// code is correct. Does not know of files, time, threads, Python or experts.
 #pragma once
 
 #include "queue/copy_queue.h"
@@ -66,7 +66,7 @@ MOEINF_QUEUE auto MOEINF_CORE::submit(std::span<const SourceId> sources,
         throw std::logic_error("a slot is named twice in one submission");
     Lock lock(mutex_);
     if (closing_) throw std::logic_error("the queue is closed");
-    // Everything that can throw happens on the side; merging nodes and writing slots_ cannot.
+    // Everything that can throw works on local containers; merging nodes and writing slots_ cannot.
     Records records(allocator_);
     Places places(allocator_);
     Tickets tickets(slots.size(), kResident, allocator_);
@@ -87,15 +87,15 @@ MOEINF_QUEUE auto MOEINF_CORE::submit(std::span<const SourceId> sources,
     counters_.submitted += added;
     counters_.resident += slots.size() - added;
     next_ticket_ = next;
-    // As many as there is work for, and when they can have the mutex: on few cores each that wakes
-    // for nothing takes the processor from whoever computes.
+    // Wake only the readers that can take work, after unlocking the mutex. On few cores each
+    // useless wake-up takes processor time from the threads that compute.
     std::size_t wake = std::min(static_cast<std::size_t>(added), takeable(priority));
     lock.unlock();
     for (; wake > 0; --wake) work_.notify_one();
     return tickets;
 }
 
-// Null when the ticket has been delivered and forgotten.
+// Returns null when the ticket has been delivered and forgotten.
 MOEINF_QUEUE auto MOEINF_CORE::find(Ticket ticket) -> Record* {
     if (ticket >= next_ticket_)
         throw std::invalid_argument("ticket " + std::to_string(ticket) + " was never issued");
@@ -163,7 +163,7 @@ MOEINF_QUEUE void MOEINF_CORE::forget(typename Records::iterator record) {
     --counters_.undelivered;
 }
 
-// One waiter goes; the last of them takes a delivered record along.
+// Removes one waiter; the last one forgets a delivered record.
 MOEINF_QUEUE void MOEINF_CORE::leave(Ticket ticket, bool delivered) {
     const auto found = records_.find(ticket);  // there: a record with waiters is never forgotten
     Record& record = found->second;
@@ -171,7 +171,7 @@ MOEINF_QUEUE void MOEINF_CORE::leave(Ticket ticket, bool delivered) {
     if (--record.waiters == 0 && record.delivered) forget(found);
 }
 
-// Sleeps until something ends or it is time to ask; false when the caller should give up.
+// Sleeps until a ticket ends or the next poll is due; returns false when the caller should give up.
 MOEINF_QUEUE template <class KeepWaiting>
 bool MOEINF_CORE::block(Lock& lock, double& next_poll,
                                                KeepWaiting& keep_waiting) {
@@ -192,7 +192,7 @@ bool MOEINF_CORE::wait(std::span<const Ticket> tickets,
     bool keep = true;
     {
         Lock lock(mutex_);
-        for (const Ticket ticket : tickets)  // all, before any is touched
+        for (const Ticket ticket : tickets)  // check all before changing any
             if (ticket != kResident) find_waitable(ticket);
         for (const Ticket ticket : tickets)
             if (ticket != kResident) ++find_waitable(ticket).waiters;
@@ -213,7 +213,7 @@ bool MOEINF_CORE::wait(std::span<const Ticket> tickets,
         for (const Ticket ticket : tickets)
             if (ticket != kResident) leave(ticket, keep && (!failure || ticket == failed));
         --counters_.waiting;
-        if (closing_) changed_.notify_all();  // the destructor may be waiting for us to go
+        if (closing_) changed_.notify_all();  // the destructor may wait for this thread to leave
     }
     if (failure) throw Failed(std::move(failure));
     return keep;
@@ -258,7 +258,7 @@ MOEINF_QUEUE Counters MOEINF_CORE::counters() const {
     return counters;
 }
 
-// Reads and checks; wrong bytes are read once more, since a cached page can be worse than the disk.
+// Reads and checks. Wrong bytes are read once more: the cached page may be bad and the disk good.
 MOEINF_QUEUE auto MOEINF_CORE::transfer(const Source& source, std::size_t slot) noexcept
     -> Transfer {
     Transfer result;

@@ -1,4 +1,4 @@
-// Reader threads: started, serving, watched, and let go. copy_queue.h holds the arguments.
+// Reader threads: start, serve, watch and join. copy_queue.h argues why the code is correct.
 // Does not know of files, time, threads, Python or experts.
 #pragma once
 
@@ -45,7 +45,7 @@ MOEINF_QUEUE MOEINF_CORE::CopyQueueCore(QueueShape shape, Reader& reader, Copier
     } catch (...) {
         {
             const Lock lock(mutex_);
-            --serving_;  // the one that did not start
+            --serving_;  // for the thread that did not start
         }
         close();
         throw;
@@ -58,10 +58,10 @@ MOEINF_QUEUE MOEINF_CORE::~CopyQueueCore() {
         Lock lock(mutex_);
         while (serving_ != 0 || counters_.waiting != 0) changed_.wait(lock);
     }
-    close();  // joins what hung before
+    close();  // joins the readers that hung before
 }
 
-// How many more reads of that priority may begin now.
+// Returns how many more reads of that priority may begin now.
 MOEINF_QUEUE std::size_t MOEINF_CORE::takeable(double priority) const {
     if (paused_) return 0;
     const int live = shape_.readers - static_cast<int>(counters_.hung);
@@ -79,7 +79,7 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
     Lock lock(mutex_);
     for (;;) {
         while (!closing_ && !can_take()) work_.wait(lock);
-        if (closing_) break;  // close() has already ended all that was queued
+        if (closing_) break;  // close() has already ended all queued tickets
         const Place taken = *queue_.begin();
         Record& record = records_.find(taken.ticket)->second;
         queue_.erase(queue_.begin());
@@ -110,10 +110,10 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
         running = {};
     }
     --serving_;
-    changed_.notify_all();  // under mutex_: close() cannot free the condition before we are done
+    changed_.notify_all();  // under mutex_: close() cannot free the condition during this call
 }
 
-// Ends the tickets of reads that take too long, and those that no reader is left for.
+// Ends the tickets of hung reads; when all readers hang, ends the queued tickets too.
 MOEINF_QUEUE void MOEINF_CORE::watch() noexcept {
     const double now = clock_.seconds(), sure = std::min(kSureSeconds, shape_.hang_seconds);
     const Running* oldest = nullptr;
@@ -124,11 +124,11 @@ MOEINF_QUEUE void MOEINF_CORE::watch() noexcept {
         if (running.hung || now - running.overdue < sure) continue;
         Record& record = records_.find(running.ticket)->second;
         end(record, State::kFailed, hang_failure(running, now, "the read has not ended"));
-        slots_[record.slot].owner = running.ticket;  // until its thread comes back
+        slots_[record.slot].owner = running.ticket;  // until its thread returns
         running.hung = true;
         --counters_.running;
         ++counters_.hung;
-        work_.notify_all();  // speculation has fewer readers now, but no longer this one's place
+        work_.notify_all();  // the limit on speculation is lower, but one fewer read runs
     }
     if (oldest == nullptr || counters_.hung < serving_ || queue_.empty()) return;
     const FailurePtr failure = hang_failure(*oldest, now, "not read: every reader waits, longest");

@@ -1,15 +1,14 @@
 // CRC-32C: three interleaved streams of the crc32 instruction, or slicing by 8; chooses the path.
-// Does not know what the bytes are.
 //
 // Why three streams: the instruction takes 8 bytes with a latency of 3 cycles and a throughput of
-// 1, so one dependent chain runs at a third of the speed. A block of 3n bytes is cut into A B C,
-// each n bytes, whose registers advance side by side:
+// 1 per cycle. So one dependent chain runs at a third of the speed. A block of 3n bytes is cut into
+// A, B and C, n bytes each, whose registers advance side by side:
 //
 //   |<---- A: n ---->|<---- B: n ---->|<---- C: n ---->|
 //    starts at crc    starts at 0      starts at 0
 //
-// The register is linear over GF(2), so reading n more bytes is "append n zero bytes" (a 32 x 32
-// bit matrix, held as four tables of 256 words) xor the register of those n bytes begun at 0:
+// The register is linear over GF(2). So reading n more bytes is "append n zero bytes" (a 32 x 32
+// bit matrix, held as four tables of 256 words) xor the register of those n bytes started at 0:
 //
 //   crc(ABC) = shift(shift(crc(A)) ^ crc(B)) ^ crc(C)
 #include "queue/crc32c.h"
@@ -42,7 +41,7 @@ constexpr std::uint32_t advance_one_byte(std::uint32_t state) {
     return state;
 }
 
-// kSlices[k][b]: what byte b contributes when k more bytes follow it.
+// kSlices[k][b]: the contribution of byte b when k more bytes follow it.
 constexpr std::array<Table, 8> kSlices = [] {
     std::array<Table, 8> slices{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -70,7 +69,8 @@ constexpr std::uint32_t apply(const Matrix& matrix, std::uint32_t state) {
     return image;
 }
 
-// Appends `bytes` zero bytes to a register; `bytes` is a power of two, so squaring gets there.
+// Makes the shift that appends `bytes` zero bytes to a register. `bytes` is a power of two, so
+// repeated squaring of the matrix reaches it.
 constexpr Shift make_shift(std::size_t bytes) {
     Matrix matrix{};
     for (int i = 0; i < 32; ++i) matrix[i] = advance_one_byte(std::uint32_t{1} << i);
@@ -86,7 +86,7 @@ constexpr Shift make_shift(std::size_t bytes) {
     return shift;
 }
 
-// Long blocks make joining (two shifts, ~20 cycles) free; short ones leave a small remainder.
+// Long blocks hide the cost of joining (two shifts, ~20 cycles); short blocks leave a small rest.
 constexpr std::size_t kLongBytes = 8192;
 constexpr std::size_t kShortBytes = 256;
 static_assert(std::has_single_bit(kLongBytes) && std::has_single_bit(kShortBytes), "make_shift");
@@ -119,7 +119,7 @@ inline std::uint32_t step_byte(std::uint32_t state, unsigned char byte) {
 }
 bool has_instruction() {
     return true;
-}  // the compiler was told so
+}  // __ARM_FEATURE_CRC32 promises it
 #endif
 
 // Consumes whole blocks of three streams of `stream` bytes from the front of [at, end).

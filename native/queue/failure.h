@@ -1,13 +1,13 @@
-// Why a read failed: plain data, made once in a reader thread, thrown afresh in every waiter.
+// The reason why a read failed: plain data, made once in a reader thread, thrown in every waiter.
 // Does not know of Python; bindings/module.cpp turns a Failure into an exception.
 //
 // Failure::Kind   in Python
 //   kIo           OSError; its errno picks FileNotFoundError, PermissionError, ...
 //   kCorrupt      moeinf.native.CorruptShard(OSError): truncated, or the checksum differs
 //   kCancelled    moeinf.native.Cancelled(RuntimeError): cancel() or close() came first
-//   kInternal     RuntimeError: a bug, or no memory, inside a reader thread
+//   kInternal     RuntimeError: a bug, or out of memory, inside a reader thread
 //
-// The data is shared and const, not a std::exception_ptr: copying it cannot throw, any number of
+// The data is shared and const, not a std::exception_ptr. Copying it cannot throw, any number of
 // waiters may read it at once, and ThreadSanitizer can see its reference count.
 #pragma once
 

@@ -1,5 +1,4 @@
-// Opens, caches and reads files, with every way that a read can come short.
-// Does not know of tickets, slots or checksums.
+// Opens, caches and reads files, and handles every kind of short read.
 #include "queue/file_reader.h"
 
 #include <sys/stat.h>
@@ -11,15 +10,15 @@
 #include <system_error>
 #include <utility>
 
-#ifndef O_DIRECT  // not on every system: then the flag changes nothing and reads are buffered
+#ifndef O_DIRECT  // not on every system: then the flag has no effect and reads are buffered
 #define O_DIRECT 0
 #endif
 
 namespace moeinf {
 namespace {
 
-// O_NONBLOCK: opening a FIFO someone put in the model's folder must fail, not hang a reader thread;
-// regular files do not notice it.
+// O_NONBLOCK: opening a FIFO in the model's folder must not block a reader thread. It has no effect
+// on regular files.
 constexpr int kOpenFlags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
 
 [[noreturn]] void fail_io(int code, const std::string& path, const std::string& what) {
@@ -57,7 +56,8 @@ FileReader::FileReader(FileOptions options) : options_(options) {
 
 FileReader::~FileReader() = default;
 
-// The descriptor number, or -1 with errno. Out of descriptors: gives back the cached ones, once.
+// Returns the descriptor number, or -1 with errno. When out of descriptors, drops the cached ones
+// and tries again, once.
 int FileReader::try_open(const std::string& path, int extra_flags) {
     bool gave_back = false;
     for (;;) {
@@ -102,11 +102,12 @@ FileReader::DescriptorPtr FileReader::acquire(const std::string& path) {
     return keep(path, open(path, options_.direct));  // may wait on the drive: not under the mutex
 }
 
-// Caches a descriptor, closing the least recently used. Returns another thread's if it came first.
+// Caches a descriptor and evicts the least recently used one if the cache is full. Returns the
+// descriptor of another thread if that one was first.
 FileReader::DescriptorPtr FileReader::keep(const std::string& path, DescriptorPtr file) {
     const std::lock_guard lock(mutex_);
     if (const auto found = by_path_.find(path); found != by_path_.end()) {
-        return found->second->file;  // another thread opened it meanwhile; ours closes
+        return found->second->file;  // another thread opened it first; this one closes
     }
     recent_.push_front({path, file});
     by_path_.emplace(recent_.front().path, recent_.begin());
@@ -138,8 +139,9 @@ std::size_t FileReader::open_files() const {
     return recent_.size();
 }
 
-// Continues from `got` until `bytes`, the end of the file, or (direct) a count off the page, after
-// which nothing aligned is left to ask for. Returns 0, or the errno that stopped it.
+// Continues from `got` until `bytes` or the end of the file. A direct read also stops at a count
+// that is not page-aligned, because no aligned read can follow it. Returns 0, or the errno of the
+// failed call.
 int FileReader::pread_until(const Descriptor& file, std::byte* to, std::size_t bytes,
                             std::uint64_t offset, std::size_t& got) const {
     int retries = 0;

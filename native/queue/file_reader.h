@@ -1,5 +1,4 @@
 // Reads a range of a file into page-aligned memory, keeping a bounded number of files open.
-// Does not know of tickets, slots or checksums.
 //
 // The cache of descriptors (thousands of shards, a few hundred descriptors):
 //
@@ -7,17 +6,17 @@
 //            { path, shared_ptr<Descriptor> }
 //   by_path_ path -> node of recent_; its keys are views into the nodes, which never move
 //
-// Who writes: both only under mutex_; no system call that may wait happens under it, except the
-// close of what was evicted. A reader holds its own reference for the length of a read, so eviction
-// never closes a descriptor in use: at most max_open_files + (threads reading) are ever open.
+// Both are written only under mutex_. No system call that may block happens under it, except the
+// close of an evicted file. A reader holds its own reference during a read, so eviction never
+// closes a descriptor in use. At most max_open_files + (threads reading) descriptors are open.
 //
-// A file whose file system answers EINVAL to O_DIRECT (at the open, or at a read) is opened
-// without, and stays so while it is in the cache. Other files are not concerned: they may lie elsewhere.
-// refusals_ counts, for who wants to tell; its order against anything does not matter.
+// If the file system returns EINVAL for O_DIRECT (at the open, or at a read), the file is opened
+// without it and stays so while it is in the cache. Other files are not affected: they may be on
+// another file system. refusals_ counts these cases for reports; its memory order does not matter.
 //
-// Under O_DIRECT offset, address and length must be multiples of kPageBytes: the queue refuses
-// other offsets and the arena has no other addresses, hence an assert. Only the last page of a file
-// may come short; whatever else comes short is finished through the page cache.
+// Under O_DIRECT the offset, address and length must be multiples of kPageBytes. The queue refuses
+// other offsets and the arena has no other addresses, so an assert checks them. Only the last page
+// of a file may be short; any other short read is finished through the page cache.
 #pragma once
 
 #include <fcntl.h>
@@ -40,7 +39,7 @@ namespace moeinf {
 
 static_assert(sizeof(off_t) == 8, "shards are addressed with 64-bit offsets");
 
-// The system calls that can fail in ways a test cannot provoke otherwise.
+// System calls whose failures a test can provoke only by replacing them.
 struct FileCalls {
     int (*open)(const char* path, int flags) = [](const char* path, int flags) {
         return ::open(path, flags);
@@ -48,39 +47,40 @@ struct FileCalls {
     ssize_t (*pread)(int file, void* to, std::size_t bytes, off_t offset) = ::pread;
 };
 
-// Some systems refuse to read 2 GiB and more at once.
+// Some systems refuse to read 2 GiB or more in one call.
 inline constexpr std::size_t kMaxBlockBytes = std::size_t{1} << 30;
 static_assert(kMaxBlockBytes % kPageBytes == 0, "a split read stays aligned");
 
 struct FileOptions {
-    bool direct = false;  // O_DIRECT where the file system takes it
+    bool direct = false;  // O_DIRECT where the file system supports it
     std::size_t max_open_files = 256;
-    std::size_t block_bytes = kMaxBlockBytes;  // of one system call: a multiple of kPageBytes
+    std::size_t block_bytes = kMaxBlockBytes;  // per system call: a multiple of kPageBytes
     FileCalls calls = {};
 };
 
 class FileReader {
   public:
-    static constexpr int kEioRetries = 2;  // per read; a drive that fails thrice means it
+    static constexpr int kEioRetries = 2;  // per read; the third failure is final
 
-    // Throws std::invalid_argument for no open files, or blocks that are none or too large.
+    // Throws std::invalid_argument if max_open_files is 0, or if block_bytes is 0, above
+    // kMaxBlockBytes or not a multiple of kPageBytes.
     explicit FileReader(FileOptions options);
     ~FileReader();
     FileReader(const FileReader&) = delete;
     FileReader& operator=(const FileReader&) = delete;
 
     // Fills to[0, bytes) from `offset`; may write up to round_up_to_page(bytes). `offset` and `to`
-    // are multiples of kPageBytes. Any thread. Throws Failed: kIo with errno (a symbolic link in
+    // are multiples of kPageBytes. Any thread. Throws Failed: kIo with errno (a symbolic link as
     // the last part of the path is ELOOP, a directory EISDIR), kCorrupt when the file ends early.
     void read(const std::string& path, std::uint64_t offset, std::size_t bytes, std::byte* to);
 
-    // Closes `path` (once nobody reads it) and drops its cached pages, so that the next read asks
-    // the drive, or finds the file that has replaced it.
+    // Closes `path` (once no thread reads it) and drops its cached pages. The next read goes to the
+    // drive, or to the file that has replaced it.
     void forget(const std::string& path);
 
-    bool direct() const noexcept { return options_.direct; }  // as asked for
+    bool direct() const noexcept { return options_.direct; }  // as requested
     std::uint64_t direct_refusals() const noexcept { return refusals_; }
-    std::size_t open_files() const;  // in the cache; a read in progress may hold one more
+    std::size_t open_files() const;  // in the cache; each read in progress may hold one more
 
   private:
     struct Descriptor;

@@ -1,5 +1,4 @@
 // The page and shard constants that the arena, the reader and Python share.
-// Does not know of safetensors, tickets or slots.
 //
 // A shard on disk (one routed expert; written by offload/format/shards.py):
 //
@@ -7,8 +6,8 @@
 //   |<- header length, JSON, ->|<------------ tensor data --------->|
 //   |   padded with spaces     |  read into a slot by one pread     |  (end of file)
 //
-// Because the data begins on a page, its file offset, the slot's address and the length rounded up
-// to a page are all multiples of kPageBytes: what O_DIRECT asks for, without a bounce buffer.
+// The data begins on a page. So its file offset, the slot's address and the length rounded up to a
+// page are all multiples of kPageBytes. O_DIRECT requires this, and no bounce buffer is needed.
 #pragma once
 
 #include <bit>

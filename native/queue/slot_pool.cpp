@@ -1,5 +1,4 @@
 // Maps, aligns and unmaps the arena.
-// Does not know what is in a slot.
 #include "queue/slot_pool.h"
 
 #include <sys/mman.h>
@@ -17,8 +16,8 @@ void* map_anonymous(std::size_t bytes) {
     return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
 
-// Memory of exactly `bytes`, aligned to kHugePageBytes: maps that much more, trims both
-// ends. Null with errno set when the system refuses.
+// Maps exactly `bytes`, aligned to kHugePageBytes: maps kHugePageBytes more, then trims both ends.
+// Returns null with errno set when the system refuses.
 std::byte* map_aligned(const ArenaCalls& calls, std::size_t bytes) {
     const std::size_t wide = bytes + kHugePageBytes;
     void* const raw = calls.map(wide);
@@ -55,7 +54,7 @@ SlotPool::SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls)
                          "): " + std::generic_category().message(code));
     }
 #ifdef MADV_HUGEPAGE
-    if (bytes >= kHugeAdviceBytes) madvise(base_, bytes, MADV_HUGEPAGE);  // advice: may be refused
+    if (bytes >= kHugeAdviceBytes) madvise(base_, bytes, MADV_HUGEPAGE);  // may be refused
 #endif
 }
 

@@ -1,5 +1,4 @@
 // The arena of equal slots in host memory that experts are read into.
-// Does not know what is in a slot, who may use it, or that files exist.
 //
 // base() (2 MiB aligned)                                            base() + bytes()
 // |<------ slot 0 ------>|<------ slot 1 ------>| ... |<-- slot n-1 -->|
@@ -8,18 +7,19 @@
 //
 // Equal slots: no fragmentation, and evicting an expert moves a number, never bytes.
 //
-// Who writes: a reader thread, between taking a ticket and ending it; afterwards only what Python
-// does through a view. The pool does not arbitrate: the copy queue refuses two live tickets on one
-// slot, the store keeps a slot pinned while it is computed from.
+// Writers: a reader thread, between taking a ticket and ending it; afterwards only Python, through
+// a view. The pool does not arbitrate. The copy queue refuses two live tickets on one slot, and the
+// store pins a slot while a computation reads it.
 //
 // Lifetime: the mapping lives from the constructor to the destructor, at one address. Python views
 // (buffer protocol) and every CopyQueue hold a reference to the pool, so neither can outlive it.
 //
-// Memory: pages arrive on first touch, zeroed. The mapping is exactly bytes() long, and a huge page
-// never reaches beyond a mapping, so resident memory never exceeds bytes(). Huge pages are advised
-// from kHugeAdviceBytes on: a smaller arena gains nothing, and one touched byte would cost 2 MiB.
+// Memory: the system allocates pages on first touch, zeroed. The mapping is exactly bytes() long,
+// and a huge page never exceeds a mapping, so resident memory never exceeds bytes(). Huge pages are
+// advised for kHugeAdviceBytes or more. In a smaller arena they gain nothing, and one touched byte
+// would cost 2 MiB.
 //
-// Where the memory comes from is ArenaCalls. host_lock.h page-locks it, where there is a GPU.
+// ArenaCalls supplies the memory. host_lock.h page-locks it if there is a GPU.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 inline constexpr std::size_t kHugeAdviceBytes = 2 * kHugePageBytes;
 static_assert(kHugePageBytes % kPageBytes == 0, "an arena on a huge page is on a page");
 
-// std::bad_alloc (MemoryError in Python) that says how many bytes were asked for.
+// std::bad_alloc (MemoryError in Python) whose message gives the number of bytes requested.
 class ArenaError : public std::bad_alloc {
   public:
     explicit ArenaError(std::string message)
@@ -46,7 +46,7 @@ class ArenaError : public std::bad_alloc {
     std::shared_ptr<const std::string> message_;  // shared: copying an exception must not throw
 };
 
-// The system calls that give and take an arena's memory, as mmap and munmap do.
+// The system calls that map and unmap an arena's memory, like mmap and munmap.
 struct ArenaCalls {
     void* (*map)(std::size_t bytes) = nullptr;  // null: anonymous memory; MAP_FAILED and errno
     int (*unmap)(void* base, std::size_t bytes) = nullptr;  // of any page-aligned part
@@ -54,8 +54,8 @@ struct ArenaCalls {
 
 class SlotPool {
   public:
-    // slot_bytes is rounded up to kPageBytes. Throws std::invalid_argument when either is 0,
-    // ArenaError when the product overflows or the system has no such range.
+    // Rounds slot_bytes up to kPageBytes. Throws std::invalid_argument when either is 0, ArenaError
+    // when the product overflows or the system cannot map it.
     SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls = {});
     ~SlotPool();
     SlotPool(const SlotPool&) = delete;

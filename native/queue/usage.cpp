@@ -1,5 +1,4 @@
 // Updates the estimates and their mixture; usage.h has the formulas.
-// Does not know who decides by them.
 #include "queue/usage.h"
 
 #include <algorithm>
@@ -41,7 +40,7 @@ void Usage::used(std::size_t layer, std::span<const int> cells) {
         float total = 0;
         for (std::size_t j = 0; j < weights.size(); ++j)
             total += found[j] = weights[j] * share(j)[static_cast<std::size_t>(cell)];
-        if (total <= 0) continue;  // nobody expected it: it says nothing about who is right
+        if (total <= 0) continue;  // no estimate expected it, so it favours no estimate
         ++known;
         for (std::size_t j = 0; j < weights.size(); ++j) posterior[j] += found[j] / total;
     }

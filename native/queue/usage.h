@@ -1,21 +1,21 @@
-// How probably the next token uses each expert: several estimates, mixed by how well they did.
-// Does not know residency, slots, hints or Python. One thread at a time; no call may race another.
+// The probability that the next token uses each expert: estimates, mixed by their success.
+// One thread at a time; no call may race another.
 //
 // Each estimate is a matrix q [L, E] whose rows sum to about K, the experts that a token uses:
 //
 //   shares_   | λ_0: [L·E] | λ_1: [L·E] | ... | past: [L·E] |      float32, J = decays + 1 matrices
 //
 //   decayed   one per λ: q <- λ·q + (1 - λ)·(1 where the token used the expert)
-//   past      what the matched entries of the EAMC did while decoding, times K; written by whoever
-//             knows the running requests
+//   past      the decode routing of the matched EAMC entries, times K; written through past() by
+//             the policy (offload/policy/adaptive.py), which has the running requests
 //
-// score [L·E] is the mixture p = Σ_j w_j·q_j, current row by row. An online form of EM fits the
-// weights w to the routing as it comes: after a layer, w moves a step towards each estimate's share
-// of the probability that p gave to the experts that were really chosen. So λ is chosen by recent
-// success, and so is the trust in the EAMC. Weights are kept apart by the age of the request: the
-// past matters most in its first tokens.
+// score [L·E] is the mixture p = Σ_j w_j·q_j, updated row by row. An online form of EM fits the
+// weights w to the observed routing. After a layer, w moves a step towards each estimate's share of
+// the probability that p gave to the experts actually chosen. So recent success sets the weight of
+// each λ and of the EAMC. There is one set of weights per age of a request, because the past
+// matters most in the first tokens.
 //
-// Every sum runs in one order, in float32, so that a plain transcription decides the same
+// Every sum runs in one order, in float32, so that a plain transcription gives the same decisions
 // (tests/offload/policy/plain.py).
 #pragma once
 
@@ -28,29 +28,30 @@ namespace moeinf {
 
 inline constexpr int kAges = 6;  // 0: the first decode token, then up to 1, 3, 7, 15, and more
 inline constexpr float kOver = -1.0F;         // less than any probability
-inline constexpr float kLeastWeight = 0.01F;  // no estimate is given up for good
+inline constexpr float kLeastWeight = 0.01F;  // above 0, so that each estimate can recover
 
 struct UsageKnobs {
     std::vector<float> decays;  // λ per token
-    double step;                // how far a token moves the weights, at least
-    double prompt;              // how many decode tokens a token of a prompt counts for
+    double step;                // the least step of the weights per token
+    double prompt;              // the decode tokens that one prompt token counts for
 };
 
 class Usage {
   public:
     Usage(std::size_t layers, std::size_t experts, UsageKnobs knobs);
 
-    // From now on the first `cells` score kOver, whatever their shares say: an encoder's experts once
-    // it has run. True if that changed a score.
+    // Sets the score of the first `cells` to kOver, whatever their shares: the experts of an
+    // encoder after it has run. Returns true if the number of such cells changed.
     bool silence(std::size_t cells);
 
-    // A decode pass of requests that have had `age` decode tokens starts: the whole mixture anew.
+    // Starts a decode pass of requests with `age` decode tokens: computes the whole mixture again.
     void begin_token(unsigned age);
 
-    // One decode pass chose these distinct cells of `layer`. Changes the layer's row of score.
+    // Records the distinct cells of `layer` that one decode pass chose. Updates its row of score.
     void used(std::size_t layer, std::span<const int> cells);
 
-    // A prefill pass of `tokens` > 0 tokens chose the experts of `layer` so often, [E]; likewise.
+    // Records counts [E], how often a prefill pass of `tokens` > 0 tokens chose each expert of
+    // `layer`. Updates its row of score.
     void prompted(std::size_t layer, std::span<const int> counts, std::size_t tokens);
 
     std::span<const float> score() const { return score_; }
@@ -70,7 +71,7 @@ class Usage {
     std::array<std::vector<float>, kAges> weights_;
     std::array<std::size_t, kAges> tokens_{};
     std::size_t age_ = 0;
-    std::size_t silent_ = 0;  // so many cells, the first, score kOver
+    std::size_t silent_ = 0;  // the first silent_ cells score kOver
 };
 
 }  // namespace moeinf
