@@ -1,6 +1,5 @@
-// The binary interface of the CUDA driver, as far as it is used: one list of calls, and their types.
-// Does not know when anything is called. tests/native/test_cuda_header.py compares all of it with
-// NVIDIA's cuda.h.
+// The used part of the CUDA driver's binary interface: one list of calls, and their types.
+// tests/native/test_cuda_header.py compares all of it with NVIDIA's cuda.h.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +8,14 @@
 
 namespace moeinf::cuda {
 
-// Values that never change.
+// Values fixed by the binary interface.
 inline constexpr int kSuccess = 0;
 inline constexpr int kInvalidValue = 1;
 inline constexpr int kOutOfMemory = 2;
 inline constexpr int kNotReady = 600;
 inline constexpr int kNotSupported = 801;
 inline constexpr unsigned kNonBlockingStream = 1;
-// Who waits for an event sleeps: beside a wait that spins, the CPU's kernels have a core less.
+// A thread that waits for an event sleeps. A spinning wait would take a core from the CPU kernels.
 inline constexpr unsigned kSleepingEvent = 1 | 2;  // without timing
 inline constexpr unsigned kPortable = 1;  // page-locked for every context
 inline constexpr int kSourceInStreamOrder = 1;
@@ -33,8 +32,8 @@ struct CopyAttributes {
 };
 static_assert(sizeof(CopyAttributes) == 24, "as CUmemcpyAttributes");
 
-// X(member, the library's name, types of the arguments); each returns a CUresult. The names with _v2
-// are those that every driver since CUDA 4 exports for 64-bit sizes.
+// X(member, the library's name, types of the arguments); each returns a CUresult. Every driver
+// since CUDA 4 exports the names with _v2, for 64-bit sizes.
 #define MOEINF_CUDA_CALLS(X)                                                                   \
     X(init, cuInit, unsigned)                                                                  \
     X(version, cuDriverGetVersion, int*)                                                       \
@@ -65,8 +64,8 @@ static_assert(sizeof(CopyAttributes) == 24, "as CUmemcpyAttributes");
     X(event_synchronise, cuEventSynchronize, EventHandle)                                      \
     X(copy, cuMemcpyHtoDAsync_v2, DevicePointer, const void*, std::size_t, StreamHandle)
 
-// Drivers of CUDA 12.8 have the first, with the index of the entry that failed; of CUDA 13 the
-// second; older ones neither.
+// Drivers of CUDA 12.8 have the first, with the index of the entry that failed. Drivers of CUDA 13
+// have the second, and older drivers neither.
 #define MOEINF_CUDA_BATCH(X)                                                                   \
     X(batch, cuMemcpyBatchAsync, DevicePointer*, DevicePointer*, std::size_t*, std::size_t,    \
       CopyAttributes*, std::size_t*, std::size_t, std::size_t*, StreamHandle)

@@ -1,5 +1,4 @@
 // Loads libcuda, checks every result, and passes arguments on.
-// Does not know what is copied or why.
 #include "device/cuda_driver.h"
 
 #include <dlfcn.h>
@@ -48,7 +47,7 @@ Driver::Driver(const std::string& library) : calls_(std::make_unique<Calls>()) {
     check(c.init(0), "cuInit");
 }
 
-// The library stays: its own threads, and torch, may use it until the process ends.
+// Does not close the library: its own threads, and torch, may use it until the process ends.
 Driver::~Driver() = default;
 
 void Driver::check(int code, const char* call) const {
@@ -88,7 +87,7 @@ bool Driver::has_batches() const noexcept {
     return calls_->batch != nullptr || calls_->batch_v2 != nullptr;
 }
 
-// Makes the context current; leaves the thread's stack of contexts as it was.
+// Makes the context current; restores the thread's context stack when destroyed.
 class Context::Current {
   public:
     explicit Current(const Context& context) : driver_(*context.driver_) {

@@ -1,18 +1,18 @@
 // The calls of the CUDA driver that the device tier needs, found in libcuda at run time.
-// Does not know experts, slots or torch; needs no CUDA headers and no GPU to be built.
+// Needs no CUDA headers and no GPU to build.
 //
-//   Driver          the library: opened once, never closed (its threads live on); what is there
+//   Driver          the library: opened once, never closed (its threads live on); its devices
 //     └ Context     a device's primary context, retained: the one that torch uses as well
 //         └ DeviceMemory, Stream, Event, HostLock (host_lock.h), DeviceSlots (device_slots.h)
 //
-// Ownership: everything below holds a shared_ptr to its Context, a Context one to its Driver. The
-// handles are move-only and give themselves back; giving back ignores errors, because after a fault
-// of the device every call fails.
+// Ownership: everything below holds a shared_ptr to its Context, and a Context one to its Driver.
+// The handles are move-only and release themselves. Release ignores errors, because after a device
+// fault every call fails.
 //
-// Current context: each call pushes the context and pops it, so that a thread is left as it came.
+// Current context: each call pushes the context and pops it, so a thread's context stack is kept.
 //
-// Errors: every call's result is checked. DriverError has the driver's own name of the error and
-// the call's name; an error of work that was queued earlier comes out of a later call, whichever.
+// Errors: every call's result is checked. DriverError has the driver's name of the error and the
+// name of the call. An error in work queued earlier is returned by any later call.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@
 
 namespace moeinf {
 
-// As in the driver's binary interface (x86-64 and aarch64 Linux).
+// Types of the driver's binary interface (x86-64 and aarch64 Linux).
 using DevicePointer = std::uint64_t;
 using StreamHandle = void*;
 using EventHandle = void*;
@@ -37,7 +37,7 @@ namespace cuda {
 struct Calls;  // cuda_calls.h
 }
 
-// There is no libcuda, or it lacks a call: this machine has no usable driver.
+// libcuda is missing, or lacks a call: this machine has no usable driver.
 class NoDriver : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
@@ -50,7 +50,7 @@ class DriverError : public std::runtime_error {
     int code() const noexcept { return code_; }
     const std::string& name() const noexcept { return name_; }  // "CUDA_ERROR_OUT_OF_MEMORY"
     bool out_of_memory() const noexcept;
-    bool unsupported() const noexcept;  // the call is there, but not for this device or such arguments
+    bool unsupported() const noexcept;  // the call exists, but not for this device or arguments
 
   private:
     const char* call_;
@@ -61,11 +61,11 @@ class DriverError : public std::runtime_error {
 struct DeviceInfo {
     std::string name;
     std::size_t total_bytes;
-    std::string bus;  // its PCI address, by which other libraries know it; "": it has none
+    std::string bus;  // PCI address, which identifies the device to other libraries; "": unknown
 };
 
 struct MemoryInfo {
-    std::size_t free_bytes;  // of the whole device, whoever uses the rest
+    std::size_t free_bytes;  // of the whole device: memory that no process uses
     std::size_t total_bytes;
 };
 
@@ -78,13 +78,13 @@ struct DeviceCopy {
 
 class Driver {
   public:
-    // Opens the library and initialises it. NoDriver; DriverError, as when there is no device.
+    // Opens the library and initialises it. Throws NoDriver, or DriverError (such as no device).
     explicit Driver(const std::string& library = kDriverLibrary);
     ~Driver();
     Driver(const Driver&) = delete;
     Driver& operator=(const Driver&) = delete;
 
-    int version() const;  // 1000 · major + 10 · minor, of the newest CUDA that it serves
+    int version() const;  // 1000 · major + 10 · minor, of the newest CUDA that it supports
     int devices() const;
     DeviceInfo info(int device) const;
     bool has_batches() const noexcept;
@@ -111,20 +111,20 @@ class Context {
     void lock(void* host, std::size_t bytes) const;  // cuMemHostRegister
     void unlock(void* host) const noexcept;
 
-    StreamHandle make_stream() const;  // that does not wait for the default stream
+    StreamHandle make_stream() const;  // does not wait for the default stream
     void destroy_stream(StreamHandle stream) const noexcept;
     void synchronise(StreamHandle stream) const;
 
     EventHandle make_event() const;  // without timing
     void destroy_event(EventHandle event) const noexcept;
     void record(EventHandle event, StreamHandle stream) const;
-    // What is queued to the stream from now on waits for the event as it was last recorded.
+    // Makes work queued to the stream after this call wait for the event's last recording.
     void wait(StreamHandle stream, EventHandle event) const;
     bool done(EventHandle event) const;
     void synchronise_event(EventHandle event) const;
 
     void copy(const DeviceCopy& copy, StreamHandle stream) const;
-    // All of them by one call, in no particular order. Needs driver().has_batches().
+    // Queues all copies by one call, in no particular order. Needs driver().has_batches().
     void copy_batch(std::span<const DeviceCopy> copies, StreamHandle stream) const;
 
   private:

@@ -1,4 +1,4 @@
-// Queues copies and the waits between them and their readers.
+// Queues copies, and the waits between copies and their readers.
 #include "device/device_slots.h"
 
 #include <algorithm>
@@ -9,8 +9,8 @@ namespace moeinf {
 struct DeviceSlots::Mark {
     std::shared_ptr<std::vector<EventHandle>> home;
     EventHandle event = nullptr;
-    bool done = false;  // once seen to be
-    ~Mark() { home->push_back(event); }  // has room for every event there is: cannot throw
+    bool done = false;  // the event was seen to have completed
+    ~Mark() { home->push_back(event); }  // has room for all events: cannot throw
 };
 
 DeviceSlots::DeviceSlots(std::shared_ptr<Context> context, std::shared_ptr<HostLock> host,
@@ -41,7 +41,7 @@ DeviceSlots::~DeviceSlots() {
     for (const StreamHandle stream : {stream_, compute_}) {
         try {
             context_->synchronise(stream);
-        } catch (const DriverError&) {  // of a device that has failed nothing touches memory
+        } catch (const DriverError&) {  // a device that has failed does not access memory
         }
     }
     state_.clear();
@@ -66,7 +66,7 @@ DeviceSlots::MarkPtr DeviceSlots::mark(StreamHandle stream) {
 }
 
 void DeviceSlots::wait_for(StreamHandle stream, std::span<const MarkPtr> marks) const {
-    const Mark* before = nullptr;  // slots of a batch share their mark, and mostly stand together
+    const Mark* before = nullptr;  // slots of a batch share a mark, and are mostly adjacent
     for (const MarkPtr& mark : marks) {
         if (mark.get() == before) continue;
         context_->wait(stream, mark->event);
@@ -85,7 +85,7 @@ void DeviceSlots::queue_locked(std::span<const DeviceCopy> copies) {
         try {
             context_->copy_batch(copies, stream_);
             return;
-        } catch (const DriverError& error) {  // some drivers have the call for other devices only
+        } catch (const DriverError& error) {  // some drivers have the call only for other devices
             if (!error.unsupported()) throw;
             batches_ = false;
         }
@@ -119,7 +119,7 @@ Batch DeviceSlots::copy(std::span<const std::size_t> from, std::span<const std::
     } catch (...) {
         try {
             context_->synchronise(stream_);
-        } catch (const DriverError&) {  // the first error is the one to tell
+        } catch (const DriverError&) {  // report the first error
         }
         throw;
     }

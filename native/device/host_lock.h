@@ -1,22 +1,23 @@
 // Page-locks a slot pool, slice after slice, so that the device's copy engine reads it directly.
-// Does not know who fills the slots, how much memory the machine has left, or when to stop.
+// The caller decides when to stop.
 //
 //   pool   |<- slice 0 ->|<- slice 1 ->| ... |<- the last, shorter ->|
 //          |s0|s1|..|s k-1|s k|..                                     a slice is whole slots:
 //          |<------- locked_slots() ------->|                         a copy may not cross two
 //
-// Why slices: registering 63 GiB at once takes seconds in which nothing else can be done, and it is
-// all or nothing. Slices of some 256 MiB are locked by a thread beside the load, and wherever that
-// ends (memory short, refused by the system) the rest stays pageable: slower to copy, never wrong.
+// Why slices: registering 63 GiB in one call blocks for seconds, and it is all or nothing. A thread
+// locks slices of some 256 MiB during the load. When it stops (out of memory, refused by the
+// system) the rest stays pageable: slower to copy, but correct.
 //
-// Why whole pages: what is locked is pages, and one that two slices share would be locked twice,
-// which the driver may refuse. Pages are larger than kPageBytes on some machines.
+// Why whole pages: the system locks pages. A page shared by two slices would be locked twice, which
+// the driver may refuse. Pages are larger than kPageBytes on some machines.
 //
-// Locking touches the pages: a locked slice is resident, whether or not experts lie in it yet.
+// Locking touches the pages: a locked slice is resident even before it holds experts.
 //
-// Threads: one thread calls lock_next; any may ask locked_slots, which only grows. Shutdown: the
-// copies that read the pool have ended before the last reference to this goes (DeviceSlots holds
-// one, and ends its copies first); then every slice is unlocked, then the pool may go.
+// Threads: one thread calls lock_next; any thread may call locked_slots, which only grows.
+// Shutdown: the copies that read the pool end before the last reference to the HostLock is released
+// (DeviceSlots holds one, and ends its copies first). Then every slice is unlocked, then the pool
+// may be destroyed.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +31,7 @@
 
 namespace moeinf {
 
-// Slots of a slice of some slice_bytes: at least one, and so many that slices begin with a page.
+// Returns the slots of a slice of about slice_bytes: at least one, and each slice starts on a page.
 constexpr std::size_t slots_of_slice(std::size_t slice_bytes, std::size_t slot_bytes,
                                      std::size_t page_bytes) {
     const std::size_t step = page_bytes / std::gcd(page_bytes, slot_bytes);
@@ -49,11 +50,11 @@ class HostLock {
     HostLock(const HostLock&) = delete;
     HostLock& operator=(const HostLock&) = delete;
 
-    // Bytes that the next lock_next would lock; 0 when everything is.
+    // Returns the bytes that the next lock_next would lock; 0 when all are locked.
     std::size_t next_bytes() const noexcept;
-    // Locks one more slice. Throws DriverError; what was locked stays so.
+    // Locks one more slice. Throws DriverError; locked slices stay locked.
     void lock_next();
-    // The first so many slots are page-locked.
+    // Returns the number of page-locked slots: those from slot 0 on.
     std::size_t locked_slots() const noexcept { return locked_.load(std::memory_order_acquire); }
 
     const SlotPool& pool() const noexcept { return *pool_; }
