@@ -1,5 +1,4 @@
-// Running dot products of one request with all past ones; eam_match.h draws them.
-// Does not know who asks.
+// Updates the dot products of one request with all past requests; eam_match.h draws them.
 #include "policy/eam_match.h"
 
 #include <algorithm>
@@ -51,7 +50,7 @@ void EamMatch::observe(std::size_t layer, std::span<const int> experts) {
     for (const int expert : experts) {
         if (expert < 0) continue;
         auto& times = times_[static_cast<std::size_t>(expert)];
-        if (times == 0) continue;  // counted when it first came
+        if (times == 0) continue;  // a duplicate, counted at its first occurrence
         const std::size_t cell = layer * experts_ + static_cast<std::size_t>(expert);
         const auto more = static_cast<float>(times);
         add(dots, past_.counts + cell * past_.stride, more, past_.size);

@@ -1,5 +1,4 @@
 // Decides for the policy `eamc`; eamc_core.h has the formulas.
-// Does not know what calls it.
 #include "policy/eamc_core.h"
 
 #include <algorithm>
@@ -81,7 +80,7 @@ std::optional<int> EamcCore::victim(const Evictable& evictable) {
 std::vector<int> EamcCore::wishes(std::size_t most) const {
     const auto first = static_cast<std::size_t>(layer_ + 1);
     if (first >= layers_ || most == 0) return {};
-    float least = -INFINITY;  // a full tier reads nothing at the cost of a likelier expert
+    float least = -INFINITY;  // a full tier does not evict a likelier expert to read ahead
     if (residents_ >= slots_) {
         least = INFINITY;
         for (std::size_t cell = 0; cell < resident_.size(); ++cell)

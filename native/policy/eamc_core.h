@@ -1,14 +1,16 @@
-// The decisions of the policy `eamc`: who leaves and what is read ahead, by Algorithm 1.
-// Does not know past requests, bytes, time, threads or Python. One thread at a time.
+// The decisions of the policy `eamc`: which expert is evicted and which are prefetched.
+// One thread at a time.
 //
-// Source: MoE-Infinity (arXiv 2401.14361 v3). P [L, E] is the prediction, rows sum to 1:
+// Source: MoE-Infinity, Algorithm 1 (arXiv 2401.14361 v3). P [L, E] is the prediction; its rows sum
+// to 1:
 //
-//   eviction_   [L·E]  (P + ε)·(1 - i/L) for layer i; an encoder's rows are -1 once it has run
+//   eviction_   [L·E]  (P + ε)·(1 - i/L) for layer i; an encoder's rows are -1 after it has run
 //   priority    [L·E]  P·(1 - (i - l)/L) for the layers i after the last routed layer l
 //
-// The resident cell with the smallest key leaves. Keys within kEqual of it are equal: of these the
-// cell used longest ago leaves, then the one with the lowest number. The largest priorities are read
-// ahead, the lowest number first among equals. So the order does not depend on a sort's algorithm.
+// The victim is the resident cell with the smallest key. Keys within a relative kEqual of it are
+// equal. Among these the victim is the cell used longest ago, then the lowest number. The largest
+// priorities are prefetched, the lowest number first among equals. So the order does not depend on
+// the sorting algorithm.
 //
 // All sums and products are float32 in the order of tests/offload/policy/plain_eamc.py.
 #pragma once
@@ -28,7 +30,7 @@ class EamcCore {
     EamcCore(std::size_t layers, std::size_t experts, std::size_t slots, std::size_t encoder_layers,
              float epsilon);
 
-    void begin_pass(bool encoding);  // an encoder's rows count while it runs
+    void begin_pass(bool encoding);  // while the encoder runs, its rows have their normal keys
     void routed(std::size_t layer, IdRows chosen);
     void predict(std::span<const float> prediction);  // P [L·E], copied
 
@@ -45,7 +47,7 @@ class EamcCore {
     std::size_t layers_, experts_, slots_, encoder_cells_;
     float epsilon_;
     bool encoding_ = false;
-    std::ptrdiff_t layer_ = -1;  // the last one routed in this pass
+    std::ptrdiff_t layer_ = -1;  // the last layer routed in this pass
     std::int64_t time_ = 0;
     std::size_t residents_ = 0;
     std::vector<float> prediction_, eviction_;
@@ -54,8 +56,8 @@ class EamcCore {
     std::vector<int> candidates_, ties_;
 };
 
-// out [L·E]: the entries' matrices at `places` of entries [N, L·E], summed; then each row of
-// `experts` numbers divided by its sum. A row that sums to 0 is uniform.
+// Writes out [L·E]: the sum of the matrices at `places` of entries [N, L·E], each row of `experts`
+// numbers divided by its sum. A row that sums to 0 is uniform.
 void predicted(std::span<const float> entries, std::span<const std::size_t> places,
                std::size_t experts, std::span<float> out);
 
