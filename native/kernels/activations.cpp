@@ -1,5 +1,4 @@
-// Quantising, splitting and activating rows with GCC's vectors, which any target can be given.
-// Does not know weights.
+// Quantises, splits and activates rows with GCC's vectors, which compile for any target.
 #include "kernels/activations.h"
 
 #include <algorithm>
@@ -9,7 +8,7 @@
 namespace moeinf {
 namespace {
 
-// Of the baseline's width: of wider ones, GCC takes choices (?:) apart element by element.
+// Vectors of the baseline's width: for wider ones GCC splits choices (?:) into elements.
 using Floats = float __attribute__((vector_size(16)));
 using Ints = std::int32_t __attribute__((vector_size(16)));
 constexpr std::size_t kWide = 4;
@@ -28,14 +27,14 @@ Ints bits_of(Floats values) noexcept {
     return std::bit_cast<Ints>(values);
 }
 
-// To the nearest even whole number, for magnitudes below 2^22: the sum has no bits to spare.
+// Adding it rounds to an integer, ties to even, for magnitudes below 2^22: no fraction bits remain.
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23
 
 Floats round_to_even(Floats values) noexcept {
     return (values + kRounder) - kRounder;
 }
 
-// exp(x) for x in [-88, 88] (others are clamped, NaN stays): 2^n · p(r), x = n · ln 2 + r.
+// Returns exp(x) for x clamped to [-88, 88], NaN for NaN: 2^n · p(r), x = n · ln 2 + r.
 Floats exponential(Floats x) noexcept {
     const Floats low = Floats{} - 88.0f, high = Floats{} + 88.0f;
     x = x < low ? low : x;
@@ -53,7 +52,7 @@ Floats exponential(Floats x) noexcept {
     return p * std::bit_cast<Floats>((exponent + 127) << 23);
 }
 
-// Group `group` of a row as 32 floats, zeros beyond its end.
+// Reads group `group` of a row as 32 floats, with zeros after the end of the row.
 void fetch_group(RowView row, std::size_t columns, std::size_t group, float* out) noexcept {
     const std::size_t first = group * kGroup;
     const std::size_t count = first >= columns ? 0 : std::min(kGroup, columns - first);
@@ -64,7 +63,7 @@ void fetch_group(RowView row, std::size_t columns, std::size_t group, float* out
 }  // namespace
 
 void quantise_group(const float* values, Format format, QuantGroup* out) noexcept {
-    // As integers, magnitudes order like floats, with NaN above infinity.
+    // The bits of magnitudes order like the floats, with NaN above infinity.
     Ints larger{};
     for (std::size_t i = 0; i < kGroup; i += kWide) {
         const Ints magnitude = bits_of(load(values + i)) & 0x7FFFFFFF;

@@ -1,17 +1,16 @@
-// What kernels multiply weights with: rows of activations, quantised or split, and the nonlinearity.
-// Does not know weights.
+// Rows of activations, quantised or split for the kernels, and the activation functions.
 //
-// One row of K activations, as kernels read it:
+// One row of K activations in the form that kernels read:
 //
 //   for tiles    per group of 32:  { int32 start = −zero · Σ q,  float scale,  int8 q[32] }
 //   for bf16     per 32:           { float even[16] = k 0 2 … 30,  float odd[16] = k 1 3 … 31 }
 //
 // A row is padded with zeros to a multiple of 64. A group with an infinity or a NaN gets scale NaN
-// and codes 0, so that every output of that row is NaN, and no other row notices. A group whose
-// largest magnitude is below kLeastMagnitude counts as zeros.
+// and codes 0. So every output of that row is NaN, and no other row is affected. A group whose
+// largest magnitude is below kLeastMagnitude is taken as zeros.
 //
-// Everything here is element by element, in float32, without fused operations: every machine
-// computes the same bits.
+// All operations here are element by element, in float32 and not fused, so every machine computes
+// the same bits.
 #pragma once
 
 #include <cstddef>
@@ -39,11 +38,11 @@ inline constexpr float kLeastMagnitude = 1e-30f;
 
 enum class Dtype { kBf16, kF32 };  // of a tensor of activations
 
-// What an expert computes between its matrices.
+// The function that an expert computes between its matrices.
 enum class Activation {
     kSwiGlu,         // silu(gate) · up
     kClampedSwiGlu,  // (u + 1) · g · sigmoid(kAlpha · g), g = min(gate, kLimit), u = up in ± kLimit
-    kRelu,           // max(up, 0): there is no gate
+    kRelu,           // max(up, 0), without a gate
 };
 
 inline constexpr float kClampedAlpha = 1.702f;  // gpt-oss
@@ -59,7 +58,7 @@ struct RowView {
     Dtype dtype;
 };
 
-// Groups of a padded row of `columns` activations.
+// Returns the groups of a padded row of `columns` activations.
 constexpr std::size_t groups_of(std::size_t columns) {
     return ceil_div(columns, kTileColumns) * kTileGroups;
 }
@@ -67,20 +66,20 @@ constexpr std::size_t groups_of(std::size_t columns) {
 void quantise_row(RowView row, std::size_t columns, Format format, QuantGroup* out) noexcept;
 void split_row(RowView row, std::size_t columns, SplitGroup* out) noexcept;
 
-// 32 values, as one group of a row. For bf16 they are rounded to bf16 first.
+// Convert 32 values to one group of a row. split_group first rounds them to bf16.
 void quantise_group(const float* values, Format format, QuantGroup* out) noexcept;
 void split_group(const float* values, SplitGroup* out) noexcept;
 
-// Reads `count` neighbouring values.
+// Reads `count` consecutive values.
 void load_row(const std::byte* from, std::size_t count, Dtype dtype, float* values) noexcept;
 
-// Writes `count` outputs of a row, from column `first` on.
+// Writes `count` outputs of a row, starting at column `first`.
 void store_row(const float* values, std::size_t count, std::byte* row, Dtype dtype,
                std::size_t first) noexcept;
 
-// values[i] = activation(gate[i], up[i]) for 32 values; without a gate, `gate` is not read. exp() is
-// a polynomial of degree 6, within 2 ulp; for SwiGLU a gate below -88 gives −0 and above 88 the gate
-// itself, as exp would. A NaN stays one.
+// Writes values[i] = activation(gate[i], up[i]) for 32 values; kRelu does not read `gate`. exp() is
+// a polynomial of degree 6, within 2 ulp. For SwiGLU a gate below -88 gives −0 and a gate above 88
+// gives the gate itself, as with an exact exp. A NaN stays NaN.
 void activate(Activation activation, const float* gate, const float* up, float* values) noexcept;
 
 }  // namespace moeinf

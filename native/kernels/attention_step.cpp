@@ -1,4 +1,4 @@
-// The order of the steps, and the cache's new row. Does not know how any of them is computed.
+// Runs the steps in order and writes the cache's new row.
 #include "kernels/attention_step.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void clip_row(float clip, std::size_t width, std::uint16_t* x) {
     }
 }
 
-// Pairs 2i with 2i + 1.
+// Rotates the pairs (2i, 2i + 1) by the angles cos, sin [width / 2].
 void rotate_pairs(const std::uint16_t* x, const float* cos, const float* sin, std::size_t width,
                   std::uint16_t* out) {
     for (std::size_t i = 0; i < width / 2; ++i) {

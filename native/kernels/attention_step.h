@@ -1,16 +1,16 @@
-// What stands between the projections of an attention layer and its output, for one token per
-// request: norms, rope, the new row of the cache, attention; for MLA also the absorbed products.
-// Does not know torch or Python. Everything is bfloat16, computed in float32 and rounded where the
-// torch version in models/ rounds, so that both agree within the order of their sums.
+// An attention layer between its projections and its output, for one token per request.
+// Norms, rope, the new row of the cache and attention; for MLA also the absorbed products. All
+// values are bfloat16, computed in float32 and rounded where the torch version in models/ rounds.
+// So both versions differ only by the order of their sums.
 //
 //   gqa_step   q, k, v -> norm -> clip -> rotate (i with i + W/2) -> k, v into the cache -> attend
 //   mla_step   q = [nope | rope] per head, latent = [kv_lora | rope];
 //              latent: norm, rotate (2i with 2i + 1), into the cache
 //              q:      nope · W_uk -> kv_lora, rope rotated; attend; result · W_uv -> value
 //
-// The caches of a call belong to different requests and nobody else touches them meanwhile. Row r
-// of every input belongs to requests[r], whose count includes the new token. Bits depend on the row
-// and its cache alone.
+// The caches of a call belong to different requests, and no other thread uses them during the call.
+// Row r of every input belongs to requests[r], whose count includes the new token. The bits of a
+// result depend only on its row and cache.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@
 
 namespace moeinf {
 
-// x / sqrt(mean(x²) + eps) over groups of `width` columns, rounded, times weight [width]. Without a
-// weight there is no norm.
+// x / sqrt(mean(x²) + eps) over groups of `width` columns, rounded, times weight [width]. With a
+// null weight the row is copied unchanged.
 struct RowNorm {
     const std::uint16_t* weight;
     std::size_t width;
@@ -37,7 +37,7 @@ struct Angles {  // [requests][rotated columns / 2] each
 struct GqaStep {
     AttentionShape shape;  // bf16, key_width == value_width, even
     RowNorm q_norm, k_norm;
-    float clip;  // of q, k and v to ± clip; 0: none
+    float clip;  // limits q, k and v to ± clip; 0: no limit
 };
 
 struct MlaStep {
@@ -47,15 +47,17 @@ struct MlaStep {
     const std::uint16_t* kv_b;  // [heads][nope + value][kv_lora]: W_uk, then W_uv
 };
 
-// q [R][heads · W], k and v [R][kv_heads · W], out like q. Throws std::bad_alloc.
+// Computes one step with q [R][heads · W], k and v [R][kv_heads · W], out like q. Throws
+// std::bad_alloc.
 void gqa_step(const GqaStep& step, std::span<const CachedRows> requests, const std::uint16_t* q,
               const std::uint16_t* k, const std::uint16_t* v, Angles angles, std::uint16_t* out);
 
-// q [R][heads · (nope + rope)], latent [R][kv_lora + rope], out [R][heads · value].
+// Computes one step with q [R][heads · (nope + rope)], latent [R][kv_lora + rope], out
+// [R][heads · value]. Throws std::bad_alloc.
 void mla_step(const MlaStep& step, std::span<const CachedRows> requests, const std::uint16_t* q,
               const std::uint16_t* latent, Angles angles, std::uint16_t* out);
 
-// x [rows][width] -> out; may be in place.
+// Normalises x [rows][width] into out; may be in place.
 void rms_norm(const RowNorm& norm, const std::uint16_t* x, std::size_t rows, std::uint16_t* out);
 
 }  // namespace moeinf

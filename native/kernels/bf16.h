@@ -1,4 +1,4 @@
-// bfloat16 as its 16 bits, and float32. Does not know vectors.
+// Conversions between bfloat16, as 16 bits, and float32.
 #pragma once
 
 #include <bit>
@@ -10,7 +10,7 @@ inline float widen(std::uint16_t bf16) noexcept {
     return std::bit_cast<float>(static_cast<std::uint32_t>(bf16) << 16);
 }
 
-// Rounds to nearest, ties to even; a NaN stays one, though its low bits may be its only ones.
+// Rounds to nearest, ties to even. A NaN stays NaN, also if only its low 16 bits are set.
 inline std::uint16_t narrow(float value) noexcept {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t rounded = bits + 0x7FFF + ((bits >> 16) & 1);

@@ -1,5 +1,4 @@
 // Posting, joining and leaving a call; starting, stopping and forking threads.
-// Does not know what is computed.
 #include "kernels/thread_pool.h"
 
 #include <pthread.h>
@@ -21,7 +20,7 @@ namespace {
 constexpr std::uint32_t kEntered = 0xFF;
 constexpr std::uint32_t kOpen = 0x100;
 constexpr std::uint32_t kEpoch = 0x200;  // added for every call
-constexpr int kPausesPerLook = 32;       // between two looks at the clock
+constexpr int kPausesPerLook = 32;       // pauses between two readings of the clock
 
 void relax() noexcept {
 #if defined(__x86_64__)
@@ -47,7 +46,8 @@ int usable_cores() noexcept {
 
 std::atomic<ThreadPool*> process_pool{nullptr};
 
-// The threads of the old pool did not come along, and whoever held its flags is gone: leave it.
+// Replaces the pool in a forked child: the old pool's threads do not exist in the child, so its
+// flags may stay set for ever. The old pool leaks.
 void begin_anew_in_child() {
     process_pool.store(new ThreadPool(process_pool.load()->threads()));
 }
@@ -91,7 +91,7 @@ void ThreadPool::run(Job job) {
     left_.store(0, std::memory_order_relaxed);
     const std::uint32_t epoch = state_.load(std::memory_order_relaxed) & ~(kOpen | kEntered);
     state_.store((epoch + kEpoch) | kOpen, std::memory_order_release);
-    state_.notify_all();  // a system call only if somebody sleeps
+    state_.notify_all();  // a system call only if a worker sleeps
     work(0);
     const std::uint32_t entered =
         state_.fetch_and(~kOpen, std::memory_order_acq_rel) & kEntered;
@@ -123,7 +123,7 @@ void ThreadPool::serve() noexcept {
     }
 }
 
-// Returns a state that is open and of another epoch than `seen`, or any when stopping.
+// Waits for an open state of another epoch than `seen` and returns it, or any state when stopping.
 std::uint32_t ThreadPool::await(std::uint32_t seen) noexcept {
     using Clock = std::chrono::steady_clock;
     const auto until = Clock::now() + std::chrono::duration<double>(kSpinSeconds);
@@ -138,7 +138,7 @@ std::uint32_t ThreadPool::await(std::uint32_t seen) noexcept {
     }
 }
 
-// No thread that starts is left without work; fewer than asked for are enough.
+// Starts the workers. Fewer threads than requested are enough: every thread can take any index.
 void ThreadPool::start_workers() {
     const auto wanted = static_cast<std::size_t>(threads()) - 1;
     sigset_t all, before;
@@ -152,7 +152,7 @@ void ThreadPool::start_workers() {
 #endif
         }
     } catch (const std::system_error&) {
-        // The system has no more threads to give.
+        // The system refuses more threads.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }

@@ -1,5 +1,4 @@
-// The threads that kernels compute with: parallel_for over a fixed count, the caller taking part.
-// Does not know what is computed, nor torch, nor Python.
+// The threads of the kernels: parallel_for over a fixed count, in which the caller takes part.
 //
 // One call, with n = min(threads(), count) shares of the indices:
 //
@@ -7,9 +6,9 @@
 //   indices   [0, c/n)     [c/n, 2c/n)  ...   [(n-1)c/n, c)      the same for every call
 //   worked on by the caller, then by the workers in the order in which they join
 //
-// Whoever finishes its share takes the next indices of the other shares, so a worker that wakes
-// late, or whose core somebody else uses, delays nobody: the caller alone can finish everything.
-// Which thread runs an index is therefore not fixed; a body must give the same bytes on any.
+// A thread that finishes its share takes indices of the other shares. So a worker that wakes late,
+// or whose core is busy, delays no other thread: the caller alone can finish all indices. It is
+// therefore not fixed which thread runs an index; a body must give the same bytes on any thread.
 //
 // state_ is one 32-bit word that workers sleep on (futex):
 //
@@ -17,23 +16,23 @@
 //
 //   post     epoch + 1, open, entered 0       release: publishes job_ and shares_
 //   join     entered + 1, only while open     acquire: sees them
-//   close    open cleared by the caller when no index is left; from here on nobody joins
+//   close    open cleared by the caller when no index is left; no worker joins after that
 //   leave    left_ + 1                        release: publishes what the body wrote
 //
-// The caller returns when left_ == entered, so job_ and shares_ are never rewritten under a worker,
-// and everything the bodies wrote happens-before the return. If the epoch wraps round while a
-// worker sleeps, that worker may miss one call: the others do its work.
+// The caller returns when left_ == entered. So job_ and shares_ never change while a worker uses
+// them, and all writes of the bodies happen-before the return. If the epoch wraps round while a
+// worker sleeps, that worker may miss one call, and the other threads do its work.
 //
-// Waiting. A worker spins for kSpinSeconds and then sleeps. Long enough to catch the second of two
-// calls that follow each other directly (gate·up, then down), short enough not to hold a core while
-// torch computes between them.
+// Waiting. A worker spins for kSpinSeconds and then sleeps. That is long enough to catch the second
+// of two consecutive calls (gate·up, then down). It is short enough not to hold a core while torch
+// computes between them.
 //
-// One call at a time has the workers; a call that finds them taken (another thread, or a body that
-// calls again) runs all of its indices itself. Nothing waits for anything but running bodies.
+// One call at a time has the workers. A call that finds them busy (another thread, or a body that
+// calls again) runs all of its indices itself. The only waits are for running bodies.
 //
-// Fork and exit. compute_pool() is made at first use and never destroyed: at exit its workers touch
-// nothing that is destroyed before them. After fork() the child gets a new pool without threads,
-// which start at its first call.
+// Fork and exit. compute_pool() is constructed at first use and never destroyed, so at exit its
+// workers use nothing that was destroyed before them. After fork() the child gets a new pool
+// without threads; they start at its first call.
 #pragma once
 
 #include <array>
@@ -53,8 +52,8 @@ static_assert(kMaxComputeThreads < 256, "entered has 8 bits");
 
 class ThreadPool {
   public:
-    // `threads` in 1 … kMaxComputeThreads, the caller counted; they start when first needed.
-    // Throws std::invalid_argument.
+    // `threads` in 1 … kMaxComputeThreads, the caller included. The workers start at the first call
+    // that needs them. Throws std::invalid_argument.
     explicit ThreadPool(int threads);
     ~ThreadPool();  // must not race with calls
     ThreadPool(const ThreadPool&) = delete;
@@ -62,11 +61,11 @@ class ThreadPool {
 
     int threads() const noexcept { return threads_.load(std::memory_order_relaxed); }
 
-    // Waits for a running call to end. Throws std::invalid_argument.
+    // Waits for a running call to end, then changes the count. Throws std::invalid_argument.
     void set_threads(int threads);
 
     // Runs body(index) once for every index in [0, count), and returns when all have run. The body
-    // must not throw. An index should be worth some microseconds: taking one is an atomic addition.
+    // must not throw. An index should run for some microseconds: taking it costs an atomic addition.
     template <class Body>
     void parallel_for(std::size_t count, Body&& body) {
         using Plain = std::remove_reference_t<Body>;
@@ -83,21 +82,21 @@ class ThreadPool {
         void* context;
         std::size_t count;
     };
-    struct alignas(64) Share {  // a cache line each
+    struct alignas(64) Share {  // one cache line each
         std::atomic<std::size_t> next{0};
         std::size_t end = 0;
     };
 
     void run(Job job);
     void work(std::size_t share) noexcept;  // takes indices until none is left, its own share first
-    void serve() noexcept;                  // a worker's life
+    void serve() noexcept;                  // the body of a worker thread
     std::uint32_t await(std::uint32_t seen) noexcept;
     void start_workers();
     void stop_workers();
     void hold() noexcept;  // waits until it has busy_
 
     std::atomic<int> threads_;
-    std::atomic_flag busy_;  // who holds it posts, and changes what is below
+    std::atomic_flag busy_;  // its holder posts calls and changes the members below
     std::vector<std::thread> workers_;
     std::array<Share, kMaxComputeThreads> shares_;
     std::size_t share_count_ = 0;
@@ -107,7 +106,7 @@ class ThreadPool {
     std::atomic<bool> stopping_{false};
 };
 
-// The pool of the process: as many threads as cores that it may use, until set_threads.
+// Returns the pool of the process. It has one thread per usable core, until set_threads.
 ThreadPool& compute_pool();
 
 }  // namespace moeinf

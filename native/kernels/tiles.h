@@ -1,8 +1,7 @@
-// How quantised weights lie in memory: one layout for VNNI, AVX2, portable and GPU kernels.
-// Does not know what a matrix is for, nor how it is multiplied.
+// The memory layout of quantised weights: one layout for VNNI, AVX2, portable and GPU kernels.
 //
-// A matrix [N, K] (y = W x) is cut into row blocks of 16 rows, and those into tiles of 64 columns,
-// which are two groups of 32; rows and columns that are missing are zeros.
+// A matrix [N, K] (y = W x) is cut into row blocks of 16 rows, and those into tiles of 64 columns.
+// A tile has two groups of 32 columns. Missing rows and columns are padded with zeros.
 //
 //   matrix     row block 0 | row block 1 | ...             ceil(N / 16) of them
 //   row block  tile 0 | tile 1 | ...                       ceil(K / 64) of them
@@ -25,18 +24,19 @@
 //
 //   weight = scale · (code − zero),  zero = 8 in q4 (codes 0 … 15), 128 in q8 (codes 1 … 255)
 //
-// mxfp4 is what a checkpoint has, sorted into tiles: nothing is rounded. Its kernels look codes up:
-// twice a code's number is whole, and 12 more is unsigned. So to what follows, a code is 0 … 24,
-// zero is 12, and half of the scale is in s. e = 255, no number, is infinite here.
+// mxfp4 has the values of the checkpoint, sorted into tiles: nothing is rounded. Its kernels look
+// codes up: twice a code's value is an integer, and adding 12 makes it unsigned. So below, a code
+// is 0 … 24, zero is 12, and s contains a factor of 1/2. e = 255, NaN in E8M0, is infinity here.
 //
-// Why so: 16 rows of one word are a 64-byte vector whose 32-bit lanes are rows, and what meets it
-// is one 32-bit word of the activation, the same for all lanes: `vpdpbusd` with a broadcast operand
-// needs no shuffle and no horizontal sum. AVX2 takes each vector as two halves of 8 rows. On a GPU
-// 16 × v neighbouring threads read neighbouring words. Codes are unsigned because that is what
-// `vpdpbusd` and `vpmaddubsw` take as weights; `− zero · Σ a` is where the sum begins. Scales lie
-// in the tile, so that a matrix is one stream for the prefetcher, and a tile is whole cache lines.
+// Reasons: 16 rows of one word are a 64-byte vector whose 32-bit lanes are rows. It is multiplied
+// with one 32-bit word of the activation, the same for all lanes. So `vpdpbusd` with a broadcast
+// operand needs no shuffle and no horizontal sum. AVX2 takes each vector as two halves of 8 rows.
+// On a GPU 16 × v neighbouring threads read neighbouring words. Codes are unsigned because
+// `vpdpbusd` and `vpmaddubsw` take unsigned weights; the sum starts at `− zero · Σ a`. Scales lie
+// in the tile, so that a matrix is one stream for the prefetcher. A q4 or q8 tile is whole cache
+// lines.
 //
-// Canonical arithmetic, the same bits on every path, for any number of rows at once:
+// Canonical arithmetic, the same bits on every path, for any number of rows per call:
 //
 //   activation   per group: s = max|a| / 127, q = round(a · (127 / max|a|)) to even; f32
 //   group        d = Σ_k q_k · code_k − zero · Σ_k q_k                       exact integer
@@ -60,10 +60,10 @@ inline constexpr int kQ4Zero = 8;
 inline constexpr int kQ8Zero = 128;
 inline constexpr int kMxfp4Zero = 12;
 
-// 2 · E2M1 + kMxfp4Zero, by code: the upper eight are negative.
+// 2 · E2M1 + kMxfp4Zero, by code: codes 8 … 15 have negative values.
 inline constexpr unsigned char kMxfp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                   12, 11, 10, 9,  8,  6,  4,  0};
-inline constexpr int kLeastE8M0 = 0x00400000;  // bits of 2^-127, which e << 23 is not for e = 0
+inline constexpr int kLeastE8M0 = 0x00400000;  // bits of 2^-127: for e = 0, e << 23 would be 0.0
 
 static_assert(kQ4TileBytes == kBlockRows * (kTileColumns / 2 + 2 * kTileGroups));
 static_assert(kQ8TileBytes == kBlockRows * (kTileColumns + 2 * kTileGroups));
@@ -86,7 +86,7 @@ constexpr int zero_of(Format format) {
     return format == Format::kQ4 ? kQ4Zero : kQ8Zero;
 }
 
-// Bytes of one row block of a quantised matrix with `columns` columns.
+// Returns the bytes of one row block of a quantised matrix with `columns` columns.
 constexpr std::size_t block_bytes(Format format, std::size_t columns) {
     return ceil_div(columns, kTileColumns) * tile_bytes(format);
 }
