@@ -1,5 +1,4 @@
-// Loops without anything to wait for but the unit that they measure.
-// Does not know kernels.
+// Loops that wait only for the unit that they measure.
 #include "kernels/ceilings.h"
 
 #include <algorithm>
@@ -18,10 +17,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kTurns = 1 << 20;
-constexpr std::size_t kChains = 12;  // sums in flight: more than any latency
+constexpr std::size_t kChains = 12;  // sums in flight: enough to hide any latency
 constexpr std::size_t kPieceBytes = 256 << 10;
 
-// Each returns the products of one turn; `sink` keeps the compiler from dropping the loop.
+// Returns the products of one turn; `sink` keeps the compiler from removing the loop.
 using Multiply = std::size_t (*)(float* sink);
 
 #if defined(__x86_64__)
@@ -89,7 +88,7 @@ Multiply multiplication(AttentionPath path) {
     }
 }
 
-// One word of every cache line: no instruction set can ask for less, and memory delivers lines.
+// Reads one word of every cache line: the least work for the processor, since memory moves lines.
 std::size_t read_piece(const std::byte* data, std::size_t ahead) {
     std::size_t sums[4] = {};
     for (std::size_t at = 0; at < kPieceBytes; at += 256)

@@ -1,5 +1,5 @@
-// What kernels are compared with: how fast this machine multiplies, and reads, at the moment.
-// Does not know what is computed. For benchmarks only.
+// Measures how fast this machine multiplies and reads at the moment, to compare kernels with.
+// For benchmarks only.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +8,12 @@
 
 namespace moeinf {
 
-// Products per second, of all threads together, of the instruction that `path` multiplies with,
-// with operands in registers: pairs of bfloat16, or float32.
+// Returns the products per second of all threads together, for the multiplying instruction of
+// `path` with operands in registers: pairs of bfloat16, or float32.
 double measure_products(AttentionPath path);
 
-// Bytes per second of reading [data, data + bytes) once with `threads` of the pool's threads,
-// prefetching `ahead` bytes (0: not at all).
+// Returns the bytes per second of one read of [data, data + bytes) with `threads` of the pool's
+// threads, prefetching `ahead` bytes ahead (0: no prefetch).
 double measure_reading(const std::byte* data, std::size_t bytes, std::size_t threads,
                        std::size_t ahead);
 

@@ -1,5 +1,4 @@
-// Cutting decode attention into tasks, and combining what they leave.
-// Does not know how a task is computed.
+// Cuts decode attention into tasks, and combines their partials.
 #include "kernels/decode_attention.h"
 
 #include <algorithm>
@@ -20,7 +19,7 @@ using attention::Task;
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kWorthSharing = 1 << 15;  // floats to combine: some ten microseconds
+constexpr std::size_t kWorthSharing = 1 << 15;  // floats to combine: about ten microseconds
 
 thread_local Scratch scratch;
 
@@ -45,8 +44,8 @@ const Path& implementation(AttentionPath path) {
     }
 }
 
-// The query heads of one key head in groups of kMaxLanesHeads; the last may have fewer. A group's
-// partials fill up to a power of two, which the bfloat16 path writes.
+// The query heads of one key head in groups of kMaxLanesHeads; the last group may have fewer. A
+// group's partials are padded to a power of two, because the bfloat16 path writes that many.
 struct Groups {
     std::size_t sharing;  // P
 
@@ -62,7 +61,7 @@ struct Groups {
 
 struct Request {
     std::size_t first_task;
-    std::size_t skipped;  // tokens that the window leaves out
+    std::size_t skipped;  // tokens before the window
     std::size_t seen, block, blocks;
 };
 
@@ -135,7 +134,7 @@ class Call {
                        partial_stride_});
     }
 
-    // Sums into the partial of the first block.
+    // Sums the partials of one query head into that of the first block, and writes its output row.
     void combine(std::size_t index) const {
         const std::size_t width = shape_.value_width, head = index % shape_.heads;
         const Request& request = requests_[index / shape_.heads];

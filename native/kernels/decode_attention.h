@@ -1,5 +1,4 @@
-// Attention of one query row per request over its key-value cache, at the speed of memory.
-// Does not know layers, rope, torch or Python.
+// Attention of one query row per request over its KV cache, at the speed of memory.
 //
 // One request, G key heads, P = heads / G query heads that share each of them:
 //
@@ -8,28 +7,28 @@
 //                                         of its keys, and come from memory with them
 //   q, out   [heads][key_width], [heads][value_width]; query head h uses key head h / P
 //
-// The keys that a row sees are cut into blocks of block_keys(seen): how many keys there are
-// decides, and nothing else. A task is one (request, key head, block) for all P heads at once, so
-// that a key is fetched from memory once; inside, tiles of kTileKeys keys stay in the nearest cache
-// while their values are summed. A task leaves one partial per query head, in float32:
+// The keys that a row sees are cut into blocks of block_keys(seen), which depends only on the
+// number of keys. A task is one (request, key head, block) for all P heads at once, so that a key
+// is fetched from memory once. In a task, tiles of kTileKeys keys stay in the nearest cache while
+// their values are summed. A task writes one partial per query head, in float32:
 //
 //   | value sum [value_width] | max | sum |
 //
 //   out = sum of 2^(max - MAX) * value sum / sum of 2^(max - MAX) * sum, over the blocks in order
 //
-// Scores are kept times log2(e), so that every exponential is a power of two. A row's bits thus
-// depend on its query and its cache alone: not on the number of threads, not on who took a task,
-// not on the other requests of the call.
+// Scores are multiplied by log2(e), so that every exponential is a power of two. A row's bits
+// depend only on its query and its cache. They do not depend on the number of threads, the thread
+// of a task, or the other requests of the call.
 //
 // Paths, chosen once at run time; they agree within rounding, not bit for bit:
 //
 //   avx512bf16   bfloat16 caches whose widths are multiples of 32. Products of bfloat16 pairs are
-//                exact and added in float32; a weight 2^(s - max) is rounded to bfloat16, and the
-//                sum that divides is the sum of the rounded weights
+//                exact and added in float32. A weight 2^(s - max) is rounded to bfloat16, and the
+//                divisor is the sum of the rounded weights
 //   avx512, avx2, portable   one body in vectors of 16, 8 or 4 floats (decode_attention_lanes.h);
 //                keys and values are widened, everything is float32
 //
-// Scratch: at most kMaxBlocks partials per request and head, held by the calling thread and kept.
+// Scratch: at most kMaxBlocks partials per request and head, kept by the calling thread for reuse.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +44,7 @@ inline constexpr std::size_t kMaxLanesHeads = 16;  // query heads that a path wo
 
 enum class AttentionPath { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
 
-// The fastest that this processor has.
+// Returns the fastest path that this processor supports.
 AttentionPath best_attention_path() noexcept;
 const char* name_of(AttentionPath path) noexcept;
 
@@ -57,10 +56,10 @@ struct AttentionShape {
     float scale;          // of the products, before the softmax
     bool bf16;           // q, out and the cache are bfloat16; else float32
     std::size_t window;  // keys seen, the newest included; 0: all
-    const float* sinks = nullptr;  // [heads]: a logit that only adds to the divisor (gpt-oss)
+    const float* sinks = nullptr;  // [heads]: a logit added only to the divisor (gpt-oss)
 };
 
-// One request's planes of one layer. Strides count elements.
+// One request's keys and values of one layer. Strides count elements.
 struct CachedRows {
     const void* keys;
     const void* values;
@@ -73,9 +72,9 @@ struct CachedRows {
 
 std::size_t block_keys(std::size_t seen) noexcept;
 
-// q [requests][heads][key_width] and out [requests][heads][value_width], both contiguous, in the
-// cache's type. Runs on compute_pool(). `path` is lowered to what the shape allows.
-// Throws std::bad_alloc.
+// Computes out [requests][heads][value_width] from q [requests][heads][key_width], both contiguous,
+// in the cache's type. Runs on compute_pool(). Lowers `path` to one that the processor and the
+// shape allow. Throws std::bad_alloc.
 void decode_attention(const AttentionShape& shape, std::span<const CachedRows> requests,
                       const void* q, void* out, AttentionPath path = best_attention_path());
 

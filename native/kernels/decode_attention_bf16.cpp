@@ -1,19 +1,17 @@
 // The AVX512-BF16 path of decode attention: products of bfloat16 pairs, two per lane.
-// Does not know requests or threads.
 //
-// H query heads (1, 2, 4, 8 or 16; fewer are filled up with zeros) share the 16 lanes of a
-// register, R = 16 / H lanes each:
+// H query heads (1, 2, 4, 8 or 16; padded with zero heads) share the 16 lanes of a register, with
+// R = 16 / H lanes each:
 //
-//   scores   lane h·R + j adds up the pairs j, j + R, j + 2R ... of q_h · k. A key enters as one
-//            broadcast of R pairs. Sixteen keys give sixteen registers; log2(R) rounds of folding
+//   scores   lane h·R + j sums the pairs j, j + R, j + 2R ... of q_h · k. A key is loaded as
+//            broadcasts of R pairs. Sixteen keys give sixteen registers; log2(R) rounds of folding
 //            turn R of them into one that holds R keys of every head: lane h·R + r is key r
 //   softmax  in that layout; neighbouring lanes are neighbouring keys, so narrowing to bfloat16
-//            yields the key pairs that the second product wants
+//            gives the key pairs that the second product needs
 //   values   lanes are columns. Two rows interleaved give pairs (v_s, v_s+1); a pair of weights of
 //            one head is broadcast from memory
 //
-// A value sum stands in memory in the order in which interleaving leaves the columns, and is put in
-// order when the task ends.
+// In memory a value sum has its columns in interleaved order; the end of the task restores theirs.
 #include "kernels/decode_attention_paths.h"
 
 #if defined(__x86_64__)
@@ -31,8 +29,9 @@ namespace {
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kStepKeys = 16;  // keys whose scores are computed together
 constexpr std::size_t kHalfKeys = 8;   // sums in flight at a time: enough to hide the latency
-constexpr std::size_t kColumns = 32;   // of values at a time: one cache line
-// Prefetched into the second cache: rows are read side by side, which loses the hardware streams.
+constexpr std::size_t kColumns = 32;   // columns of values at a time: one cache line
+// Prefetched into the second-level cache: the rows are read side by side, so the hardware
+// prefetcher does not follow them.
 constexpr std::size_t kAheadBytes = 16384;
 
 std::size_t lanes_heads(std::size_t heads) noexcept {
@@ -45,7 +44,7 @@ std::size_t packed_bytes(std::size_t heads, std::size_t key_width) {
     return lanes_heads(heads) * key_width * sizeof(std::uint16_t) + 64;
 }
 
-// [key_width / 2R][16 lanes] pairs, in the order of the lanes above.
+// Writes [key_width / 2R][16 lanes] pairs, in the order of the lanes above.
 void pack(const void* q, std::size_t heads, std::size_t key_width, bool, void* packed) {
     const std::size_t all = lanes_heads(heads), r = kLanes / all, pairs = key_width / 2;
     auto* to = static_cast<std::uint32_t*>(packed);
@@ -78,7 +77,7 @@ MOEINF_BF16_INLINE __m512bh broadcast(const std::uint16_t* at) {
     }
 }
 
-// Exchanges every lane with the one `Distance` away.
+// Exchanges every lane with the lane `Distance` away.
 template <std::size_t Distance>
 MOEINF_BF16_INLINE __m512 exchange(__m512 x) {
     if constexpr (Distance == 1) return _mm512_permute_ps(x, 0xB1);
@@ -92,7 +91,8 @@ constexpr __mmask16 upper_lanes() {
     return Distance == 1 ? 0xAAAA : Distance == 2 ? 0xCCCC : Distance == 4 ? 0xF0F0 : 0xFF00;
 }
 
-// Sums over the R lanes of a head for R registers at once: lane h·R + r becomes the sum of x[r].
+// Sums over the R lanes of each head, for R registers: lane h·R + r of x[0] gets head h's sum of
+// x[r].
 template <std::size_t R, std::size_t Distance = 1>
 MOEINF_BF16_INLINE void fold(__m512* x) {
     if constexpr (Distance < R) {
@@ -121,7 +121,7 @@ MOEINF_BF16_INLINE __m512 sum_of_head(__m512 x) {
     return x;
 }
 
-// 2^x for x <= 0; relative error below 2e-7. Far below it gives 0.
+// Returns 2^x for x <= 0, with a relative error below 2e-7; 0 for x far below -126.
 MOEINF_BF16_INLINE __m512 power_of_two(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 t = _mm512_sub_ps(x, whole);  // [-0.5, 0.5]
@@ -135,7 +135,7 @@ MOEINF_BF16_INLINE __m512 power_of_two(__m512 x) {
     return _mm512_scalef_ps(y, whole);
 }
 
-// Scores of kStepKeys keys from `keys` on, of which `count` exist; H registers.
+// Writes the scores of kStepKeys keys starting at `keys`, of which `count` exist, to H registers.
 template <std::size_t H>
 MOEINF_BF16_INLINE void score_step(const Task& task, const std::uint16_t* keys, std::size_t count,
                                    __m512* scores) {
@@ -169,7 +169,7 @@ MOEINF_BF16_INLINE void score_step(const Task& task, const std::uint16_t* keys, 
     }
 }
 
-// Which lanes of register g of a step stand for keys below `count`.
+// Returns the lanes of register g of a step whose keys are below `count`.
 template <std::size_t R>
 MOEINF_BF16_INLINE __mmask16 existing(std::size_t g, std::size_t count) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -184,8 +184,7 @@ struct Tile {
     static constexpr std::size_t kRegisters = kTileKeys / kR;
     static constexpr std::size_t kPairs = kTileKeys / 2;
     alignas(64) float scores[kRegisters * kLanes];
-    // For R > 1 [register][H][R / 2] pairs, for R = 1 [pair][H]: the pairs of one head are `kStep`
-    // apart for every R / 2 of them.
+    // Pairs [register][H][R / 2] for R > 1, and [pair][H] for R = 1; see place().
     alignas(64) std::uint32_t weights[kPairs * H];
 
     static std::size_t place(std::size_t head, std::size_t pair) noexcept {
@@ -195,7 +194,7 @@ struct Tile {
     }
 };
 
-// Rounds the weights to bfloat16 pairs and returns the sum of the rounded ones, per lane.
+// Rounds the weights to bfloat16 pairs and returns the sum of the rounded weights, per lane.
 template <std::size_t H>
 MOEINF_BF16_INLINE __m512 weigh(Tile<H>& tile, std::size_t registers, __m512 top) {
     __m512 sum = _mm512_setzero_ps();
@@ -272,13 +271,14 @@ MOEINF_BF16_INLINE void add_columns(const Task& task, const Tile<H>& tile,
         }
 }
 
-// Sixteen sums are in flight: few heads take more columns at a time.
+// Adds weights * values for all heads and columns. Sixteen sums are in flight, so fewer heads take
+// more columns at a time.
 template <std::size_t H>
 MOEINF_BF16_INLINE void add_values(const Task& task, const Tile<H>& tile,
                                    const std::uint16_t* values, std::size_t count) {
     constexpr std::size_t kHeads = std::min<std::size_t>(H, 8);
     constexpr std::size_t kChunks = std::min<std::size_t>(4, 8 / kHeads);
-    const bool fetch = task.keys != task.values;  // MLA's values have come with its keys
+    const bool fetch = task.keys != task.values;  // MLA's values were fetched with its keys
     std::size_t column = 0;
     for (; column + kChunks * kColumns <= task.value_width; column += kChunks * kColumns)
         for (std::size_t first = 0; first < H; first += kHeads)
@@ -303,7 +303,7 @@ MOEINF_BF16 void scale_values(const Task& task, __m512 factor) {
     }
 }
 
-// From the order of interleaved columns to their own.
+// Restores the order of interleaved columns.
 MOEINF_BF16 void order_columns(float* row, std::size_t width) {
     const __m512i first =
         _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);

@@ -1,8 +1,7 @@
 // The float32 paths of decode attention: one body, compiled for three kinds of processor.
-// Does not know requests or threads.
 //
-// The target options stand around the body, not on each function, because generic vectors are cut
-// into what the enclosing function may use before anything is inlined into it.
+// The target options surround the body instead of marking each function. GCC splits generic vectors
+// into those that the enclosing function supports before it inlines.
 #include <cstddef>
 #include <cstdint>
 

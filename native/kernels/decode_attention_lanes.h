@@ -1,13 +1,13 @@
-// One task of decode attention, and the small steps around it, in vectors of kFloats floats.
-// Does not know the processor: decode_attention_lanes.cpp includes this once for each kind, with
+// One task of decode attention, and the row operations around it, in vectors of kFloats floats.
+// decode_attention_lanes.cpp includes this once for each kind of processor, with
 //
 //   MOEINF_LANES        the namespace
-//   MOEINF_LANE_FLOATS  how many floats a vector has
+//   MOEINF_LANE_FLOATS  the number of floats in a vector
 //
-// No include guard, and no includes: what those define must not be compiled for one processor only.
+// No include guard and no includes: included code must not be compiled for one processor only.
 //
-// Lanes are dimensions, for the scores as for the values. A vector is widened when it is used and
-// serves kHeads heads, so more heads than that widen it again, from the nearest cache.
+// Lanes are dimensions, both for scores and for values. A vector is widened when it is used, and
+// serves kHeads heads. More heads widen it again, from the nearest cache.
 
 namespace moeinf::attention::MOEINF_LANES {
 namespace {
@@ -37,7 +37,7 @@ inline void store(float* at, Vector x) noexcept {
     *reinterpret_cast<LooseVector*>(at) = x;
 }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; a NaN stays NaN.
 inline void store(std::uint16_t* at, Vector x) noexcept {
     const Word bits = (Word)x;
     const Word rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -65,9 +65,9 @@ inline float sum_of(Vector x) noexcept {
     return sum;
 }
 
-// 2^x for x <= 0; relative error below 2e-7. Below -126.5 it is 0.
+// Returns 2^x for x <= 0, with a relative error below 2e-7; 0 for x below -126.5.
 inline Vector power_of_two(Vector x) noexcept {
-    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it removes the fraction bits
     x = x > -127.0f ? x : Vector{} - 127.0f;
     const Vector whole = (x + kRounder) - kRounder;
     const Vector t = x - whole;
@@ -170,8 +170,8 @@ inline void add_values(const Task& task, const Item* values, std::size_t head, s
         }
 }
 
-// Scores become weights; returns their sum. `top` rises to the highest score, and what has been
-// summed before is scaled by what that makes of it.
+// Turns scores into weights and adds them to `sum`. Raises `top` to the highest score, and scales
+// `sum` and the value sums so far to the new `top`.
 inline void weigh(const Task& task, std::size_t head, std::size_t count, Scores& scores, float& top,
                   float& sum) noexcept {
     float* of = scores.of[head];
@@ -231,7 +231,7 @@ void run(const Task& task) noexcept {
 }
 
 constexpr std::size_t kRowsAtOnce = 8;
-constexpr std::size_t kColumnsAtOnce = 1024;  // sums that are kept in the nearest cache
+constexpr std::size_t kColumnsAtOnce = 1024;  // sums that fit in the nearest cache
 
 template <std::size_t Rows>
 inline void add_rows(const std::uint16_t* weights, std::size_t width, std::size_t columns,

@@ -1,5 +1,4 @@
-// What every path of decode attention offers: packing a query, and one task.
-// Does not know requests, threads or how tasks are combined.
+// The interface of a path of decode attention: packing a query, and running one task.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@ namespace moeinf::attention {
 
 // One (key head, block of keys) for `heads` <= kMaxLanesHeads query heads that share the key head.
 struct Task {
-    const void* packed;  // what the path's pack() wrote for these heads
+    const void* packed;  // written by the path's pack() for these heads
     const void* keys;    // the first key of the block
     const void* values;
     std::size_t key_stride, value_stride;  // elements from one token to the next
@@ -21,18 +20,19 @@ struct Task {
     std::size_t key_width, value_width;
     float scale;  // times log2(e)
     bool bf16;
-    float* partials;             // [heads] of them
+    float* partials;             // [heads][partial_stride]
     std::size_t partial_stride;  // floats
 };
 
-// Bytes of a packed group of heads: a multiple of 64, aligned so.
+// The functions of one path. A packed group of heads has packed_bytes bytes, rounded up and aligned
+// to 64 by the caller.
 struct Path {
     std::size_t (*packed_bytes)(std::size_t heads, std::size_t key_width);
     void (*pack)(const void* q, std::size_t heads, std::size_t key_width, bool bf16, void* packed);
     void (*run)(const Task& task) noexcept;
 };
 
-// Small steps on bfloat16 rows, computed in float32.
+// Operations on bfloat16 rows, computed in float32.
 struct RowMath {
     // out [width] = sum over rows of x[row] * weights[row]; weights [rows][width]
     void (*sum)(const std::uint16_t* weights, std::size_t rows, std::size_t width,
@@ -43,14 +43,14 @@ struct RowMath {
     // out = x / sqrt(mean(x²) + eps), rounded, times weight; may be in place
     void (*norm)(const std::uint16_t* weight, std::size_t width, float eps, const std::uint16_t* x,
                  std::uint16_t* out) noexcept;
-    // Turns the pairs (i, i + width/2) by the angles cos, sin [width/2]; may be in place.
+    // Rotates the pairs (i, i + width/2) by the angles cos, sin [width/2]; may be in place.
     void (*rotate_half)(const std::uint16_t* x, const float* cos, const float* sin,
                         std::size_t width, std::uint16_t* out) noexcept;
 };
 
-const RowMath& row_math() noexcept;  // of best_attention_path()
+const RowMath& row_math() noexcept;  // for best_attention_path()
 
-inline constexpr float kNoKey = -1e30f;  // a score below every real one; its power of two is 0
+inline constexpr float kNoKey = -1e30f;  // the score of a missing key; its power of two is 0
 
 extern const Path kPortablePath, kAvx2Path, kAvx512Path, kAvx512Bf16Path;
 

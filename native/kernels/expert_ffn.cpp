@@ -1,5 +1,4 @@
 // Cuts products into pieces for the pool, and keeps the rows between the two rounds.
-// Does not know slots, files, routing or Python.
 #include "kernels/expert_ffn.h"
 
 #include <algorithm>
@@ -14,11 +13,11 @@ namespace moeinf {
 namespace {
 
 constexpr std::size_t kPieceBlocks = 4;  // row blocks of a piece: some 70 KiB of q4 at K = 2048
-constexpr std::size_t kFewRows = 512;    // a matrix so small, a router's, is cut finer
-constexpr std::size_t kChunkRows = 64;   // activations that go through a piece's weights at once
-constexpr std::size_t kRowsWorthThreads = 8;  // from here on rows are prepared by all threads
+constexpr std::size_t kFewRows = 512;    // a matrix of at most this many rows (router) is cut finer
+constexpr std::size_t kChunkRows = 64;   // rows of activations per pass over a piece's weights
+constexpr std::size_t kRowsWorthThreads = 8;  // from this count, all threads prepare rows
 
-// Rows of activations as a format's kernel reads them.
+// Rows of activations in the form that a format's kernel reads.
 class Rows {
   public:
     Rows(Format format, std::size_t columns, std::size_t count, Scratch& scratch)
@@ -61,7 +60,7 @@ constexpr std::size_t item_bytes(Dtype dtype) {
     return dtype == Dtype::kF32 ? 4 : 2;
 }
 
-// Row i of `rows` becomes row from(i) of x.
+// Fills row i of `rows` with row from(i) of x.
 template <class From>
 void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t count,
               std::size_t columns, Dtype dtype, From from) {
@@ -78,7 +77,7 @@ QuantLoop loop_of(const Kernels& kernels, Format format) {
     return format == Format::kQ4 ? kernels.q4 : kernels.q8;
 }
 
-// out[t][r] += the bias of row first + r, as far as there are rows.
+// Adds the bias of row first + r to out[t][r], for the rows that exist.
 void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
               float (*out)[kBlockRows]) noexcept {
     if (matrix.bias == nullptr) return;
@@ -89,7 +88,8 @@ void add_bias(const Matrix& matrix, std::size_t first, std::size_t count,
         for (std::size_t r = 0; r < there; ++r) out[t][r] += bias[r];
 }
 
-// Row block `block` of a matrix times `count` rows, with its bias; zeros for a block behind the last.
+// Multiplies row block `block` of a matrix with `count` rows and adds its bias. Writes zeros for a
+// block after the last.
 void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
               const std::byte* const* x, std::size_t count, float (*out)[kBlockRows]) noexcept {
     const std::size_t first = block * kBlockRows;
@@ -128,7 +128,7 @@ std::size_t pieces_of(const Matrix& matrix) {
     return ceil_div(matrix.rows, kBlockRows * piece_blocks(matrix));
 }
 
-// One piece of outputs: x[i] times the piece's rows, into row place(i) of out.
+// Computes one piece of outputs: x[i] times the piece's rows, into row place(i) of out.
 template <class Place>
 void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t piece,
                     const std::byte* const* x, std::size_t count, std::byte* out, Dtype dtype,
@@ -149,7 +149,7 @@ void multiply_piece(const Kernels& kernels, const Matrix& matrix, std::size_t pi
 }
 
 struct Expert {
-    Matrix gate, up, down;  // gate has no data where there is none
+    Matrix gate, up, down;  // gate.data is null without a gate
     std::span<const std::int64_t> places;
     std::size_t first;  // its first row among the rows of all experts
 
@@ -173,7 +173,7 @@ struct Expert {
     }
 };
 
-// Group `group` of the rows between: activation(gate · x, up · x) for 32 columns of F.
+// Computes group `group` of the middle rows: activation(gate · x, up · x) for 32 columns of F.
 void between(const Kernels& kernels, Activation activation, const Expert& expert,
              std::size_t group, const std::byte* const* x, Rows& middle) noexcept {
     alignas(64) float gate[2][kChunkRows][kBlockRows], up[2][kChunkRows][kBlockRows];
@@ -218,7 +218,7 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
                 std::byte* out, Dtype dtype) {
     constexpr auto kUnnamed = std::numeric_limits<std::size_t>::max();
     std::vector<Expert> all;
-    std::vector<std::size_t> tokens, row_of;  // tokens[row_of[t]] = t, for those that are named
+    std::vector<std::size_t> tokens, row_of;  // tokens[row_of[t]] = t, for tokens with a place
     std::size_t total = 0;
     for (const ExpertRows& expert : experts) {
         all.emplace_back(shape, expert, total);

@@ -1,19 +1,18 @@
 // Whole products over the thread pool: a linear layer, all selected experts of a layer, their sum.
-// Does not know slots, files, routing or Python.
 //
-// One expert is gate [F, D], up [F, D], down [D, F], one behind the other in the same format, then,
-// where it has them, their biases [F], [F], [D] in bf16; without a gate (is_gated) it has neither
-// the gate's matrix nor its bias. A call runs many experts, each on its own rows of x, in two rounds
-// of equal pieces:
+// One expert is gate [F, D], up [F, D] and down [D, F], one after the other in the same format. Any
+// biases follow: [F], [F], [D] in bf16. Without a gate (is_gated) both the gate's matrix and its
+// bias are absent. A call runs many experts, each on its own rows of x, in two rounds of pieces of
+// equal size:
 //
 //   round 1   one piece = 32 columns of one expert's F:  gate and up rows, their biases, the
-//             activation, and the result as one group of the row that `down` will be multiplied with
+//             activation, and the result as one group of the row that is multiplied with `down`
 //   round 2   one piece = 64 outputs of one expert's D, written to their places in `out`
 //
-// Pieces share nothing but what they read, and every output is one sum in one order (kernels.h):
-// the threads, and how many rows or experts travel together, never change a bit.
+// Pieces share only data that they read, and every output is one sum in one order (kernels.h). So
+// the threads, and the number of rows or experts in a call, do not change any bit.
 //
-// All pointers are borrowed for the call. Weights in tiles lie at multiples of 64 bytes.
+// All pointers are borrowed for the call. Weights in tiles are aligned to 64 bytes.
 #pragma once
 
 #include <cstddef>
@@ -57,31 +56,33 @@ struct ExpertShape {
     std::size_t inner_bytes() const { return matrix_bytes(format, intermediate, hidden); }
 };
 
-// One expert and where its rows belong: place p is row p / top_k of x, and row p of out.
+// One expert and the places of its rows: place p is row p / top_k of x, and row p of out.
 struct ExpertRows {
     const std::byte* weights;
     std::span<const std::int64_t> places;
 };
 
-// x [T, D] -> out [T · top_k, D], the rows named by places; both of `dtype`. Does not touch other
-// rows of out, and reads no other row of x. Throws std::bad_alloc; the caller has checked places.
+// Computes the rows of out [T · top_k, D] named by places from x [T, D]; both of `dtype`. Does not
+// write other rows of out, nor read other rows of x. The caller checks places. Throws
+// std::bad_alloc.
 void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& shape,
                 std::span<const ExpertRows> experts, const std::byte* x, std::size_t top_k,
                 std::byte* out, Dtype dtype);
 
-// out [T, N] = x [T, K] · Wᵀ. Throws std::bad_alloc.
+// Computes out [T, N] = x [T, K] · Wᵀ, plus the bias if any. Throws std::bad_alloc.
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
             Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype);
 
-// out[t] = Σ_k weights[t, k] · rows[t, k], multiplied and added one after the other in f32, and
-// rounded once: rows [T, K, D] and out [T, D] of `dtype`, weights [T, K] f32.
+// Computes out[t] = Σ_k weights[t, k] · rows[t, k], with separate multiplications and additions in
+// f32, rounded once. rows [T, K, D] and out [T, D] of `dtype`, weights [T, K] f32.
 void combine(const std::byte* rows, const float* weights, std::size_t count, std::size_t top_k,
              std::size_t width, std::byte* out, Dtype dtype) noexcept;
 
-// The fastest path that this processor has, unless use_kernels chose another.
+// Returns the path that use_kernels chose, or the fastest that this processor supports.
 const Kernels& current_kernels() noexcept;
 
-// Chooses a path by its name, or the fastest for "". False when this processor lacks it.
+// Chooses a path by its name, or the fastest for "". Returns false if the name is unknown or this
+// processor lacks the path.
 bool use_kernels(std::string_view name) noexcept;
 
 }  // namespace moeinf

@@ -1,10 +1,9 @@
 // The inner loops: one block of weight rows times a few rows of activations, on three paths.
-// Does not know threads, experts, or who chose the path.
 //
 // The quantised loops take one row block (16 rows, tiles.h) and `count` rows of activations, 1 to
-// kMaxRows, and write out[t][0 … 15]. The bf16 loop takes `rows` ≤ 16 neighbouring weight rows of a
-// row-major matrix. All paths give the same bits, for any `count`; what a row gets does not depend
-// on what travels with it. bf16's order, with 32 partial sums per output:
+// kMaxRows, and write out[t][0 … 15]. The bf16 loop takes `rows` ≤ 16 consecutive weight rows of a
+// row-major matrix. All paths give the same bits, for any `count`; the result of a row does not
+// depend on the other rows. The order of bf16, with 32 partial sums per output:
 //
 //   e[l] = fma(w[32 i + 2 l], x[32 i + 2 l], e[l])       i = 0, 1, …     l = 0 … 15
 //   o[l] = the same for 32 i + 2 l + 1
@@ -28,7 +27,7 @@ using Bf16Loop = void (*)(const std::uint16_t* weights, std::size_t columns, std
 
 struct Kernels {
     const char* name;
-    bool fast;  // false: works, and is slow
+    bool fast;  // false: correct but slow
     QuantLoop q4;
     QuantLoop q8;
     QuantLoop mxfp4;

@@ -1,9 +1,9 @@
 // The kernels with AVX2, FMA and F16C: a vector is one word of 8 rows, a block is done in halves.
-// Does not know whether the processor has them; has_avx2() does.
+// has_avx2() tells if the processor has them.
 //
-// `vpmaddubsw` adds two products in 16 bits and saturates. With q4 nothing can: eight of its sums
-// are at most 8 · 2 · 15 · 127 = 30480, so a whole group stays in 16 bits; with mxfp4 half a group
-// does, as four of its sums are at most 4 · 2 · 24 · 127 = 24384. q8 multiplies |w| by
+// `vpmaddubsw` adds two products in 16 bits and saturates. With q4 no sum saturates: eight sums are
+// at most 8 · 2 · 15 · 127 = 30480, so a whole group stays in 16 bits. With mxfp4 half a group
+// stays in 16 bits, because four sums are at most 4 · 2 · 24 · 127 = 24384. q8 multiplies |w| by
 // a · sign(w): two products are at most 2 · 128 · 127 = 32512.
 #include "kernels/kernels.h"
 
@@ -44,7 +44,7 @@ MOEINF_AVX2 MOEINF_INLINE __m256 scales_at(const std::byte* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }
 
-// Of mxfp4: 8 bytes e, each 2^(e − 127).
+// Reads 8 scales of mxfp4: bytes e, each 2^(e − 127).
 MOEINF_AVX2 MOEINF_INLINE __m256 powers_at(const std::byte* at) {
     const __m128i e = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
     const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(e), 23);
@@ -56,8 +56,8 @@ MOEINF_AVX2 MOEINF_INLINE __m256 step(__m256 sum, __m256i dot, __m256 scales, fl
                            sum);
 }
 
-// Rows 8 · half … 8 · half + 7 of the block. q4 and mxfp4 differ in what a nibble means, in their
-// scales, and in how much fits into 16 bits.
+// Computes rows 8 · half … 8 · half + 7 of the block. q4 and mxfp4 differ in the meaning of a
+// nibble, in their scales, and in the number of sums that fit in 16 bits.
 template <Format format, int kRows>
 MOEINF_AVX2 void nibble_half(const std::byte* tile, std::size_t tiles,
                              const QuantGroup* const* from, float (*out)[kBlockRows],
@@ -112,7 +112,8 @@ MOEINF_AVX2 void nibble_half(const std::byte* tile, std::size_t tiles,
     for (int t = 0; t < kRows; ++t) _mm256_storeu_ps(out[t] + kHalfRows * half, sums[t]);
 }
 
-// The codes are made signed here, so that the sum begins at 0 instead of at −128 · Σ a.
+// Computes rows 8 · half … 8 · half + 7 of the block. Makes the codes signed, so that the sum
+// starts at 0 instead of −128 · Σ a.
 template <int kRows>
 MOEINF_AVX2 void q8_half(const std::byte* tile, std::size_t tiles, const QuantGroup* const* from,
                          float (*out)[kBlockRows], std::size_t half) {
@@ -215,7 +216,7 @@ void bf16_loop(const std::uint16_t* weights, std::size_t columns, std::size_t ro
     if (count > 0) bf16_block<1>(weights, columns, rows, x, out);
 }
 
-// The second half reads its block from the cache: a block is some 20 KiB at K = 2048.
+// The second half reads its block from the cache: a block has some 20 KiB at K = 2048.
 template <Format format>
 void nibble_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
                  float (*out)[kBlockRows]) noexcept {

@@ -1,5 +1,5 @@
 // The kernels with AVX-512 and VNNI: a vector is one word of 16 rows.
-// Does not know whether the processor has them; has_avx512() does.
+// has_avx512() tells if the processor has them.
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
@@ -13,8 +13,8 @@
 namespace moeinf {
 namespace {
 
-// How far ahead of the tile that is computed its stream is fetched, into the second-level cache:
-// fetching into the first, or further ahead, is slower than not fetching at all (docs/decisions/0014).
+// Bytes between the current tile and the data prefetched into the second-level cache. A prefetch
+// into the first-level cache, or further ahead, is slower than none (docs/decisions/0014).
 constexpr std::size_t kAhead = 1024;
 
 template <std::size_t bytes>
@@ -38,7 +38,7 @@ MOEINF_AVX512 MOEINF_INLINE __m512i codes_at(const std::byte* at) {
     return _mm512_load_si512(at);
 }
 
-// Of mxfp4: 16 bytes e, each 2^(e − 127).
+// Reads 16 scales of mxfp4: bytes e, each 2^(e − 127).
 MOEINF_AVX512 MOEINF_INLINE __m512 powers_at(const std::byte* at) {
     const __m128i e = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
     const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(e), 23);
@@ -50,8 +50,8 @@ MOEINF_AVX512 MOEINF_INLINE __m512 step(__m512 sum, __m512i dot, __m512 scales, 
                            sum);
 }
 
-// q4 and mxfp4, which differ in what a nibble means, and in their scales. Every second tile of
-// mxfp4 begins in the middle of a cache line.
+// Computes one block of q4 or mxfp4, which differ in the meaning of a nibble and in their scales.
+// Every second tile of mxfp4 starts in the middle of a cache line.
 template <Format format, int kRows>
 MOEINF_AVX512 void nibble_rows(const std::byte* tile, std::size_t tiles,
                                const QuantGroup* const* from, float (*out)[kBlockRows]) {
@@ -142,7 +142,7 @@ MOEINF_AVX512 MOEINF_INLINE float add_lanes(__m512 even, __m512 odd) {
     return _mm_cvtss_f32(_mm_add_ss(s2, _mm_shuffle_ps(s2, s2, 1)));
 }
 
-// kWeights neighbouring rows of weights times kRows rows of activations.
+// Multiplies kWeights consecutive rows of weights with kRows rows of activations.
 template <int kWeights, int kRows>
 MOEINF_AVX512 void bf16_rows(const std::uint16_t* weights, std::size_t columns,
                              const SplitGroup* const* x, float (*out)[kBlockRows],

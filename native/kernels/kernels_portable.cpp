@@ -1,5 +1,4 @@
-// The kernels in plain C++: what every processor can run, and what the others are compared with.
-// Does not know any instruction set.
+// The kernels in plain C++: the path for every processor, and the reference for the other paths.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -16,7 +15,7 @@ std::uint16_t load_u16(const std::byte* at) noexcept {
     return bits;
 }
 
-// The code of row r, column k of a group whose codes begin at `codes`.
+// Returns the code of row r, column k of a group whose codes start at `codes`.
 template <Format format>
 int code_of(const std::byte* codes, std::size_t r, std::size_t k) noexcept {
     if constexpr (format == Format::kQ8) {
@@ -28,7 +27,7 @@ int code_of(const std::byte* codes, std::size_t r, std::size_t k) noexcept {
     }
 }
 
-// The scale of row r of a group whose scales begin at `scales`.
+// Returns the scale of row r of a group whose scales start at `scales`.
 template <Format format>
 float scale_of(const std::byte* scales, std::size_t r) noexcept {
     if constexpr (format == Format::kMxfp4)

@@ -1,5 +1,4 @@
-// The search for scales, over GCC's vectors of 16 rows, and writing tiles.
-// Does not know files or tensors' names.
+// Searches scales with GCC's vectors, one row per lane, and writes tiles.
 #include "kernels/quantise.h"
 
 #include <algorithm>
@@ -13,8 +12,8 @@
 namespace moeinf {
 namespace {
 
-// A lane is a row of the block. As wide as the processor's own: of wider ones, GCC takes choices
-// (?:) apart element by element.
+// A lane is a row of the block. Vectors are as wide as the processor's registers: for wider ones
+// GCC splits choices (?:) into elements.
 template <std::size_t lanes>
 struct Wide {
     using Floats [[gnu::vector_size(lanes * 4)]] = float;
@@ -23,7 +22,7 @@ struct Wide {
 
 #define MOEINF_INLINE __attribute__((always_inline)) inline
 
-// How the group's largest weight may be coded. Q8's gain by searching is small: three are enough.
+// The candidate codes of the group's largest weight. For q8 the search gains little: three suffice.
 template <Format format>
 constexpr auto kCandidates = [] {
     if constexpr (format == Format::kQ4)
@@ -37,7 +36,7 @@ template <Format format>
 constexpr float kLowest = format == Format::kQ4 ? -8.0f : -127.0f;
 template <Format format>
 constexpr float kHighest = format == Format::kQ4 ? 7.0f : 127.0f;
-constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23: adding it rounds to the nearest even
+constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
 
 template <Format format, class Floats>
 MOEINF_INLINE void code(const Floats& x, const Floats& factor, Floats& q) {
@@ -46,8 +45,8 @@ MOEINF_INLINE void code(const Floats& x, const Floats& factor, Floats& q) {
     q = q > kHighest<format> ? Floats{} + kHighest<format> : q;
 }
 
-// Chooses scales[r] (already float16) and codes[k][r] for as many groups as there are lanes.
-// x and codes: [k][row of the block]; the rows are first … first + lanes − 1.
+// Chooses scales[r] (float16) and codes[k][r] for one group per lane. values and codes are
+// [k][row of the block]; the rows are first … first + lanes − 1.
 template <Format format, std::size_t lanes>
 MOEINF_INLINE void search(const float (*values)[kBlockRows], std::size_t first,
                           std::uint16_t* scales, float (*codes)[kBlockRows]) {
@@ -62,7 +61,7 @@ MOEINF_INLINE void search(const float (*values)[kBlockRows], std::size_t first,
         const Ints larger = size > magnitude;
         largest = larger ? x : largest;
         magnitude = larger ? size : magnitude;
-        bad += x - x;  // NaN as soon as there is a NaN or an infinity
+        bad += x - x;  // NaN once x is NaN or infinity
     }
     const Ints nothing = magnitude < kLeastMagnitude;
     const Floats inverse = 1.0f / (nothing ? Floats{} + 1.0f : largest);
@@ -170,7 +169,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) void quantise_avx512(
 }
 #endif
 
-// Columns first … first + 31 of a row, as far as there are any; first is a multiple of 32.
+// Writes columns first … first + 31 of a row, up to its end; first is a multiple of 32.
 void dequantise_group(const std::byte* blocks, Format format, std::size_t row,
                       std::size_t columns, std::size_t first, float* out) noexcept {
     const std::size_t tile_size = tile_bytes(format);

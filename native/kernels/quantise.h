@@ -1,15 +1,15 @@
-// Weights to tiles and back (tiles.h), with searched scales.
-// Does not know files or tensors' names.
+// Converts weights to tiles and back (tiles.h), with searched scales.
 //
-// The scale of a group of 32 weights is searched, not taken from its largest weight: of several
-// candidates c, the one whose codes q explain most of the group, that is with the largest
+// The scale of a group of 32 weights is searched, not taken from its largest weight. The search
+// takes the candidate c whose codes q explain most of the group, that is with the largest
 //
 //   (Σ x q)² / Σ q²        q = clamp(round(x · c / m))
 //
-// where m is the weight of largest magnitude, with its sign: q4 maps it near −8, which codes have
-// and 8 is not. The scale is then Σ x q / Σ q², the least-squares one, rounded to float16, and
-// the codes are rounded once more for it. 16 rows are searched at once, one to a lane; all sums run
-// over k in ascending order without fused operations, so every machine writes the same bytes.
+// where m is the weight of largest magnitude, with its sign. q4 maps m near −8, because codes have
+// −8 but not 8. The scale is then Σ x q / Σ q², the least-squares scale, rounded to float16. The
+// codes are computed again for that scale. Each lane searches one of the 16 rows of a block. All
+// sums run over k in ascending order without fused operations, so every machine writes the same
+// bytes.
 #pragma once
 
 #include <cstddef>
@@ -21,20 +21,20 @@
 
 namespace moeinf {
 
-// Rows [count, columns] of `dtype`, row-major, to ceil(count / 16) row blocks. A group with a NaN
-// or an infinity gets the scale NaN.
+// Writes rows [count, columns] of `dtype`, row-major, as ceil(count / 16) row blocks of q4 or q8. A
+// group with a NaN or an infinity gets the scale NaN.
 void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
                    Format format, std::byte* out) noexcept;
 
-// Row blocks back to rows of f32.
+// Writes row blocks of q4 or q8 as rows [count, columns] of f32.
 void dequantise_rows(const std::byte* blocks, Format format, std::size_t count,
                      std::size_t columns, float* out) noexcept;
 
-// The rows of a matrix [rows, columns] that `ids` name, as f32 or rounded once to bf16: what an
-// embedding is read with. Every id is below `rows`; the caller has checked.
+// Writes the rows `ids` of a matrix [rows, columns] as f32, or rounded once to bf16; embeddings are
+// read with it. Every id is below `rows`; the caller checks that.
 void gather_rows(const std::byte* blocks, Format format, std::size_t columns,
                  std::span<const std::int64_t> ids, std::byte* out, Dtype dtype) noexcept;
 
-std::uint16_t float_to_half(float value) noexcept;  // to nearest even; beyond the range: infinity
+std::uint16_t float_to_half(float value) noexcept;  // ties to even; infinity when out of range
 
 }  // namespace moeinf

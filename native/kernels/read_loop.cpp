@@ -1,5 +1,4 @@
-// Reads a buffer from end to end on several threads, and takes the time.
-// Does not know what is in it.
+// Reads a buffer from start to end on several threads, and takes the time.
 #include "kernels/read_loop.h"
 
 #include <sys/mman.h>
@@ -111,11 +110,11 @@ double read_bandwidth(const ReadLoop& loop) {
         throw std::invalid_argument("a read loop needs a page per thread");
     const Buffer buffer(loop.bytes, loop.huge_pages);
     const Loop read = choose_loop(loop.prefetch);
-    std::atomic<std::uint64_t> sum{0};  // used, so that nothing is optimised away
+    std::atomic<std::uint64_t> sum{0};  // keeps the compiler from removing the loads
     std::vector<double> seconds(static_cast<std::size_t>(loop.rounds) + 1);
     Clock::time_point started;
     std::size_t round = 0;
-    // Runs once per round on the last thread to arrive: the end of one round begins the next.
+    // Runs once per round on the last thread to arrive: the end of one round starts the next.
     const auto turn = [&]() noexcept {
         const auto now = Clock::now();
         if (round > 0)
@@ -142,7 +141,7 @@ double read_bandwidth(const ReadLoop& loop) {
         others.reserve(threads - 1);
         for (std::size_t i = 1; i < threads; ++i, --missing) others.emplace_back(work, i);
     } catch (...) {
-        // Those that started wait at the line for us and for those that did not.
+        // The started threads wait at the barrier for this thread and for those that did not start.
         for (std::size_t i = 0; i < missing + 1; ++i) line.arrive_and_drop();
         throw;
     }

@@ -1,12 +1,12 @@
-// How fast this machine's memory can be read: the ceiling that kernels and plans are held against.
-// Does not know experts or slots.
+// The read bandwidth of this machine's memory: the upper bound for kernels and plans.
 //
 //   buffer  |<- thread 0 ->|<- thread 1 ->| ...      each reads its part from end to end, `rounds`
 //           whole pages, touched first by              times; all start a round together
 //           the thread that reads them
 //
-// A loop sums 32-byte words into four registers, nothing else: the loads are all it waits for. With
-// prefetch it asks for what lies kPrefetchBytes ahead. Buffer pages are huge or explicitly not. AVX2 is used where the processor has it; elsewhere the same in plain C++.
+// A loop only sums 32-byte words into four registers, so it waits only for loads. With prefetch it
+// fetches the data kPrefetchBytes ahead. madvise() asks for huge pages, or refuses them. The loop
+// uses AVX2 if the processor has it, and plain C++ otherwise.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,10 @@ struct ReadLoop {
     int threads;        // 1 to kMaxLoopThreads
     bool prefetch;
     bool huge_pages;
-    int rounds;  // at least 1; the fastest counts
+    int rounds;  // at least 1; the fastest is the result
 };
 
-// Bytes per second of the fastest round. Throws std::invalid_argument, std::bad_alloc,
+// Returns the bytes per second of the fastest round. Throws std::invalid_argument, std::bad_alloc,
 // std::system_error (a thread that cannot start).
 double read_bandwidth(const ReadLoop& loop);
 

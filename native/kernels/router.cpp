@@ -1,5 +1,4 @@
-// Scores and picks experts, row by row.
-// Does not know how the product is computed.
+// Scores and selects experts, row by row.
 #include "kernels/router.h"
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 namespace moeinf {
 namespace {
 
-// Turns a row of logits into its softmax. exps is scratch.
+// Replaces a row of logits by its softmax. exps is scratch.
 void softmax(std::span<float> row, std::span<double> exps) noexcept {
     const double largest = *std::max_element(row.begin(), row.end());
     double sum = 0;
@@ -19,7 +18,8 @@ void softmax(std::span<float> row, std::span<double> exps) noexcept {
     for (std::size_t e = 0; e < row.size(); ++e) row[e] = static_cast<float>(exps[e] / sum);
 }
 
-// The largest of what is not `taken`, the first of equals; marks it. NaN is never larger.
+// Marks the largest value that is not `taken`, and returns its index; the first of equals. NaN is
+// never larger.
 std::size_t take_best(std::span<const float> values, std::span<bool> taken) noexcept {
     std::size_t best = 0;
     while (taken[best]) ++best;

@@ -1,16 +1,15 @@
-// Which experts a token goes to, for few tokens: logits, softmax, the best K.
-// Does not know what experts compute, nor Python.
+// Selects the experts of a token, for few tokens: logits, softmax, the best K.
 //
 //   logits   x · Wᵀ with bf16 weights, summed in the order of kernels.h              float32
 //   scores   exp(logit − largest) ÷ Σ exp, in float64, rounded to float32
-//   groups   where there are any: scores outside the `kept` groups with the best scores become 0
+//   groups   if groups > 1: scores outside the `kept` groups with the best scores become 0
 //            (DeepSeek-V2, arXiv 2405.04434, section 2.2.2)
-//   ids      the top_k largest scores, the largest first; of equals the lower number first
-//   weights  their scores, divided by their sum where `renormalise`, times scale
+//   ids      the top_k largest scores, the largest first; among equals the lower number first
+//   weights  their scores, divided by their sum if `renormalise`, times scale
 //
-// What a row gets does not depend on the rows beside it, nor on threads or the path. torch's
-// product, which serves many rows, adds up in another order: two experts whose scores differ in
-// the last bits may change places between the two.
+// The result of a row does not depend on the other rows, the threads or the path. The product of
+// torch, which is used for many rows, sums in another order. Two experts whose scores differ only
+// in the last bits may have another order there.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +30,8 @@ struct Router {
     std::size_t kept;    // 1 … groups
 };
 
-// x [count, D] bf16 -> ids [count, top_k] and weights [count, top_k]. Throws std::bad_alloc. A row
-// with a NaN gets NaN weights, and ids that are valid and distinct.
+// Computes ids [count, top_k] and weights [count, top_k] from x [count, D] bf16. A row with a NaN
+// gets NaN weights, and ids that are valid and distinct. Throws std::bad_alloc.
 void route(ThreadPool& pool, const Kernels& kernels, const Router& router, const std::byte* x,
            std::size_t count, std::int64_t* ids, float* weights);
 

@@ -1,5 +1,4 @@
-// Memory of a thread for the length of one call, kept for its next.
-// Does not know what lies in it.
+// Memory of a thread for one call, kept for its next call.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +7,11 @@
 
 namespace moeinf {
 
-// One buffer that grows, aligned to a cache line. To be a thread_local: take() ends what was taken.
+// One buffer that grows, aligned to a cache line. Use it as a thread_local: take() invalidates the
+// memory taken before.
 class Scratch {
   public:
-    // Throws std::bad_alloc, and then holds nothing.
+    // Returns at least `bytes` bytes. Throws std::bad_alloc; then the buffer is empty.
     std::byte* take(std::size_t bytes) {
         if (bytes > size_) {
             data_.reset();

@@ -65,7 +65,7 @@ class ThreadPool {
     void set_threads(int threads);
 
     // Runs body(index) once for every index in [0, count), and returns when all have run. The body
-    // must not throw. An index should run for some microseconds: taking it costs an atomic addition.
+    // must not throw. An index should run for some microseconds: taking it costs an atomic add.
     template <class Body>
     void parallel_for(std::size_t count, Body&& body) {
         using Plain = std::remove_reference_t<Body>;
