@@ -1,6 +1,6 @@
-"""The compiled floor: slots, a copy queue that fills them, checksums, kernels, cores of policies.
+"""Export the compiled parts: slots, the copy queue, checksums, kernels and the cores of policies.
 
-Does not know models, files' meaning or torch; imports of ours the tree of errors alone.
+They need neither models nor torch. Within the project they import only the errors.
 """
 
 from moeinf.native._native import (

@@ -1,5 +1,5 @@
-// Binds decode attention: addresses and strides in, the GIL released while it runs.
-// Does not know how it works. Addresses are integers: torch's bfloat16 has no buffer protocol.
+// Binds decode attention: takes addresses and strides, and releases the GIL while it runs.
+// Addresses are integers, because torch's bfloat16 has no buffer protocol.
 #include "bindings/attention.h"
 
 #include <pybind11/stl.h>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace moeinf {
 namespace {
 
-using Planes = std::array<std::uint64_t, 7>;  // CachedRows, field by field
+using Planes = std::array<std::uint64_t, 7>;  // the fields of CachedRows, in order
 
 AttentionPath path_named(const std::string& name) {
     for (const AttentionPath path : {AttentionPath::kPortable, AttentionPath::kAvx2,
@@ -107,7 +107,7 @@ void run_mla(const MlaStep& step, std::uint64_t q, std::uint64_t latent, std::ui
              const_cast<std::uint16_t*>(items(out)));
 }
 
-// Some microseconds: not worth giving up the GIL.
+// Keeps the GIL: the call takes only some microseconds.
 void norm_rows(std::uint64_t weight, std::size_t width, float eps, std::uint64_t x,
                std::size_t rows, std::uint64_t out) {
     rms_norm({items(weight), width, eps}, items(x), rows,

@@ -1,4 +1,4 @@
-// Binds decode attention. Does not know how it works.
+// Binds decode attention to Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

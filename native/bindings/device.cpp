@@ -1,8 +1,7 @@
 // Binds the CUDA driver, page-locking and device slots; turns driver errors into exceptions.
-// Does not know how anything works: no logic here beyond conversion.
 //
-// The GIL is released in whatever may wait for the device or the system: opening, locking, waiting,
-// allocating, going away, and queueing copies, which from pageable memory copies at once.
+// Calls that may wait for the device or the system release the GIL: opening, locking, waiting,
+// allocating, destruction, and queueing copies, because copies from pageable memory may block.
 #include "bindings/device.h"
 
 #include <pybind11/stl.h>
@@ -14,7 +13,7 @@ namespace py = pybind11;
 namespace moeinf {
 namespace {
 
-py::handle device_error;  // of moeinf.errors, set once in bind_device; the module keeps them
+py::handle device_error;  // from moeinf.errors, set once in bind_device; the module keeps them
 py::handle out_of_memory;
 
 void raise(const DriverError& error) {

@@ -1,4 +1,4 @@
-// Binds the CUDA driver and the device tier to Python. Does not know how anything works.
+// Binds the CUDA driver and the device tier to Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

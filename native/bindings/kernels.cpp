@@ -1,8 +1,7 @@
 // Binds kernels to Python: checks sizes and places, releases the GIL, calls.
-// Does not know how anything works: no logic here beyond conversion.
 //
-// Tensors come as addresses: torch's have no buffer protocol for bf16, and a call of a decode step
-// should cost a microsecond. The caller answers for what lies there (_native.pyi has the shapes).
+// Tensors are passed as addresses: torch has no buffer protocol for bf16, and a call of a decode
+// step should cost a microsecond. The caller must pass valid addresses (shapes: _native.pyi).
 #include "bindings/kernels.h"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// Binds kernels to Python. Does not know how anything works.
+// Binds kernels to Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,12 +1,11 @@
 // Binds the native classes to Python and turns a Failure into an exception.
-// Does not know how anything works: no logic here beyond conversion.
 //
-// The GIL is released in whatever may wait for a drive, a thread or a large unmapping, and kept in
-// submit, cancel and the like: they hold the queue's mutex for microseconds, and giving the GIL up
-// could cost a whole switch interval (5 ms) to get it back. No reader thread ever takes the GIL, so
-// holding it while taking the mutex cannot deadlock.
+// Calls that may wait for a drive, a thread or a large unmapping release the GIL. submit, cancel
+// and similar calls keep it. They hold the queue's mutex for microseconds, and taking the GIL back
+// could cost a whole switch interval (5 ms). No reader thread takes the GIL, so holding it while
+// taking the mutex cannot deadlock.
 //
-// A blocked wait asks for pending signals every kPollSeconds, so that Ctrl-C ends it; the tickets
+// A blocked wait checks for pending signals every kPollSeconds, so that Ctrl-C ends it; the tickets
 // then stay undelivered.
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -40,7 +39,7 @@ py::object make_os_error(py::handle type, int code, const std::string& message,
     return type(code, message, py::cast(std::filesystem::path(path)).attr("__fspath__")());
 }
 
-// The exception of a failure; failure.h has the table.
+// Makes the exception of a failure; failure.h has the table.
 py::object make_exception(const Failure& failure) {
     switch (failure.kind) {
         case Failure::Kind::kIo:
@@ -59,13 +58,13 @@ void set_error(const py::object& exception) {
     PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
 }
 
-// KeepWaiting for a caller without the GIL: false when a signal handler raised, as Ctrl-C's does.
+// KeepWaiting for a caller without the GIL: false when a signal handler raised, such as Ctrl-C's.
 bool no_signal_pending() noexcept {
     const py::gil_scoped_acquire gil;
     return PyErr_CheckSignals() == 0;
 }
 
-// Runs `blocking(no_signal_pending)` without the GIL; raises what a signal handler raised.
+// Runs `blocking(no_signal_pending)` without the GIL; raises the exception of a signal handler.
 template <class Blocking>
 void block(Blocking&& blocking) {
     bool finished = false;
@@ -76,7 +75,7 @@ void block(Blocking&& blocking) {
     if (!finished) throw py::error_already_set();
 }
 
-// A resident expert costs no handing over of the GIL.
+// Waits for a ticket; for a resident expert it returns without releasing the GIL.
 void wait(CopyQueue& queue, Ticket ticket) {
     if (ticket == kResident) return;
     block([&](auto keep_waiting) { return queue->wait({&ticket, 1}, keep_waiting); });
@@ -96,7 +95,7 @@ std::vector<std::pair<Ticket, py::object>> collect(CopyQueue& queue) {
 using CrcFunction = std::uint32_t (*)(const void*, std::size_t, std::uint32_t) noexcept;
 
 std::uint32_t crc_of_buffer(CrcFunction function, const py::buffer& buffer, std::uint32_t crc) {
-    constexpr Py_ssize_t kLargeBytes = 64 << 10;  // a few microseconds: worth giving up the GIL
+    constexpr Py_ssize_t kLargeBytes = 64 << 10;  // takes microseconds: worth releasing the GIL
     Py_buffer view;
     if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
     struct Release {
@@ -280,10 +279,10 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("bytes"), py::arg("threads"), py::arg("prefetch"), py::arg("huge_pages"),
         py::arg("rounds"), py::call_guard<py::gil_scoped_release>());
-    m.def("_nothing", [] {});  // what a call costs: tests and benchmarks compare with it
+    m.def("_nothing", [] {});  // measures the cost of a call, for tests and benchmarks
     m.def("syncfs", &sync_file_system, py::arg("fd"));
     bind_attention(m);
-    bind_device(m);  // after SlotPool, which it takes
+    bind_device(m);  // after SlotPool, which its signatures use
     bind_kernels(m);
     bind_policies(m);
 }

@@ -1,4 +1,4 @@
-// Binds the cores of cache policies to Python. Does not know how anything works.
+// Binds the cores of cache policies to Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
