@@ -100,7 +100,7 @@ namespace moeinf {
 using Ticket = std::uint64_t;  // 1, 2, ... in the order of submission
 using SourceId = std::size_t;  // 0, 1, ... in the order of add_source
 
-inline constexpr Ticket kResident = 0;  // no ticket: the bytes are there
+inline constexpr Ticket kResident = 0;  // no ticket: the slot has the bytes already
 
 inline constexpr double kDemand = std::numeric_limits<double>::infinity();
 static_assert(std::numeric_limits<double>::is_iec559, "kDemand must order above every finite");
@@ -189,8 +189,8 @@ class CopyQueueCore {
     SourceId add_source(Source source);
 
     // Returns one ticket for each, or kResident where the slot holds that source. Submits all, or
-    // throws and submits nothing: std::out_of_range (source, slot), std::invalid_argument (a NaN
-    // priority, lengths that differ), std::logic_error (a duplicate slot, a slot with a live
+    // throws and submits nothing. Throws std::out_of_range (source, slot), std::invalid_argument
+    // (a NaN priority, lengths that differ), std::logic_error (a duplicate slot, a slot with a live
     // ticket or a hung reader, a closed queue).
     using Tickets = std::vector<Ticket, Of<Ticket>>;
     Tickets submit(std::span<const SourceId> sources, std::span<const std::size_t> slots,

@@ -7,8 +7,9 @@
 //   |<---- A: n ---->|<---- B: n ---->|<---- C: n ---->|
 //    starts at crc    starts at 0      starts at 0
 //
-// The register is linear over GF(2). So reading n more bytes is "append n zero bytes" (a 32 x 32
-// bit matrix, held as four tables of 256 words) xor the register of those n bytes started at 0:
+// The register is linear over GF(2). So reading n more bytes is "append n zero bytes" xor the
+// register of those n bytes started at 0. Appending zeros is a 32 x 32 bit matrix, held as four
+// tables of 256 words:
 //
 //   crc(ABC) = shift(shift(crc(A)) ^ crc(B)) ^ crc(C)
 #include "queue/crc32c.h"

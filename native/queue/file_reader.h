@@ -6,12 +6,13 @@
 //            { path, shared_ptr<Descriptor> }
 //   by_path_ path -> node of recent_; its keys are views into the nodes, which never move
 //
-// Both are written only under mutex_. No system call that may block happens under it, except the
-// close of an evicted file. A reader holds its own reference during a read, so eviction never
-// closes a descriptor in use. At most max_open_files + (threads reading) descriptors are open.
+// recent_ and by_path_ are written only under mutex_. No system call that may block happens under
+// it, except the close of an evicted file. A reader holds its own reference during a read, so
+// eviction never closes a descriptor in use. At most max_open_files + (threads reading) descriptors
+// are open.
 //
 // If the file system returns EINVAL for O_DIRECT (at the open, or at a read), the file is opened
-// without it and stays so while it is in the cache. Other files are not affected: they may be on
+// without it. It stays so while it is in the cache. Other files are not affected: they may be on
 // another file system. refusals_ counts these cases for reports; its memory order does not matter.
 //
 // Under O_DIRECT the offset, address and length must be multiples of kPageBytes. The queue refuses
