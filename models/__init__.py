@@ -1,6 +1,6 @@
 """The families that can run, as an explicit table.
 
-Does not know files: nothing named in a downloaded config is ever imported or executed.
+Nothing named in a downloaded config is ever imported or executed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": phimoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_5_moe": qwen3_5_moe.FAMILY,
-    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without the parts that see
+    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,  # saved without its vision part
     "qwen3_moe": qwen3_moe.FAMILY,
     "switch_transformers": switch_transformers.FAMILY,
 }
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that config.json's model_type names. Raises ModelDataError for any other."""
+    """Return the family that config.json's model_type names; raise ModelDataError for others."""
     name = config.get("model_type") if isinstance(config, Mapping) else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:

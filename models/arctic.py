@@ -1,11 +1,11 @@
 """Snowflake Arctic: a dense residual network, and beside it experts that read the layer's input.
 
-Does not know where weights come from. Math as in Snowflake's published modeling_arctic.py:
+Math as in Snowflake's published modeling_arctic.py:
 
     h   = x + attention(input_layernorm(x))
     out = h + residual_mlp(residual_layernorm(h)) + experts(post_attention_layernorm(x))
 
-The experts do not wait for attention: they are asked first, and are read while it runs.
+The experts do not wait for attention: they are submitted first and load while it runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moeinf.models.layers.routing import SoftmaxRouter
 
 @dataclass(frozen=True)
 class ArcticConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape
@@ -41,9 +41,9 @@ class ArcticConfig:
 
 
 def parse(values: Mapping[str, Any]) -> ArcticConfig:
-    """See base.Family. Only with experts in every layer and in parallel, as published."""
+    """See base.Family. Experts must be in every layer and in parallel, as published."""
     fields = Fields(values)
-    # No transformers 5 has this family; Snowflake's own defaults are other models.
+    # transformers 5 lacks this family, and Snowflake's own defaults describe other models.
     fields.expect("moe_layer_frequency", "parallel_attn_mlp_res", "rms_norm_eps", "rope_theta")
     fields.refuse_null("moe_layer_frequency", "parallel_attn_mlp_res", "rope_theta")
     body = parse_body(fields, default_theta=1e4, default_eps=1e-5)

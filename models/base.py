@@ -1,8 +1,8 @@
-"""The seam between models and expert stores, and the verbs that every family speaks.
+"""The seam between models and expert stores, and the interface that every family implements.
 
 Does not know where weights come from, which experts are resident, or what text is.
 
-One legend for all floors:
+The letters that all modules use:
     T  tokens (rows) in a pass        E  routed experts per layer      D  hidden size
     K  experts per token (top-k)      L  MoE layers, a flat index      N  entries in the EAMC
     F  intermediate size of one expert                                 S  tokens in a KV cache
@@ -31,47 +31,54 @@ class Pending(Protocol):
     """The routed output of one layer, possibly still being computed."""
 
     def result(self) -> Tensor:
-        """[T, D]: sum over k of weights[t, k] * ffn(expert ids[t, k], x[t]); blocks until done."""
+        """Block until the layer is done and return its output [T, D].
+
+        Row t is the sum over k of weights[t, k] * ffn(expert ids[t, k], x[t]).
+        """
         ...
 
 
 class Experts(Protocol):
-    """Runs the routed experts of every layer. The only thing a model knows about offloading."""
+    """The routed experts of every layer: all that a model knows about offloading."""
 
     @property
     def wants_hints(self) -> bool:
-        """Whether `hint` is of any use now: a hint costs the model one more gate per layer."""
+        """True if `hint` is of use now; a hint costs the model one more gate per layer."""
         ...
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Opens a pass of T rows; rows [T] int64, on the CPU, names each row's request."""
+        """Open a pass of T rows; rows [T] int64, on the CPU, holds the request of each row."""
         ...
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """What `layer` will probably route to, [T, K] each; it never changes a result.
+        """Announce the experts that `layer` will probably use, [T, K] each.
 
-        Told just before the `submit` of the layer before, only while `wants_hints`, so that both
-        are known before anything is started: of a device they are read together.
+        A hint never changes a result. It comes just before the `submit` of the layer before, and
+        only while `wants_hints`. So both are known before anything starts, and one read brings
+        both from a device.
         """
         ...
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        """Starts layer `layer` (0 … L-1) on x [T, D] with ids [T, K] int64 and weights [T, K] f32.
+        """Start layer `layer` (0 … L-1) on x [T, D] with ids [T, K] int64 and weights [T, K] f32.
 
-        All three lie where the dense weights lie, and so does the result. An id of -1 means no
-        expert (padding, a dropped token). Does not modify its arguments; they must not change
-        before `result`. At most one submit is outstanding at a time.
+        The three tensors and the result are on the device of the dense weights. An id of -1 means
+        no expert (padding, a dropped token). `submit` does not modify its arguments, and the
+        caller must not change them before `result`. At most one submit is in flight at a time.
         """
         ...
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        """Closes the pass; accepted_rows [T] bool says which rows count as history (None: all)."""
+        """Close the pass; accepted_rows [T] bool marks the rows that count as history.
+
+        None marks all rows.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """ids [T] int64 -> rows [T, D] of `dtype`, on `device`."""
+    """A lookup from ids [T] int64 to rows [T, D] of `dtype`, on `device`."""
 
     rows: Callable[[Tensor], Tensor]
     dtype: torch.dtype
@@ -79,29 +86,41 @@ class Embedding:
 
     @classmethod
     def of(cls, weight: Tensor) -> Embedding:
-        """The rows of weight [V, D]."""
+        """Return the embedding whose rows are those of weight [V, D]."""
         return cls(lambda ids: functional.embedding(ids, weight), weight.dtype, weight.device)
 
 
 class Parts(Protocol):
-    """Hands a family its dense weights, by checkpoint name. The loader decides their form."""
+    """The dense weights of a model, by checkpoint name. The loader decides their form."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`; raises ModelDataError when it is missing or has another shape."""
+        """Return the tensor `name`.
+
+        Raises ModelDataError when it is missing or has another shape.
+        """
         ...
 
     def linear(
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
     ) -> Linear:
-        """x @ `prefix`.weight.T (+ `prefix`.bias), with weight [out_features, in_features]."""
+        """Return the map x -> x @ `prefix`.weight.T (+ `prefix`.bias).
+
+        The weight is [out_features, in_features].
+        """
         ...
 
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
-        """The rows of `prefix`.weight [count, width]; tied heads ask for it as a linear, too."""
+        """Return the rows of `prefix`.weight [count, width].
+
+        A model with a tied head also asks for the same weight as a linear.
+        """
         ...
 
     def tuned(self, piece: Piece) -> Piece:
-        """`piece`, whatever a layer is made of beside its products, or a faster equivalent."""
+        """Return `piece` or a faster equivalent.
+
+        A piece is any part of a layer beside its products with weights.
+        """
         ...
 
 
@@ -114,7 +133,7 @@ class ModelDataError(UnusableInput, ValueError):
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What an expert store must know of a family: L layers of E experts, K per token."""
+    """The sizes that an expert store needs: L layers of E experts, K per token."""
 
     layers: int
     experts: int
@@ -123,11 +142,11 @@ class MoeShape:
     intermediate: int
     activation: Activation = "swiglu"
     biased: bool = False  # every matrix of an expert has a bias
-    encoder_layers: int = 0  # of the layers, the first: they run once, when a source is read
+    encoder_layers: int = 0  # the first of the layers; they run once, when a source is read
 
     @property
     def parts(self) -> dict[Role, tuple[int, ...]]:
-        """The tensors of an expert and their shapes, in the order in which they are stored."""
+        """The tensors of an expert and their shapes, in storage order."""
         f, d = self.intermediate, self.hidden
         found: dict[Role, tuple[int, ...]] = {"gate": (f, d), "up": (f, d), "down": (d, f)}
         if self.biased:
@@ -139,7 +158,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Where one source tensor belongs: it is `role` of expert `expert` of MoE layer `layer`.
+    """The place of one source tensor: `role` of expert `expert` of MoE layer `layer`.
 
     gate and up are [F, D], down is [D, F]; biases are as long as their matrix has rows.
     """
@@ -157,7 +176,7 @@ class FusedPart:
     biases are [E, 2F] and [E, D].
 
     transposed    gate_up is [E, D, 2F] and down [E, F, D]; blocks of MXFP4 never are
-    interleaved   rows of gate and up take turns, gate first
+    interleaved   rows of gate and up alternate, gate first
     """
 
     layer: int
@@ -167,9 +186,10 @@ class FusedPart:
 
 
 class State(Protocol):
-    """What one request has left behind in the layers (the KV cache), as a value.
+    """The memory of one request in the layers (the KV cache), as a value.
 
-    request names whose rows these are to `Experts.begin_pass`; whoever owns the state sets it.
+    request is the number that `Experts.begin_pass` receives for the rows of this state. The owner
+    of the state sets it.
     """
 
     request: int
@@ -185,14 +205,14 @@ class State(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Forgets every token after the first `length`, and maybe more: read `length` afterwards.
+        """Drop every token after the first `length`, and maybe more: read `length` afterwards.
 
-        Layers whose memory is recurrent cannot go back to any token, only to a few earlier ones.
+        Recurrent layers can go back to a few earlier tokens only.
         """
         ...
 
     def snapshot(self) -> State:
-        """An independent copy, of the same capacity."""
+        """Return an independent copy of the same capacity."""
         ...
 
 
@@ -209,12 +229,15 @@ class Model(Protocol):
     moe: MoeShape
     vocab_size: int
     max_context: int
-    usual_context: int | None  # to be taken where nobody asks for another; None: max_context
+    usual_context: int | None  # the default capacity of a state; None: max_context
     kv_bytes_per_token: int
-    state_bytes: int  # what a state takes besides, however many tokens it holds
+    state_bytes: int  # the part of a state that does not grow with its tokens
 
     def new_state(self, capacity: int) -> State:
-        """An empty state for up to `capacity` tokens; memory is touched only as tokens arrive."""
+        """Return an empty state for up to `capacity` tokens.
+
+        Memory is touched only as tokens arrive.
+        """
         ...
 
     def extend(
@@ -223,14 +246,14 @@ class Model(Protocol):
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
-        """Appends token ids to each state in one pass, and returns the logits in float32, on the
-        CPU wherever they were computed.
+        """Append token ids to each state in one pass; return logits in float32 on the CPU.
 
-        "last": [requests, vocab], one row for the last token of each request; "all": [T, vocab] for
-        every token, in batch order; "states": [T, hidden], what the last layer leaves for every
-        token, after the final norm and before the head. The phase is decode when every request
-        brings exactly one token and has history, else prefill. Raises ContextFull; a failed pass
-        leaves all lengths as they were.
+        last     [requests, vocab]: the last token of each request
+        all      [T, vocab]: every token, in batch order
+        states   [T, hidden]: every token after the final norm, before the head
+
+        The phase is decode when every request brings exactly one token and has history, else
+        prefill. Raises ContextFull. A failed pass leaves all lengths as they were.
         """
         ...
 

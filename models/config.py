@@ -1,6 +1,6 @@
-"""Reads config.json values that may be absent, absurd or hostile.
+"""Read config.json values that may be absent, absurd or hostile.
 
-Does not know families, files or tensors; nothing read here is ever imported or executed.
+Nothing read here is ever imported or executed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from moeinf.models.base import ModelDataError
 
-# No published model comes near these; beyond them sizes are typing errors or attacks.
+# Published models are far below these limits. Larger sizes are typing errors or attacks.
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 14
 MAX_EXPERTS = 1 << 16
@@ -21,12 +21,11 @@ MAX_VOCAB = 1 << 24
 
 
 class Fields:
-    """One JSON object of a config. A key that is null counts as absent, unless a method says more.
+    """One JSON object of a config. A null key counts as absent, unless a method says otherwise.
 
-    What is absent takes the default of the family's config class in transformers, or is refused:
+    An absent key takes the default of the family's config class in transformers, or is refused:
     see tests/models/test_config_defaults.py. Every method raises ModelDataError naming the key.
-    Where a method takes several names they are spellings of one key: all that are present must
-    agree.
+    Several names given to one method are spellings of one key. All that are present must agree.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
@@ -36,7 +35,7 @@ class Fields:
         self._where = where
 
     def integer(self, *names: str, high: int, low: int = 1, default: int | None = None) -> int:
-        """An integer in low … high; required when there is no default."""
+        """Return an integer in low … high; it is required when there is no default."""
         value = self.optional_integer(*names, high=high, low=low)
         if value is None:
             value = default
@@ -45,7 +44,7 @@ class Fields:
         return value
 
     def optional_integer(self, *names: str, high: int, low: int = 1) -> int | None:
-        """An integer in low … high, or None when absent."""
+        """Return an integer in low … high, or None when absent."""
         name, value = self._find(names)
         if value is None:
             return None
@@ -54,7 +53,7 @@ class Fields:
         return value
 
     def integers(self, name: str, *, high: int, low: int = 0) -> tuple[int, ...]:
-        """A list of at most `high` integers in low … high; empty when absent."""
+        """Return a list of at most `high` integers in low … high; empty when absent."""
         value = self._values.get(name)
         if value is None:
             return ()
@@ -67,7 +66,7 @@ class Fields:
         return tuple(value)
 
     def words(self, name: str, *, known: tuple[str, ...], count: int) -> tuple[str, ...] | None:
-        """A list of `count` of the known words, or None when absent."""
+        """Return a list of `count` of the known words, or None when absent."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -78,7 +77,7 @@ class Fields:
         return tuple(value)
 
     def numbers(self, name: str, *, low: float, high: float, most: int) -> tuple[float, ...]:
-        """A list of 1 … `most` numbers in low … high; required."""
+        """Return a list of 1 … `most` numbers in low … high; it is required."""
         value = self._values.get(name)
         if value is None:
             raise ModelDataError(f"{self._where} lacks {name}")
@@ -91,7 +90,7 @@ class Fields:
         return tuple(map(float, value))
 
     def number(self, name: str, *, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in low … high; required when there is no default."""
+        """Return a finite number in low … high; it is required when there is no default."""
         value = self.optional_number(name, low=low, high=high)
         if value is None:
             value = default
@@ -100,7 +99,7 @@ class Fields:
         return value
 
     def optional_number(self, name: str, *, low: float, high: float) -> float | None:
-        """A finite number in low … high, or None when absent."""
+        """Return a finite number in low … high, or None when absent."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -113,18 +112,18 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false."""
         value = self._values.get(name)
         if value is None:
             if default:
-                self.refuse_null(name)  # which is false in Python
+                self.refuse_null(name)  # null is false in Python
             return default
         if not isinstance(value, bool):
             raise self._error(name, value, "must be true or false")
         return value
 
     def choice(self, *names: str, default: str, known: tuple[str, ...]) -> str:
-        """One of the `known` words; any other is a feature that we do not have."""
+        """Return one of the `known` words; any other is an unsupported feature."""
         name, value = self._find(names)
         if value is None:
             return default
@@ -133,19 +132,19 @@ class Fields:
         return value
 
     def section(self, name: str) -> Fields | None:
-        """A nested object, or None when it is absent or empty."""
+        """Return a nested object, or None when it is absent or empty."""
         value = self._values.get(name)
         if value is None or value == {}:
             return None
         return Fields(value, f"{self._where}: {name}")
 
     def is_word(self, name: str, word: str) -> bool:
-        """Whether the key's value is this word."""
+        """Return True if the key's value is this word."""
         value = self._values.get(name)
         return isinstance(value, str) and value == word
 
     def text(self, name: str) -> str | None:
-        """A word or a whole number as text to print; None for anything else."""
+        """Return a word or a whole number as text to print; None for anything else."""
         value = self._values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | str):
             return None
@@ -153,26 +152,27 @@ class Fields:
         return "".join(char for char in printed[:40] if char.isprintable())
 
     def has(self, name: str) -> bool:
-        """Whether the key is present and not null."""
+        """Return True if the key is present and not null."""
         return self._values.get(name) is not None
 
     def refuse(self, name: str, *harmless: object) -> None:
-        """Refuses a key whose value is present and none of the harmless ones."""
+        """Refuse a key whose value is present and not among the harmless ones."""
         value = self._values.get(name)
         if value is None or any(type(value) is type(x) and value == x for x in harmless):
             return
         raise self._error(name, value, "is not supported")
 
     def refuse_null(self, *names: str) -> None:
-        """Refuse keys that are present and null, where transformers takes null for another value
-        than the default.
+        """Refuse keys that are present and null.
+
+        For these keys transformers reads null as another value than the default.
         """
         for name in names:
             if name in self._values and self._values[name] is None:
                 raise self._error(name, None, "is not supported")
 
     def expect(self, *names: str) -> None:
-        """Refuse keys that are not even null: their default is the size of one model."""
+        """Require that keys are present, null or not: their default is the size of one model."""
         for name in names:
             if name not in self._values:
                 raise ModelDataError(f"{self._where} lacks {name}")
@@ -189,13 +189,13 @@ class Fields:
 
 
 def require(holds: bool, problem: str) -> None:
-    """Raises ModelDataError with the problem unless the condition holds."""
+    """Raise ModelDataError with the problem unless the condition holds."""
     if not holds:
         raise ModelDataError(f"config.json: {problem}")
 
 
 def _shown(value: object) -> str:
-    """A hostile value, short enough to print."""
+    """Return a hostile value as text, short enough to print."""
     if isinstance(value, str):
         return repr(value[:40])
     if isinstance(value, bool) or value is None:

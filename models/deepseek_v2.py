@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V2-Lite: latent attention, shared experts, dense first layers.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_deepseek_v2.py;
-moe_layer_freq, which that file drops, as in DeepSeek's own code.
+Math as in transformers 5.23, modeling_deepseek_v2.py. That file drops moe_layer_freq, which is
+read here as in DeepSeek's own code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeinf.models.layers.routing import SoftmaxRouter, require_groups
 
 @dataclass(frozen=True)
 class DeepseekV2Config:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: MlaShape
@@ -105,7 +105,7 @@ def expert(name: str, config: DeepseekV2Config) -> ExpertPart | None:
 
 
 def ignores(name: str, config: DeepseekV2Config) -> bool:
-    """See base.Family. transformers writes empty shared experts where there are none."""
+    """See base.Family. transformers writes empty tensors if a model has no shared experts."""
     if not config.shared_experts and ".mlp.shared_experts." in name:
         return True
     return ignores_buffers(name, config)

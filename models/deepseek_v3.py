@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, experts chosen by sigmoid scores within groups.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_deepseek_v3.py.
+Math as in transformers 5.23, modeling_deepseek_v3.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moeinf.models.layers.sigmoid_experts import (
 
 @dataclass(frozen=True)
 class DeepseekV3Config:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: MlaShape

@@ -1,6 +1,6 @@
-"""Reads the names of expert tensors, which come from downloaded files.
+"""Read the names of expert tensors, which come from downloaded files.
 
-Does not know which layers of a family are sparse: that is a table the family hands in.
+The family passes in the numbers of its sparse layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ExpertNames:
     """How a family names the tensors of its experts."""
 
     def __init__(self, template: str, roles: Mapping[str, Role]) -> None:
-        """template: literal, but for {layer}, {expert} and {role} in this order."""
+        """Take a template: literal text with {layer}, {expert} and {role} in this order."""
         text = re.escape(template)
         words = {"layer": _INDEX, "expert": _INDEX, "role": f"({'|'.join(map(re.escape, roles))})"}
         for word, group in words.items():
@@ -26,7 +26,7 @@ class ExpertNames:
         self._roles = roles
 
     def part(self, name: str, sparse_layers: Sequence[int], experts: int) -> ExpertPart | None:
-        """The part that `name` is, or None when it is not an expert's.
+        """Return the part that `name` is, or None when it is not an expert's.
 
         sparse_layers: the checkpoint's numbers of the MoE layers, in order. Raises ModelDataError
         for a number out of range and for expert tensors stored in another form.
@@ -56,8 +56,9 @@ BLOCK_SPARSE_EXPERTS = ExpertNames(
 
 
 def known_layer(name: str, number: str, layers: int) -> int:
-    """The layer of the tensor `name`, which holds all its experts. Raises ModelDataError for a
-    layer that the config does not have.
+    """Return the layer of the tensor `name`, which holds all the layer's experts.
+
+    Raises ModelDataError for a layer that the config does not have.
     """
     if int(number) >= layers:
         raise ModelDataError(f"{name!r}: the config has no layer {number}")

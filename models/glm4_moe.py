@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: half of each head rotates, experts chosen by sigmoid scores.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_glm4_moe.py.
+Math as in transformers 5.23, modeling_glm4_moe.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moeinf.models.layers.sigmoid_experts import (
 
 @dataclass(frozen=True)
 class Glm4MoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape

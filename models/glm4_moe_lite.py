@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's layers, with the dense ones named in a list.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_glm4_moe_lite.py.
+Math as in transformers 5.23, modeling_glm4_moe_lite.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeinf.models.layers.sigmoid_experts import (
 
 
 def parse(values: Mapping[str, Any]) -> DeepseekV3Config:
-    """See base.Family. Without mlp_layer_types the first layers are dense: one, if not said."""
+    """See base.Family. Without mlp_layer_types the first layers are dense, by default one."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-5)
     fields.refuse_null("rope_interleave")

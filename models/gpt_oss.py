@@ -1,7 +1,7 @@
-"""gpt-oss: attention sinks, windows in turns, biases everywhere, clamped SwiGLU in the experts.
+"""gpt-oss: attention sinks, alternating windows, biases everywhere, clamped SwiGLU experts.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_gpt_oss.py. The limit
-of the activation is the one that ffn.py and the kernels have; a config may not name another.
+Math as in transformers 5.23, modeling_gpt_oss.py. The activation's limit is fixed in ffn.py and in
+the kernels; a config with another limit is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FUSED = re.compile(
 _ROLES: Mapping[str, Literal["gate_up", "down", "gate_up_bias", "down_bias"]] = {
     "gate_up": "gate_up", "down": "down", "gate_up_bias": "gate_up_bias", "down_bias": "down_bias",
 }  # fmt: skip
-_ROPE = {  # of a config that has none
+_ROPE = {  # for a config without a rope section
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -46,10 +46,10 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class GptOssConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
-    attention: tuple[GqaShape, ...]  # of each layer
+    attention: tuple[GqaShape, ...]  # one per layer
     moe: MoeShape
 
 

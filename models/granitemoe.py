@@ -1,7 +1,7 @@
 """Granite 3 MoE: four multipliers on a Mixtral-like decoder, experts stored as fused tensors.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_granitemoe.py: softmax
-over the chosen logits is softmax over all, renormalised.
+Math as in transformers 5.23, modeling_granitemoe.py. Its softmax over the chosen logits equals the
+softmax over all of them, renormalised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROLES: Mapping[str, Literal["gate_up", "down"]] = {"input": "gate_up", "output"
 
 @dataclass(frozen=True)
 class GraniteMoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape

@@ -1,6 +1,6 @@
 """Mixtral: grouped-query attention, and eight large experts of which two run.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_mixtral.py.
+Math as in transformers 5.23, modeling_mixtral.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeinf.models.layers.routing import SoftmaxRouter
 
 @dataclass(frozen=True)
 class MixtralConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape

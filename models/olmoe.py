@@ -1,6 +1,6 @@
 """OLMoE: full-projection query and key norms, and many small experts.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_olmoe.py.
+Math as in transformers 5.23, modeling_olmoe.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeinf.models.layers.routing import SoftmaxRouter
 
 @dataclass(frozen=True)
 class OlmoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape

@@ -1,7 +1,7 @@
 """Phi-3.5-MoE: LayerNorm, biases everywhere, two experts chosen by the sparse mixer, longrope.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_phimoe.py, save that
-texts beyond the original context turn by the long factors, which that file never uses.
+Math as in transformers 5.23, modeling_phimoe.py, with one difference. Texts beyond the original
+context rotate by the long factors, which that file never uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moeinf.models.layers.routing import SparseMixer
 
 @dataclass(frozen=True)
 class PhimoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape

@@ -1,7 +1,7 @@
-"""The ways in which checkpoints are quantised: those that are read, and the names of the others.
+"""The quantisation methods of checkpoints: those that are read, and the names of the others.
 
-Does not know tensors. A quantised checkpoint names its method in config.json as
-quantization_config.quant_method; older ones of compressed-tensors have compression_config instead.
+A quantised checkpoint names its method in config.json as quantization_config.quant_method. Older
+ones of compressed-tensors have compression_config instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from moeinf.models.base import ModelDataError
 from moeinf.models.config import Fields
 
-READ = ("fp8", "mxfp4")  # in blocks: what reads the checkpoint widens or keeps them
+READ = ("fp8", "mxfp4")  # in blocks, which the loader widens or keeps
 KEYS = ("quantization_config", "compression_config")
 _NAMES = {
     "auto-round": "AutoRound",
@@ -22,7 +22,7 @@ _NAMES = {
     "modelopt": "ModelOpt",
     "nvfp4": "NVFP4",
 }
-_DETAILS = ("quant_algo", "format", "bits")  # what tells the forms of a method apart
+_DETAILS = ("quant_algo", "format", "bits")  # keys that distinguish the forms of a method
 
 
 class UnsupportedQuantisation(ModelDataError):
@@ -51,7 +51,7 @@ def refuse_quantised(fields: Fields) -> None:
 
 
 def _method(section: Fields, key: str) -> str:
-    """The method's name, and its form where it has several: "ModelOpt (NVFP4)"."""
+    """Return the method's name, and its form where it has several: "ModelOpt (NVFP4)"."""
     said = section.text("quant_method")
     if said is None:
         bitsandbytes = section.has("load_in_4bit") or section.has("load_in_8bit")

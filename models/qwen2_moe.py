@@ -1,6 +1,6 @@
 """Qwen2-MoE and Qwen1.5-MoE: biased projections, and a shared expert behind a gate of its own.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_qwen2_moe.py.
+Math as in transformers 5.23, modeling_qwen2_moe.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class Qwen2MoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape
@@ -39,7 +39,7 @@ class Qwen2MoeConfig:
 
 
 def parse(values: Mapping[str, Any]) -> Qwen2MoeConfig:
-    """See base.Family. A sliding window is supported; it counts only with use_sliding_window."""
+    """See base.Family. A sliding window applies only with use_sliding_window."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
     shape = replace(
@@ -61,7 +61,10 @@ def parse(values: Mapping[str, Any]) -> Qwen2MoeConfig:
 
 
 def _sliding_layers(fields: Fields, layers: int) -> frozenset[int]:
-    """As layer_types says; without it every second layer of the first max_window_layers."""
+    """Return the layers with a window.
+
+    layer_types names them. Without it they are every second one of the first max_window_layers.
+    """
     types = fields.words("layer_types", known=("full_attention", _SLIDING), count=layers)
     if types is not None:
         return frozenset(layer for layer, word in enumerate(types) if word == _SLIDING)

@@ -1,8 +1,8 @@
 """Qwen3.5-MoE and Qwen3.6: three layers of Gated DeltaNet to one of gated attention.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_qwen3_5_moe.py, for
-text alone: what sees (model.visual) and what predicts several tokens (mtp) is left out. The three
-position axes of its rope are then one, so that it is an ordinary partial rope.
+Math as in transformers 5.23, modeling_qwen3_5_moe.py, for text alone. The vision part
+(model.visual) and multi-token prediction (mtp) are left out. For text the three position axes of
+its rope are equal, so it is an ordinary partial rope.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _FUSED = re.compile(
 )
 _FUSED_ROLES: Mapping[str, Literal["gate_up", "down"]] = {"gate_up": "gate_up", "down": "down"}
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_INNER = "model.language_model."  # where a model that also sees keeps its text part
+_INNER = "model.language_model."  # prefix of the text part of a model with vision
 
 
 @dataclass(frozen=True)
 class Qwen35MoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape
@@ -60,14 +60,14 @@ class Qwen35MoeConfig:
         require(len(self.full) > 0, "no layer has full attention")
 
     def name(self, stored: str) -> str:
-        """A tensor's name without the models around the text part."""
+        """Return a tensor's name as in a model of text alone."""
         if self.inner and stored.startswith(_INNER):
             return "model." + stored.removeprefix(_INNER)
         return stored
 
 
 def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
-    """See base.Family. The keys of a model that also sees are in its text_config."""
+    """See base.Family. The keys of a model with vision are in its text_config."""
     outer = Fields(values)
     inner = outer.section("text_config") is not None
     fields = outer
@@ -95,7 +95,10 @@ def parse(values: Mapping[str, Any]) -> Qwen35MoeConfig:
 
 
 def _full_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """As layer_types says; without it every full_attention_interval-th."""
+    """Return the layers with full attention.
+
+    layer_types names them. Without it they are every full_attention_interval-th layer.
+    """
     types = fields.words("layer_types", known=(_LINEAR, _FULL), count=layers)
     if types is not None:
         return tuple(layer for layer, word in enumerate(types) if word == _FULL)
@@ -141,7 +144,7 @@ def _block(config: Qwen35MoeConfig, parts: Parts, layer: int) -> Block:
 
 
 def _attention(config: Qwen35MoeConfig, parts: Parts, layer: int) -> GqaAttention | DeltaNet:
-    """The layer's attention, or its DeltaNet; each kind counts its own layers."""
+    """Return the layer's attention, or its DeltaNet; each kind counts its own layers."""
     body, shape, prefix = config.body, config.attention, f"model.layers.{layer}"
     before = sum(full < layer for full in config.full)
     if layer not in config.full:
@@ -157,7 +160,7 @@ def _attention(config: Qwen35MoeConfig, parts: Parts, layer: int) -> GqaAttentio
 
 
 class _InnerParts:
-    """`Parts` of a model whose text part lies one level deeper."""
+    """`Parts` of a model whose text part is one level deeper."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -1,6 +1,6 @@
 """Qwen3-MoE: query and key norms per head, renormalised routing, optional dense layers.
 
-Does not know where weights come from. Math as in transformers 5.23, modeling_qwen3_moe.py.
+Math as in transformers 5.23, modeling_qwen3_moe.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeinf.models.layers.routing import SoftmaxRouter
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     body: BodyConfig
     attention: GqaShape
@@ -34,11 +34,11 @@ class Qwen3MoeConfig:
 
 
 def parse(values: Mapping[str, Any]) -> Qwen3MoeConfig:
-    """See base.Family. A sliding window is supported; it counts only with use_sliding_window."""
+    """See base.Family. A sliding window applies only with use_sliding_window."""
     fields = Fields(values)
     body = parse_body(fields, default_theta=1e4, default_eps=1e-6)
     window = None
-    if fields.flag("use_sliding_window"):  # absent is 4096 and null is none, as in transformers
+    if fields.flag("use_sliding_window"):  # absent: 4096, null: no window, as in transformers
         window = fields.optional_integer("sliding_window", high=MAX_CONTEXT)
         window = window if "sliding_window" in values else 4096
     shape = replace(

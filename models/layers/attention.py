@@ -1,7 +1,4 @@
-"""Causal attention: prefill, decode, and grouped-query attention as a layer.
-
-Does not know families or the layout of checkpoints beyond {q,k,v,o}_proj.
-"""
+"""Causal attention: prefill, decode, and grouped-query attention as a layer."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from moeinf.models.config import MAX_HEADS, MAX_WIDTH, Fields, require
 from moeinf.models.layers.kv_cache import PassRows
 from moeinf.models.layers.rope import rotate_half
 
-SCRATCH_BYTES = 8 << 20  # what one step over a block of heads may use, if one head fits
-_WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at a time: 1 MiB, in a core's own cache
+SCRATCH_BYTES = 8 << 20  # limit for one step over a block of heads, if one head fits
+_WIDENED_ITEMS = 1 << 18  # keys or values held as float32 at once: 1 MiB, in a core's own cache
 
 
 def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:
-    """Cuts heads into blocks of at most SCRATCH_BYTES, or of one head where one needs more."""
+    """Yield blocks of heads that need at most SCRATCH_BYTES, or one head if it needs more."""
     step = max(1, SCRATCH_BYTES // max(1, bytes_per_head))
     for start in range(0, heads, step):
         yield slice(start, min(start + step, heads))
@@ -31,7 +28,7 @@ def head_blocks(heads: int, bytes_per_head: int) -> Iterator[slice]:
 def causal_mask(
     new: int, total: int, window: int | None, device: torch.device | None = None
 ) -> Tensor:
-    """[new, total] bool: which of `total` tokens each of the last `new` sees, itself included."""
+    """Return [new, total] bool: the tokens that each of the last `new` sees, itself included."""
     at = torch.arange(total - new, total, device=device)[:, None]  # [T, 1]
     key = torch.arange(total, device=device)  # [S]
     mask = key <= at
@@ -46,13 +43,13 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The last T of S tokens attend to what they may see.
+    """Return causal attention [T, H·W] of the last T of S tokens.
 
     q [T, H, W], k and v [G, S, W] with G dividing H: query head h uses key head h // (H / G).
-    Returns [T, H·W]. A window of n sees the token itself and the n - 1 before it. Keys are never
-    expanded to H heads, and scores are never held for all of T × S × H at once.
+    A window of n sees the token itself and the n - 1 before it. Keys are never expanded to H
+    heads, and scores are never held for all of T × S × H at once.
 
-    sinks [H]: a logit per head that takes its share of the softmax and has no value (gpt-oss).
+    sinks [H]: a logit per head that takes a share of the softmax and has no value (gpt-oss).
     """
     if window is not None:
         seen = min(k.shape[1], len(q) + window - 1)
@@ -72,7 +69,7 @@ def attend(
     if sinks is not None or new != total or window is not None:
         mask = causal_mask(new, total, window, q.device)
     q = torch.unflatten(q, 1, (len(k), -1)).permute(1, 2, 0, 3)  # [G, H/G, T, W]
-    if sinks is not None and mask is not None:  # with sinks there always is one
+    if sinks is not None and mask is not None:  # with sinks the mask is always set
         q, k, v = _with_sink_key(q, k, v, sinks / scale)
         mask = functional.pad(mask, (1, 0), value=True)  # [T, 1 + S]
     k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # no copies
@@ -83,10 +80,10 @@ def attend(
 
 
 def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One more dimension, and before all keys one with no value whose product with q is the sink.
+    """Return q, k and v with a key in front whose product with q is the sink and whose value is 0.
 
     q [G, P, T, W], k and v [G, S, W] and sinks [G·P] -> W + 1 and S + 1. torch's fused attention
-    has no sinks; as a mask they would be T × S × H numbers.
+    has no sinks. A mask for them would have T × S × H numbers.
     """
     extra = sinks.to(q.dtype).view(len(k), -1, 1, 1).expand(-1, -1, q.shape[2], 1)
     k, v = (functional.pad(x, (0, 1, 1, 0)) for x in (k, v))
@@ -97,13 +94,15 @@ def _with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tens
 def attend_one(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """The newest token, computed in float32: q [G, P, W], k [G, S, W], v [G, S, V] -> [G, P, V].
+    """Return the newest token's attention: q [G, P, W], k [G, S, W], v [G, S, V] -> [G, P, V].
 
-    sinks [G, P]: see attend.
-    Scratch is 2 · G·P·S floats of scores and the widened keys. Written as matmuls because the CPU's
-    scaled_dot_product_attention is slower for one row, and on widened pieces of k and v because
-    torch compiles a bfloat16 matmul anew for every S. Measured on one core with 16 heads of 128,
-    bfloat16, S 2048: 2.0 ms against 4.4, and 2.8 more the first time that an S is seen.
+    It is computed in float32. sinks [G, P]: see attend. Scratch is 2 · G·P·S floats of scores and
+    the widened keys.
+
+    Matmuls are used because the CPU's scaled_dot_product_attention is slower for one row. They run
+    on widened pieces of k and v because torch compiles a bfloat16 matmul again for every S.
+    Measured on one core with 16 heads of 128, bfloat16, S 2048: 2.0 ms against 4.4, and 2.8 more
+    for the first use of an S.
     """
     total = k.shape[1]
     step = max(1, _WIDENED_ITEMS // (k.shape[0] * k.shape[2]))
@@ -129,7 +128,7 @@ class GqaShape:
     head_dim: int
     bias: bool = False  # on all four projections
     qkv_bias: bool = False  # on q, k and v only
-    scale: float | None = None  # of the scores; head_dim^-0.5 where a family does not say
+    scale: float | None = None  # of the scores; None: head_dim^-0.5
     clip: float | None = None  # of q, k and v (olmoe's clip_qkv)
     window: int | None = None  # tokens seen, itself included
     gated: bool = False  # q_proj also makes a gate for each head's output, beside its query
@@ -147,16 +146,16 @@ class GqaShape:
 
     @property
     def planes(self) -> tuple[tuple[int, int], ...]:
-        """What a layer caches: see kv_cache.py."""
+        """The planes that a layer caches: see kv_cache.py."""
         return ((self.kv_heads, self.head_dim),) * 2
 
 
 def parse_gqa(
     fields: Fields, hidden: int, heads: int, default_head_dim: int | None = None
 ) -> GqaShape:
-    """Reads the sizes, with transformers' defaults; raises ModelDataError.
+    """Read the sizes, with transformers' defaults; raise ModelDataError for invalid ones.
 
-    default_head_dim: of a family whose config class has one; None: hidden / heads.
+    default_head_dim: the default of the family's config class; None: hidden / heads.
     """
     fields.expect("num_key_value_heads")
     if default_head_dim is not None:
@@ -172,8 +171,9 @@ def parse_gqa(
 
 @dataclass(frozen=True)
 class GqaCore:
-    """What stands between the projections of one layer: norms, clipping, half-rotation rope, the
-    cache and attention. The norms act on the whole projection [T, heads·head_dim], before rope.
+    """The steps between the projections of one layer: norms, clipping, rope, cache, attention.
+
+    The rope is rotate_half. The norms act on the whole projection [T, heads·head_dim], before rope.
     """
 
     layer: int
@@ -181,12 +181,12 @@ class GqaCore:
     q_norm: Callable[[Tensor], Tensor] | None = None
     k_norm: Callable[[Tensor], Tensor] | None = None
     sinks: Tensor | None = None  # [H], see attend
-    attend: Callable[..., Tensor] = attend  # or what does the same elsewhere
+    attend: Callable[..., Tensor] = attend  # or its equivalent on a device
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        """q [T, H·W], k and v [T, G·W] -> [T, H·W]; writes keys and values into the caches.
+        """Map q [T, H·W], k and v [T, G·W] to [T, H·W]; write keys and values into the caches.
 
-        Rows that no span of `rows` names are left as they come.
+        Rows outside the spans of `rows` are left uninitialised.
         """
         shape = self.shape
         q, k, v = self.heads(q, k, v, rows)
@@ -201,7 +201,7 @@ class GqaCore:
     def heads(
         self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed, clipped and turned: [T, heads, W] each, as attention and the cache take them."""
+        """Return q, k and v after norms, clipping and rope: [T, heads, W] each."""
         shape = self.shape
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -216,7 +216,7 @@ class GqaCore:
 
 @dataclass(frozen=True)
 class Projections:
-    """q, k, v and o of one layer, and what may replace the torch between them."""
+    """q, k, v and o of one layer, and `Parts.tuned` for the steps between them."""
 
     q: Linear
     k: Linear
@@ -237,12 +237,12 @@ class GqaAttention:
         k_norm: Callable[[Tensor], Tensor] | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """The norms and sinks: see GqaCore."""
+        """Build layer `layer`; for the norms and sinks see GqaCore."""
         self._projections, self._shape = projections, shape
         self._core = projections.tuned(GqaCore(layer, shape, q_norm, k_norm, sinks))
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
-        """x [T, D] -> [T, D]; writes each request's keys and values into its cache."""
+        """Map x [T, D] to [T, D]; write each request's keys and values into its cache."""
         p, q = self._projections, self._projections.q(x)
         if not self._shape.gated:
             return p.o(self._core(q, p.k(x), p.v(x), rows))
@@ -252,7 +252,7 @@ class GqaAttention:
 
 
 def gqa_projections(parts: Parts, prefix: str, hidden: int, shape: GqaShape) -> Projections:
-    """From `prefix`.{q,k,v,o}_proj."""
+    """Return the projections `prefix`.{q,k,v,o}_proj."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     bias = shape.bias or shape.qkv_bias
     return Projections(

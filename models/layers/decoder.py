@@ -1,6 +1,6 @@
 """A pre-norm decoder: embedding, blocks of attention and feed-forward, final norm, logits.
 
-Does not know families: a family's file hands it blocks. Knows experts only as the `Experts` seam.
+A family's file builds the blocks. Experts are used only through the `Experts` seam.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEAD_ROWS = 64  # rows of logits computed at once
 
 @dataclass(frozen=True)
 class BodyConfig:
-    """What every decoder's config has."""
+    """The values that every decoder's config has."""
 
     vocab: int
     hidden: int
@@ -52,8 +52,8 @@ class BodyConfig:
     max_context: int
     tied_embeddings: bool
     rope: RopeConfig
-    layer_norm: bool = False  # the final norm is one, with a bias
-    centred_norm: bool = False  # the final norm holds what its weight has beyond 1
+    layer_norm: bool = False  # the final norm is a LayerNorm, with a bias
+    centred_norm: bool = False  # the final norm stores its weight minus 1
     wide_norm: bool = False  # the final norm is a WideRmsNorm
     head_bias: bool = False  # on lm_head
     embedding_scale: float = 1.0  # embeddings are multiplied with it
@@ -61,7 +61,7 @@ class BodyConfig:
 
     @property
     def usual_context(self) -> int | None:
-        """See base.Model. With room for more, longrope turns every text by other factors."""
+        """See base.Model. A longrope state with more room rotates every text by other factors."""
         original = self.rope.original_context
         return original if self.rope.kind == "longrope" and original < self.max_context else None
 
@@ -80,9 +80,10 @@ def parse_body(
     default_eps: float,
     default_partial: float | None = None,
 ) -> BodyConfig:
-    """Raises ModelDataError; also for an activation other than silu and for quantised weights.
+    """Read the values that every decoder has.
 
-    default_partial: see rope.parse_rope.
+    default_partial: see rope.parse_rope. Raises ModelDataError, also for an activation other than
+    silu and for quantised weights that cannot be read.
     """
     fields.choice("hidden_act", default="silu", known=("silu", "swish"))
     refuse_quantised(fields)
@@ -110,7 +111,7 @@ class Block:
     residual: float = 1.0
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Map [T, D] to [T, D]."""
         if self.residual == 1.0:
             x = x + self.attention(self.attention_norm(x), rows)
             return x + self.ffn(self.ffn_norm(x), experts)
@@ -122,7 +123,7 @@ class Block:
 class ParallelBlock:
     """h = x + attention(norm(x)); out = h + residual(norm(h)) + ffn(norm(x)), as in arctic.
 
-    The experts read x, not h: they are asked first, and loaded while the rest runs.
+    The experts read x, not h: they are submitted first and load while the rest runs.
     """
 
     attention_norm: Callable[[Tensor], Tensor]
@@ -133,7 +134,7 @@ class ParallelBlock:
     ffn: SparseFfn
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Map [T, D] to [T, D]."""
         pending = self.ffn.start(self.ffn_norm(x), experts)
         x = x + self.attention(self.attention_norm(x), rows)
         x = x + self.residual(self.residual_norm(x))
@@ -145,8 +146,11 @@ Layer = Block | ParallelBlock
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A token of each request, from its id to logits; what differs between two tokens of a text is
-    in tensors alone, if attention's cores take it from there."""
+    """A token of each request, from its id to logits.
+
+    Only the contents of tensors differ between two tokens of a text, if attention's cores read the
+    position from a tensor. Such a step can be captured and replayed.
+    """
 
     embedding: Embedding
     embedding_scale: float
@@ -159,13 +163,13 @@ class DecodeStep:
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
     ) -> Tensor:
-        """ids and positions [T] int64 -> [T, vocab], not scaled, where the weights lie."""
+        """Map ids and positions [T] int64 to unscaled logits [T, vocab], on the weights' device."""
         return self.head(self.norm(self.states(ids, positions, spans, experts)))
 
     def states(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
     ) -> Tensor:
-        """Any rows, ids and positions [T] -> hidden states [T, D] before the final norm."""
+        """Map ids and positions [T] of any rows to hidden states [T, D] before the final norm."""
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
         rows = PassRows(spans, positions, *self.rope(positions, contexts))
         x = self.embedding.rows(ids)
@@ -189,8 +193,10 @@ class Decoder:
         parts: Parts,
         recurrent: RecurrentLayout | None = None,
     ) -> None:
-        """planes: what the blocks' attention caches per layer; see kv_cache.py. recurrent: the
-        memory of the layers that have another; they are not among those with attention.
+        """Build the decoder around its blocks.
+
+        planes: the planes that attention caches per layer; see kv_cache.py. recurrent: the memory
+        of the layers without attention.
         """
         self.moe = moe
         self.vocab_size = config.vocab
@@ -215,7 +221,7 @@ class Decoder:
         self.state_bytes = self._cache.fixed_bytes
 
     def new_state(self, capacity: int) -> KvCache:
-        """An empty state; ValueError unless 1 ≤ capacity ≤ max_context."""
+        """Return an empty state; raise ValueError unless 1 ≤ capacity ≤ max_context."""
         if capacity > self.max_context:
             raise ValueError(f"a context of {capacity} tokens; the model has {self.max_context}")
         return KvCache(self._cache, capacity)
@@ -226,7 +232,7 @@ class Decoder:
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
-        """See base.Model. ValueError for no tokens, unknown ids, or a state twice in a batch."""
+        """See base.Model. Raises ValueError for no tokens, unknown ids, or a duplicate state."""
         spans = check_batch(batch, self._cache, self.vocab_size)
         count = spans[-1].rows.stop
         device = self._cache.device
@@ -235,7 +241,7 @@ class Decoder:
         positions = torch.tensor(places, device=device)  # [T]
         owner = [span.cache.request for span in spans for _ in range(span.count)]
         decoding = all(span.count == 1 and span.past > 0 for span in spans)
-        # Made outside of inference mode, so that the caller may write into them.
+        # Allocated outside inference mode, so that the caller may write into the logits.
         width = self._hidden if logits == "states" else self.vocab_size
         out = torch.empty(len(spans) if logits == "last" else count, width)
         for span in spans:
@@ -256,11 +262,11 @@ class Decoder:
         return out
 
     def _logits(self, x: Tensor) -> Tensor:
-        """x [n, D] -> [n, vocab]."""
+        """Map x [n, D] to logits [n, vocab]."""
         return self._body.head(self._body.norm(x))
 
     def _fill(self, out: Tensor, x: Tensor, made: Callable[[Tensor], Tensor]) -> None:
-        """out [n, …] = made(x [n, D]), a few rows at a time."""
+        """Set out [n, …] = made(x [n, D]), a few rows at a time."""
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
             out[rows].copy_(made(x[rows]))
@@ -269,7 +275,7 @@ class Decoder:
 def check_batch(
     batch: Sequence[tuple[Sequence[int], State]], layout: CacheLayout, vocab: int
 ) -> tuple[Span, ...]:
-    """Checks everything that can be wrong with a batch before anything is computed."""
+    """Return the spans of a batch; raise ValueError or ContextFull if it is invalid."""
     spans: list[Span] = []
     start = 0
     for ids, state in batch:
@@ -286,7 +292,7 @@ def check_batch(
 
 
 def check_ids(ids: Sequence[int], held: int, capacity: int, vocab: int) -> None:
-    """ValueError, or ContextFull, unless these can follow `held` tokens."""
+    """Raise ValueError or ContextFull unless these ids can follow `held` tokens."""
     if not len(ids):
         raise ValueError("no tokens to extend a state with")
     if not (min(ids) >= 0 and max(ids) < vocab):
@@ -307,7 +313,7 @@ def _final_norm(config: BodyConfig, parts: Parts) -> Callable[[Tensor], Tensor]:
 
 
 def _tuned(block: Layer, parts: Parts) -> Layer:
-    """The block with whatever the loader puts in the place of its norms and its router."""
+    """Return the block with its norms and its router tuned by the loader."""
     names = [field.name for field in fields(block) if field.name.endswith("_norm")]
     block = replace(block, **{name: parts.tuned(getattr(block, name)) for name in names})
     if isinstance(block.ffn, SparseFfn):
@@ -316,7 +322,7 @@ def _tuned(block: Layer, parts: Parts) -> Layer:
 
 
 def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Tells every MoE layer the router of the next one, so that it can hint."""
+    """Give every MoE layer the router of the next one, so that it can hint."""
     linked: list[Layer] = []
     router: Router | None = None
     for block in reversed(blocks):
@@ -328,6 +334,6 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def ignores_buffers(name: str, config: HasBody) -> bool:
-    """For Family.ignores: tensors that old checkpoints carry and no model needs."""
+    """Return True for tensors that old checkpoints have and no model needs: Family.ignores."""
     tied = config.body.tied_embeddings
     return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")

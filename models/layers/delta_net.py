@@ -1,9 +1,9 @@
 """Gated DeltaNet (arXiv 2412.06464): attention whose memory is one matrix per head.
 
-Does not know families. Math as in transformers 5.23, modeling_qwen3_5_moe.py.
+Math as in transformers 5.23, modeling_qwen3_5_moe.py.
 
-A head's memory S [dk, dv] maps keys to values. A token with key k, value v, log-decay g ≤ 0 and
-rate β lets it fade and corrects what it says for k:
+A head's memory S [dk, dv] maps keys to values. A token has key k, value v, log-decay g ≤ 0 and
+rate β. It decays S, then corrects the value that S gives for k:
 
     S ← exp(g) · S;   S ← S + k ⊗ β (v - kᵀ S);   its output is qᵀ S
 """
@@ -50,17 +50,17 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values side by side: what the convolution runs over."""
+        """The width of the convolution: queries, keys and values side by side."""
         return 2 * self.keys + self.values
 
     def memory(self, layers: int) -> RecurrentLayout:
-        """Per layer the last inputs of the convolution [kernel - 1, C] and S [H, dk, dv]."""
+        """Return the layout: the convolution's last inputs [kernel - 1, C] and S [H, dk, dv]."""
         matrix = (self.value_heads, self.key_dim, self.value_dim)
         return RecurrentLayout(layers, ((self.kernel - 1, self.channels), matrix))
 
 
 def parse_delta(fields: Fields) -> DeltaShape:
-    """With transformers' defaults; raises ModelDataError."""
+    """Read the sizes, with transformers' defaults; raise ModelDataError for invalid ones."""
     return DeltaShape(
         key_heads=fields.integer("linear_num_key_heads", high=MAX_HEADS, default=16),
         value_heads=fields.integer("linear_num_value_heads", high=MAX_HEADS, default=32),
@@ -71,7 +71,7 @@ def parse_delta(fields: Fields) -> DeltaShape:
 
 
 class DeltaNet:
-    """One layer of it, the `layer`-th of the recurrent ones."""
+    """One layer of Gated DeltaNet, the `layer`-th of the recurrent layers."""
 
     def __init__(
         self, layer: int, shape: DeltaShape, hidden: int, eps: float, parts: Parts, prefix: str
@@ -90,7 +90,7 @@ class DeltaNet:
         self._norm = parts.tensor(f"{prefix}.norm.weight", shape.value_dim)
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
-        """x [T, D] -> [T, D]; writes each request's next memory."""
+        """Map x [T, D] to [T, D]; write each request's next memory."""
         qkv, z = self._qkv(x), self._z(x)  # [T, C], [T, H·dv]
         decay = self._rate * functional.softplus(self._a(x).float() + self._dt_bias)  # [T, H]
         rate = self._b(x).sigmoid().float()  # [T, H]
@@ -100,7 +100,7 @@ class DeltaNet:
         return self._out(self._gated(out, z))
 
     def _run(self, span: Span, qkv: Tensor, decay: Tensor, rate: Tensor, out: Tensor) -> None:
-        """One request, CHUNK tokens at a time; writes into out [T, H·dv]."""
+        """Run one request, CHUNK tokens at a time; write into out [T, H·dv]."""
         memory = span.cache.recurrent
         assert memory is not None
         recent, s = memory.read(self._layer)
@@ -121,7 +121,7 @@ class DeltaNet:
         later_recent.copy_(recent)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """mixed [n, C] -> q, k [n, H, dk] of length 1 (q then over √dk) and v [n, H, dv]."""
+        """Split mixed [n, C] into q, k [n, H, dk] of length 1 (q then over √dk), v [n, H, dv]."""
         shape = self._shape
         q, k, v = torch.split(mixed.float(), [shape.keys, shape.keys, shape.values], -1)
         q, k = (torch.unflatten(y, -1, (shape.key_heads, -1)) for y in (q, k))
@@ -131,7 +131,7 @@ class DeltaNet:
         return q, k, torch.unflatten(v, -1, (shape.value_heads, -1))
 
     def _gated(self, values: Tensor, z: Tensor) -> Tensor:
-        """RMSNorm of each head's values [T, H·dv], times silu(z)."""
+        """Return the RMSNorm of each head's values [T, H·dv], times silu(z)."""
         wide = torch.unflatten(values.float(), -1, (-1, self._shape.value_dim))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         normed = (self._norm * wide.to(self._norm.dtype)).flatten(1)
@@ -141,12 +141,13 @@ class DeltaNet:
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, s: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """n tokens in order: q, k [n, H, dk], v [n, H, dv], decay and rate [n, H], S before them
-    [H, dk, dv] -> (their outputs [n, H, dv], S after them), all float32. S after them is written
-    into `out`, which may be S itself, and returned.
+    """Apply n tokens in order and return (their outputs [n, H, dv], S after them), all float32.
 
-    Several tokens are done at once by the UT transform (arXiv 2406.06484, section 3.2): with
-    G_i the decay up to token i, the corrections U solve a unitriangular system,
+    q, k [n, H, dk], v [n, H, dv], decay and rate [n, H]; s is S before them [H, dk, dv]. S after
+    them is written into `out`, which may be `s` itself, and returned.
+
+    The UT transform computes several tokens at once (arXiv 2406.06484, section 3.2). With G_i the
+    decay up to token i, the corrections U solve a unitriangular system,
 
         U_i = β_i (v_i - exp(G_i) k_iᵀ S - Σ_{j<i} exp(G_i - G_j) (k_i · k_j) U_j)
     """

@@ -1,7 +1,4 @@
-"""Decoders in which some layers have experts and others a dense network.
-
-Does not know attention, nor how tokens are routed: a family hands in its routers.
-"""
+"""Decoders in which some layers have experts and others a dense network."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ FeedForward = Callable[[Tensor, Experts], Tensor]  # [T, D] -> [T, D]
 
 @dataclass(frozen=True)
 class FfnPlan:
-    """What a decoder's feed-forward layers are."""
+    """The kinds and sizes of a decoder's feed-forward layers."""
 
     moe: MoeShape
     sparse_layers: Sequence[int]  # the layers that have experts, ascending
-    dense_intermediate: int | None  # of the others; None where there are none
+    dense_intermediate: int | None  # of the other layers; None without them
 
 
 def parse_ffn(fields: Fields, sparse_layers: Sequence[int], layers: int, hidden: int) -> FfnPlan:
-    """Reads moe_intermediate_size and, where there are dense layers, intermediate_size."""
+    """Read moe_intermediate_size and, for a model with dense layers, intermediate_size."""
     dense = None
     if len(sparse_layers) < layers:
         dense = fields.integer("intermediate_size", high=MAX_WIDTH)
@@ -37,14 +34,14 @@ def parse_ffn(fields: Fields, sparse_layers: Sequence[int], layers: int, hidden:
 
 
 def parse_sparse_step(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Qwen's way to name the sparse layers: decoder_sparse_step, less mlp_only_layers."""
+    """Return Qwen's sparse layers: every decoder_sparse_step-th, without mlp_only_layers."""
     step = fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
     dense = set(fields.integers("mlp_only_layers", high=MAX_LAYERS))
     return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
 
 
 def shared_experts(parts: Parts, prefix: str, moe: MoeShape, count: int) -> GatedMlp | None:
-    """DeepSeek's: `count` experts that run for every token, stored as one wide network."""
+    """Return DeepSeek's `count` shared experts, stored as one wide network; None for 0."""
     if not count:
         return None
     return gated_mlp(parts, f"{prefix}.shared_experts", moe.hidden, count * moe.intermediate)
@@ -58,7 +55,7 @@ def feed_forward(
     router: Callable[[], Router],
     shared: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None,
 ) -> FeedForward:
-    """Layer `layer`, from `prefix`.*; router and shared are asked only where it has experts."""
+    """Return layer `layer` from `prefix`.*; only a sparse layer calls router and shared."""
     if layer in plan.sparse_layers:
         return SparseFfn(plan.sparse_layers.index(layer), router(), shared())
     assert plan.dense_intermediate is not None

@@ -1,7 +1,4 @@
-"""Feed-forward networks: one expert's arithmetic, and the gated dense one.
-
-Does not know routing, nor where weights come from.
-"""
+"""Feed-forward networks: the arithmetic of one expert, and the dense networks."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch.nn import functional
 
 from moeinf.models.base import Activation, Linear, Parts
 
-_ROWS = 64  # so that F columns of them stay a few MiB: 64 · 2F · 2 bytes is 3.5 MiB in Mixtral
+_ROWS = 64  # keeps the inner product small: 64 · 2F · 2 bytes is 3.5 MiB in Mixtral
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -23,7 +20,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """gpt-oss's: a gate of at most 7 with a steeper sigmoid, up in -7 … 7 and shifted by 1."""
+    """Apply gpt-oss's SwiGLU: gate at most 7 with a steeper sigmoid, up in -7 … 7, plus 1."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
@@ -44,7 +41,7 @@ def expert_ffn(
     inner_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """down @ act(inner @ x) per row of x [T, D] -> [T, D], each product plus its bias.
+    """Return down @ act(inner @ x) for each row of x [T, D], each product plus its bias.
 
     inner is gate_up [2F, D] with the gate's rows first, or up [F, D] for relu; down is [D, F].
     """
@@ -57,7 +54,7 @@ def expert_ffn(
 
 
 def _in_blocks(ffn: Linear, x: Tensor) -> Tensor:
-    """ffn on at most _ROWS rows at a time: a whole chunk of them may go to one wide expert."""
+    """Run ffn on at most _ROWS rows at a time, because one expert may get a whole chunk."""
     if len(x) <= _ROWS:
         return ffn(x)
     return torch.cat([ffn(rows) for rows in torch.split(x, _ROWS)])
@@ -65,14 +62,14 @@ def _in_blocks(ffn: Linear, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """The same with dense weights: a dense layer, or shared experts joined into one."""
+    """down(silu(gate(x)) · up(x)) with dense weights: a dense layer or joined shared experts."""
 
     gate: Linear
     up: Linear
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Map [T, D] to [T, D]."""
         return _in_blocks(
             lambda rows: self.down(functional.silu(self.gate(rows)) * self.up(rows)), x
         )
@@ -86,19 +83,19 @@ class DenseRelu:
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Map [T, D] to [T, D]."""
         return _in_blocks(lambda rows: self.down(functional.relu(self.up(rows))), x)
 
 
 def gated_shared(parts: Parts, prefix: str, hidden: int, intermediate: int) -> Linear:
-    """Qwen's shared expert times sigmoid of its gate, from `prefix`.shared_expert*."""
+    """Return Qwen's shared expert times the sigmoid of its gate: `prefix`.shared_expert*."""
     expert = gated_mlp(parts, f"{prefix}.shared_expert", hidden, intermediate)
     gate = parts.linear(f"{prefix}.shared_expert_gate", 1, hidden)
     return lambda x: gate(x).sigmoid() * expert(x)
 
 
 def gated_mlp(parts: Parts, prefix: str, hidden: int, intermediate: int) -> GatedMlp:
-    """From `prefix`.{gate,up,down}_proj.weight."""
+    """Return the network of `prefix`.{gate,up,down}_proj.weight, tuned."""
     mlp = GatedMlp(
         gate=parts.linear(f"{prefix}.gate_proj", intermediate, hidden),
         up=parts.linear(f"{prefix}.up_proj", intermediate, hidden),

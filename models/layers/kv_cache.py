@@ -1,6 +1,6 @@
-"""What attention remembers of one request, and how the rows of a pass map onto it.
+"""The KV cache of one request, and how the rows of a pass map onto it.
 
-Does not know attention: a cache is planes of vectors per layer, one vector per token.
+A cache holds planes of vectors per layer, with one vector per token.
 
 One layer of a cache, with `capacity` columns of which the first `length` hold tokens:
 
@@ -9,7 +9,7 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
-Layers whose memory does not grow with the text have theirs beside it: see recurrent.py.
+Recurrent layers, whose memory does not grow with the text, keep it in recurrent.py's.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers together."""
+        """Bytes per token of all layers together."""
         items = sum(heads * width for heads, width in self.planes)
         return self.layers * items * self.dtype.itemsize
 
     @property
     def fixed_bytes(self) -> int:
-        """What a request takes besides, however long it is."""
+        """Bytes of a request that do not grow with its tokens."""
         return 0 if self.recurrent is None else self.recurrent.bytes
 
 
 class KvCache:
-    """A `State`. Memory is reserved at once, but its pages are touched only as tokens arrive."""
+    """A `State`. Memory is reserved at once; its pages are touched only as tokens arrive."""
 
     def __init__(self, layout: CacheLayout, capacity: int) -> None:
-        """Raises ValueError unless there is room for a token."""
+        """Reserve memory for `capacity` tokens; raise ValueError if it is below 1."""
         if capacity < 1:
             raise ValueError(f"a context of {capacity} tokens")
         self.layout = layout
@@ -72,7 +72,7 @@ class KvCache:
         return self._capacity
 
     def truncate(self, length: int) -> None:
-        """See base.State; ValueError when there are fewer than `length` tokens."""
+        """See base.State. Raises ValueError when it holds fewer than `length` tokens."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot keep {length} of {self._length} tokens")
         if self.recurrent is not None and length < self._length:
@@ -80,7 +80,7 @@ class KvCache:
         self._length = length
 
     def snapshot(self) -> KvCache:
-        """An independent copy of the same capacity; only the tokens held are copied."""
+        """Return an independent copy of the same capacity; only the tokens held are copied."""
         copy = KvCache(self.layout, self._capacity)
         copy.request, copy._length = self.request, self._length
         if self.recurrent is not None:
@@ -91,10 +91,10 @@ class KvCache:
         return copy
 
     def write(self, layer: int, start: int, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Stores rows [T, heads, width], one tensor per plane, as the tokens from `start` on.
+        """Store rows [T, heads, width], one tensor per plane, as the tokens from `start` on.
 
-        Returns views [heads, start + T, width] of each plane. The length stays as it is, so that a
-        pass that fails leaves the state unchanged.
+        Returns views [heads, start + T, width] of each plane. The length does not change, so a
+        failed pass leaves the state unchanged.
         """
         stop = start + len(rows[0])
         assert start <= self._length <= stop <= self._capacity, (start, stop)
@@ -103,21 +103,27 @@ class KvCache:
         return tuple(plane[:, :stop] for plane in self._layers[layer])
 
     def planes(self, layer: int) -> tuple[Tensor, ...]:
-        """The layer's planes [heads, capacity, width], for whoever writes and reads them itself."""
+        """Return the layer's planes [heads, capacity, width], for code that accesses them itself.
+
+        Such code does not use `write`.
+        """
         return self._layers[layer]
 
     @property
     def places(self) -> tuple[int | None, ...]:
-        """Where the open pass of one token reads and writes, but for the planes' next column."""
+        """The recurrent slots that the open pass reads and writes; () without such layers.
+
+        In the planes a pass of one token always writes the next column.
+        """
         return () if self.recurrent is None else self.recurrent.places
 
     def begin(self, tokens: int) -> None:
-        """Opens a pass of so many tokens; without `advance` after it nothing has happened."""
+        """Open a pass of so many tokens; it has no effect until `advance`."""
         if self.recurrent is not None:
             self.recurrent.begin(self._length, tokens)
 
     def advance(self, tokens: int) -> None:
-        """Counts tokens that every layer has written."""
+        """Close the pass: count tokens that every layer has written."""
         assert self._length + tokens <= self._capacity
         if self.recurrent is not None:
             self.recurrent.commit()
@@ -140,8 +146,10 @@ class Span:
 
 @dataclass(frozen=True)
 class PassRows:
-    """All rows of a pass: who they belong to, where each stands in its text (positions [T] int64),
-    and their rope angles [T, rope_dim/2]."""
+    """All rows of a pass, with their requests, positions and rope angles.
+
+    positions [T] int64: the place of each row in its text. cos and sin: [T, rope_dim/2].
+    """
 
     spans: tuple[Span, ...]
     positions: Tensor

@@ -1,11 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Does not know families; the cache holds one compressed vector per token for all heads.
+The cache holds one compressed vector per token for all heads. Every head's key is
+[W_uk · latent, rotated key], and its value is W_uv · latent. There are two ways to compute:
 
-Every head's key is [W_uk · latent, rotated key], its value W_uv · latent. Two ways to compute:
-
-    one row      W_uk goes into the query and W_uv after the sum, so that attention runs on the
-                 latents themselves: nothing per token and head is ever expanded
+    one row      W_uk is applied to the query and W_uv after the sum, so attention runs on the
+                 latents themselves: nothing per token and head is expanded
     many rows    keys and values are expanded for a block of heads at a time: scratch is at most
                  SCRATCH_BYTES, or one head's S × (2·max(nope + rope, v) + nope + v) items if more
 """
@@ -26,7 +25,7 @@ from moeinf.models.layers.kv_cache import PassRows, Span
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.rope import RopeConfig, rotate_pairs
 
-_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
+_EPS = 1e-6  # of the two inner norms; they do not use rms_norm_eps
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,15 @@ class MlaShape:
 
     @property
     def planes(self) -> tuple[tuple[int, int], ...]:
-        """What a layer caches: see kv_cache.py."""
+        """The planes that a layer caches: see kv_cache.py."""
         return ((1, self.kv_lora + self.rope),)
 
 
 def parse_mla(fields: Fields, heads: int, rope: RopeConfig) -> MlaShape:
-    """Reads the sizes; raises ModelDataError. A q_lora_rank of null means no bottleneck."""
+    """Read the sizes; raise ModelDataError for invalid ones.
+
+    A q_lora_rank of null means no bottleneck.
+    """
     fields.expect("q_lora_rank")
     nope = fields.integer("qk_nope_head_dim", high=MAX_WIDTH)
     rotated = fields.integer("qk_rope_head_dim", high=MAX_WIDTH)
@@ -77,7 +79,7 @@ class LowRank:
     up: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         return self.up(self.norm(self.down(x)))
 
 
@@ -97,25 +99,25 @@ class MlaAttention:
         self._o = parts.linear(f"{prefix}.o_proj", hidden, shape.heads * shape.value, shape.bias)
 
     def __call__(self, x: Tensor, rows: PassRows) -> Tensor:
-        """x [T, D] -> [T, D]; writes each request's latents into its cache."""
+        """Map x [T, D] to [T, D]; write each request's latents into its cache."""
         return self._o(self._core(self._q(x), self._kv_a(x), rows))
 
 
 @dataclass(frozen=True)
 class MlaCore:
-    """What stands between the projections: rope on interleaved pairs, the cache, attention."""
+    """The steps between the projections: rope on interleaved pairs, cache, attention."""
 
     layer: int
     shape: MlaShape
     kv_norm: RmsNorm
     kv_b: Tensor  # [H, nope + v, kv_lora]
-    attend: Callable[..., Tensor] = attend  # or what does the same elsewhere
-    equal_widths: bool = True  # whether it wants keys and values of one width
+    attend: Callable[..., Tensor] = attend  # or its equivalent on a device
+    equal_widths: bool = True  # True if attend needs keys and values of one width
 
     def __call__(self, q: Tensor, latent: Tensor, rows: PassRows) -> Tensor:
-        """q [T, H·(nope + rope)], latent [T, kv_lora + rope] -> [T, H·v]; writes into the caches.
+        """Map q [T, H·(nope + rope)] and latent [T, kv_lora + rope] to [T, H·v]; fill the caches.
 
-        Rows that no span of `rows` names are left as they come.
+        Rows outside the spans of `rows` are left uninitialised.
         """
         shape = self.shape
         q_nope, q_rope, new = self.heads(q, latent, rows)
@@ -133,7 +135,7 @@ class MlaCore:
         return out.flatten(1)
 
     def heads(self, q: Tensor, latent: Tensor, rows: PassRows) -> tuple[Tensor, Tensor, Tensor]:
-        """q_nope [T, H, nope], q_rope [T, H, rope] and, for the cache, [T, 1, kv_lora + rope]."""
+        """Return q_nope [T, H, nope], q_rope [T, H, rope] and cache rows [T, 1, kv_lora + rope]."""
         shape = self.shape
         q = torch.unflatten(q, -1, (shape.heads, -1))  # [T, H, nope + rope]
         q_nope, q_rope = torch.split(q, [shape.nope, shape.rope], -1)
@@ -143,17 +145,20 @@ class MlaCore:
         return q_nope, q_rope, torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)
 
     def absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """Queries of the latents themselves: [R, H, kv_lora + rope]."""
+        """Return queries on the latents themselves: [R, H, kv_lora + rope]."""
         w_uk = self.kv_b[:, : self.shape.nope]  # [H, nope, kv_lora]
         return torch.cat(((q_nope.transpose(0, 1) @ w_uk).transpose(0, 1), q_rope), -1)
 
     def release(self, mixed: Tensor) -> Tensor:
-        """Sums of latents [R, H, kv_lora] -> sums of values [R, H, v]."""
+        """Map sums of latents [R, H, kv_lora] to sums of values [R, H, v]."""
         w_uv = self.kv_b[:, self.shape.nope :]  # [H, v, kv_lora]
         return (mixed.transpose(0, 1) @ w_uv.mT).transpose(0, 1)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, past: Sequence[Tensor]) -> Tensor:
-        """One row for each of R requests: q_nope [R, H, nope], q_rope [R, H, rope] -> [R, H, v]."""
+        """Attend with one row of each of R requests; return [R, H, v].
+
+        q_nope [R, H, nope], q_rope [R, H, rope]; past [S, kv_lora + rope] per request.
+        """
         shape = self.shape
         q = self.absorb(q_nope, q_rope)
         mixed = q.new_empty(len(past), shape.heads, shape.kv_lora)  # [R, H, kv_lora]
@@ -167,11 +172,14 @@ class MlaCore:
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, span: Span, memory: Tensor, out: Tensor
     ) -> None:
-        """Several rows of one request; memory [S, kv_lora + rope]; writes into out [T, H, v]."""
+        """Attend with several rows of one request; write into out [T, H, v].
+
+        memory is [S, kv_lora + rope].
+        """
         shape, total = self.shape, len(memory)
         latent, k_rope = torch.split(memory, [shape.kv_lora, shape.rope], -1)
         width, copied = shape.nope + shape.rope, 1
-        if self.equal_widths:  # zeros after the shorter: torch's flash kernel wants it so
+        if self.equal_widths:  # torch's flash kernel needs it: zeros pad the shorter
             width, copied = max(width, shape.value), 2
         items = total * (copied * width + shape.nope + shape.value)
         for block in head_blocks(shape.heads, items * memory.itemsize):
@@ -193,13 +201,13 @@ class MlaCore:
 
 
 def _rows(places: list[int]) -> slice | list[int]:
-    """Neighbours as a slice: as an index a list has to be copied to where the rows are."""
+    """Return consecutive places as a slice, because a list index is copied to the rows' device."""
     first, last = places[0], places[-1]
     return slice(first, last + 1) if last - first + 1 == len(places) else places
 
 
 def _query(shape: MlaShape, hidden: int, parts: Parts, prefix: str) -> Callable[[Tensor], Tensor]:
-    """The query projection, through a bottleneck where the model has one: [T, D] -> [T, H·W]."""
+    """Return the query projection [T, D] -> [T, H·W], with a bottleneck if the model has one."""
     wide = shape.heads * (shape.nope + shape.rope)
     if shape.q_lora is None:
         return parts.linear(f"{prefix}.q_proj", wide, hidden)

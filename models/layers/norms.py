@@ -1,7 +1,4 @@
-"""RMSNorm and LayerNorm, in the order of operations that the released models were trained with.
-
-Does not know layers or families.
-"""
+"""RMSNorm and LayerNorm, in the order of operations that the released models were trained with."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[…, D] -> [… , D]."""
+        """Map […, D] to […, D]."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -30,20 +27,20 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class WideRmsNorm:
-    """The same, multiplied with the weight [D], of float32 or of x, before the cast."""
+    """RmsNorm with the weight [D], in float32 or in x's dtype, multiplied before the cast."""
 
     weight: Tensor
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[…, D] -> [… , D]."""
+        """Map […, D] to […, D]."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * self.weight).to(x.dtype)
 
 
 def centred_norm(parts: Parts, prefix: str, width: int, eps: float) -> WideRmsNorm:
-    """From `prefix`.weight, which holds what the weight has beyond 1."""
+    """Return the norm of `prefix`.weight, which stores the weight minus 1."""
     return WideRmsNorm(1.0 + parts.tensor(f"{prefix}.weight", width).float(), eps)
 
 
@@ -56,12 +53,12 @@ class LayerNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[…, D] -> [… , D]."""
+        """Map […, D] to […, D]."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 def layer_norm(parts: Parts, prefix: str, width: int, eps: float) -> LayerNorm:
-    """From `prefix`.weight and `prefix`.bias."""
+    """Return the norm of `prefix`.weight and `prefix`.bias."""
     weight, bias = (parts.tensor(f"{prefix}.{name}", width) for name in ("weight", "bias"))
     return LayerNorm(weight, bias, eps)
 
@@ -73,6 +70,6 @@ class HeadNorm:
     norm: RmsNorm | WideRmsNorm
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads·W] -> [T, heads·W]."""
+        """Map [T, heads·W] to [T, heads·W]."""
         heads = torch.unflatten(x, -1, (-1, len(self.norm.weight)))  # [T, heads, W]
         return self.norm(heads).flatten(-2)

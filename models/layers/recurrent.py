@@ -1,17 +1,15 @@
-"""What recurrent layers remember of one request: a few tensors per layer, however long the text.
+"""The memory of recurrent layers for one request: a few tensors per layer, for any text length.
 
-Does not know what the tensors mean, nor attention.
-
-A recurrent state cannot forget its last tokens. So a pass reads one slot and writes another, which
-takes its place only when the whole pass has succeeded, and a few earlier states are kept as marks
-that a truncated request goes back to:
+A recurrent state cannot drop its last tokens. So a pass reads one slot and writes another. The
+written slot becomes the current one only when the whole pass has succeeded. A few earlier states
+are kept as marks, and a truncated request goes back to one of them:
 
     slot      0      1      2      3      4          marks + 2 of them, each of all layers
             [now ][next ][mark ][mark ][mark ]       which is which changes with every pass
 
-A pass of several tokens leaves a mark behind, some tokens before its end: where the next turn of a
-conversation parts from this one (a template closes an answer otherwise than it opened it). A pass
-of one token leaves none, so that a long answer does not push out the mark before it.
+A pass of several tokens leaves a mark some tokens before its end. The next turn of a conversation
+differs from this one after that point, because a template closes an answer in another way than it
+opened it. A pass of one token leaves no mark, so a long answer does not evict the mark before it.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens that a layer may take at once; marks lie so many after the start of a pass
+CHUNK = 64  # tokens a layer takes at once; a mark is a multiple of it after a pass's start
 _MARGIN = 16  # tokens of a pass after its mark, at least
 
 
 @dataclass(frozen=True)
 class RecurrentLayout:
-    """layers, each with one float32 tensor of every shape."""
+    """A number of layers, each with one float32 tensor of every shape."""
 
     layers: int
     shapes: tuple[tuple[int, ...], ...]
@@ -41,7 +39,7 @@ class RecurrentLayout:
 
     @property
     def bytes(self) -> int:
-        """Of one request."""
+        """Bytes of one request."""
         return self.slots * self.layers * 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
@@ -58,9 +56,9 @@ class RecurrentMemory:
         self._new_mark: tuple[int, int] | None = None
 
     def begin(self, past: int, count: int) -> None:
-        """Opens a pass of `count` tokens after `past`; an earlier one without a commit is void.
+        """Open a pass of `count` tokens after `past`; an earlier pass without a commit is void.
 
-        May give up the oldest mark.
+        May evict the oldest mark.
         """
         self._new_mark = None
         if self._now is None:
@@ -86,33 +84,33 @@ class RecurrentMemory:
 
     @property
     def mark_at(self) -> int | None:
-        """How many tokens the request has where this pass is to leave a mark behind."""
+        """The number of tokens of the request at which this pass leaves a mark, or None."""
         return None if self._new_mark is None else self._new_mark[0]
 
     def read(self, layer: int) -> tuple[Tensor, ...]:
-        """The layer's tensors as the last pass left them; not to be written."""
+        """Return the layer's tensors as the last pass left them; the caller must not write them."""
         assert self._now is not None
         return tuple(tensor[self._now] for tensor in self._tensors[layer])
 
     def next(self, layer: int) -> tuple[Tensor, ...]:
-        """Where this pass writes the layer's tensors."""
+        """Return the layer's tensors that this pass writes."""
         return tuple(tensor[self._next] for tensor in self._tensors[layer])
 
     def mark(self, layer: int, values: Sequence[Tensor]) -> None:
-        """Keeps the layer's tensors as they are after `mark_at` tokens."""
+        """Keep the layer's tensors as they are after `mark_at` tokens."""
         assert self._new_mark is not None
         for tensor, value in zip(self._tensors[layer], values, strict=True):
             tensor[self._new_mark[1]] = value
 
     def commit(self) -> None:
-        """The pass has succeeded: what it wrote is what the request remembers."""
+        """Make the slot that this pass wrote the current one, after the pass has succeeded."""
         if self._new_mark is not None:
             self._marks.append(self._new_mark)
             del self._marks[: -self._layout.marks]
         self._now, self._new_mark = self._next, None
 
     def rewind(self, tokens: int) -> int:
-        """Goes back to the last mark of at most `tokens` tokens; returns how many it has."""
+        """Go back to the last mark of at most `tokens` tokens; return its number of tokens."""
         self._marks = [mark for mark in self._marks if mark[0] <= tokens]
         if not self._marks:
             self._now = None
@@ -121,7 +119,7 @@ class RecurrentMemory:
         return length
 
     def copy(self) -> RecurrentMemory:
-        """An independent one."""
+        """Return an independent copy."""
         copy = RecurrentMemory(self._layout, self._tensors[0][0].device)
         copy._now, copy._marks = self._now, list(self._marks)
         used = {slot for _, slot in self._marks} | ({self._now} if self._now is not None else set())
@@ -132,7 +130,7 @@ class RecurrentMemory:
         return copy
 
     def _free_slot(self, *taken: int) -> int:
-        """A slot that holds nothing of use; the oldest mark goes when there is none."""
+        """Return a free slot; evict the oldest mark if no slot is free."""
         while True:
             used = {slot for _, slot in self._marks}.union(taken)
             free = [slot for slot in range(self._layout.slots) if slot not in used]
@@ -144,8 +142,11 @@ class RecurrentMemory:
 def tensors_of_layers(
     layers: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, ...]]:
-    """One tensor of every shape for each layer, unspecified. On a GPU all are one piece: torch
-    rounds pieces of 1 to 10 MiB, as single ones often are, up by as much as a quarter."""
+    """Return one uninitialised tensor of every shape for each layer.
+
+    On a GPU all are views of one allocation. Single ones often have 1 to 10 MiB, which torch rounds
+    up by as much as a quarter.
+    """
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -1,14 +1,15 @@
 """Rotary position embedding: five kinds of frequencies, two ways to pair.
 
-Does not know attention: it turns positions into angles and rotates vectors by them.
-Formulas as in transformers 5.23, modeling_rope_utils.py.
+Positions become angles, and vectors are rotated by them. Formulas as in transformers 5.23,
+modeling_rope_utils.py.
 
 longrope (arXiv 2402.13753) has two sets of frequencies: one for texts up to the length of the
 original training, one for longer texts. Keys in a cache cannot change sets when a text grows beyond
-it, and a text may come in chunks. So what a state has room for decides, once: every token of a
-state with more room than the original length turns by the long set. (llama.cpp decides by its
-context size in the same way. The formula speaks of the text's length: a short text in a long
-context differs from it. So the original length is the model's usual context.)
+that length, and a text may come in chunks. So the capacity of a state decides, once. Every token
+of a state with a larger capacity than the original length rotates by the long set. llama.cpp
+decides by its context size in the same way. The paper's formula depends on the text's length, so a
+short text in a long context differs from it. Therefore the original length is the model's usual
+context.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RopeConfig:
     long: tuple[float, ...] = ()  # the same beyond it
     short_mscale: float | None = None  # longrope: attention factors, where a config has them
     long_mscale: float | None = None
-    partial: float = 1.0  # share of a head's dimensions that turn
+    partial: float = 1.0  # share of a head's dimensions that rotate
 
     def __post_init__(self) -> None:
         require(self.kind in _KINDS, f"rope type {self.kind!r} is not supported")
@@ -66,14 +67,14 @@ class RopeConfig:
         )
 
     def turning(self, head_dim: int) -> int:
-        """How many dimensions of a head turn. Raises ModelDataError unless they form pairs."""
+        """Return the rotated dimensions of a head; raise ModelDataError unless they form pairs."""
         count = int(head_dim * self.partial)
         require(count > 0 and count % 2 == 0, f"{count} of {head_dim} dimensions cannot be rotated")
         return count
 
     @property
     def softmax_factor(self) -> float:
-        """What DeepSeek multiplies its softmax scale with: mscale_all_dim's mscale, squared."""
+        """The factor on DeepSeek's softmax scale: the mscale of mscale_all_dim, squared."""
         if self.kind == "default" or not self.mscale_all_dim:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
@@ -82,10 +83,10 @@ class RopeConfig:
 def parse_rope(
     fields: Fields, max_context: int, default_theta: float, default_partial: float | None = None
 ) -> RopeConfig:
-    """Reads both spellings; `rope_scaling` wins over `rope_parameters`, as in transformers.
+    """Read both spellings; `rope_scaling` wins over `rope_parameters`, as in transformers.
 
-    default_partial: None for a family whose heads always turn as a whole. Raises ModelDataError
-    for an unknown type, a partial rotation where there is none, or an absurd value.
+    default_partial: None for a family whose heads always rotate as a whole. Raises ModelDataError
+    for an unknown type, an unsupported partial rotation, or an absurd value.
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({})
     kind = rope.choice("rope_type", "type", default="default", known=_KINDS)
@@ -103,9 +104,9 @@ def parse_rope(
     original = rope.integer(
         "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
     )
-    if kind != "linear":  # transformers reads it in the section alone
+    if kind != "linear":  # transformers reads it only in the section
         fields.refuse("original_max_position_embeddings", original)
-    # longrope may leave the factor out, yarn may say null: then it is the ratio of both contexts.
+    # longrope may omit the factor, yarn may set null: then it is the ratio of both contexts.
     ratio = max(max_context / original, 1.0) if kind in ("yarn", "longrope") else None
     if kind == "yarn":
         rope.expect("factor")
@@ -144,8 +145,9 @@ class Rope:
     """The angles of one model: positions -> cos and sin, computed once per pass."""
 
     def __init__(self, config: RopeConfig, dim: int, device: torch.device) -> None:
-        """dim, the rotated dimensions of a head, must be even. Raises ModelDataError when longrope
-        has not a factor for every pair of them.
+        """Prepare the frequencies of `dim` rotated dimensions of a head; dim must be even.
+
+        Raises ModelDataError when longrope does not have one factor for each pair.
         """
         assert dim % 2 == 0, dim
         self._frequencies = inverse_frequencies(config, dim).to(device)
@@ -157,15 +159,15 @@ class Rope:
             self._long = long, _attention_factor(config, beyond_original=True)
 
     def __call__(self, positions: Tensor, contexts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """positions [T] -> (cos, sin), each [T, dim/2] float32 and times the attention factor.
+        """Map positions [T] to (cos, sin), each [T, dim/2] float32, times the attention factor.
 
-        contexts [T]: what the state of each row has room for; only longrope asks.
+        contexts [T]: the capacity of each row's state; only longrope uses it.
         """
         frequencies: Tensor = self._frequencies
         factor: Tensor | float = self._factor
         beyond_original = {context > self._original for context in contexts}
         if self._long is not None and beyond_original == {True}:
-            frequencies, factor = self._long  # nothing to upload: a pass may be a recorded one
+            frequencies, factor = self._long  # no upload: the pass may be under capture
         elif self._long is not None and len(beyond_original) > 1:
             beyond = torch.tensor(contexts, device=positions.device)[:, None] > self._original
             frequencies = torch.where(beyond, self._long[0], frequencies)  # [T, dim/2]
@@ -175,7 +177,7 @@ class Rope:
 
 
 def inverse_frequencies(config: RopeConfig, dim: int, beyond_original: bool = False) -> Tensor:
-    """[dim/2] float32: the angle per position of each pair."""
+    """Return [dim/2] float32: the angle per position of each pair."""
     periods = config.theta ** (torch.arange(0, dim, 2).float() / dim)  # [dim/2]
     if config.kind == "longrope":
         factors = config.long if beyond_original else config.short
@@ -189,9 +191,9 @@ def inverse_frequencies(config: RopeConfig, dim: int, beyond_original: bool = Fa
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2].
+    """Rotate x [T, heads, dim], pairing i with i + dim/2, in float32; cos and sin [T, dim/2].
 
-    With fewer angles only the first 2·angles dimensions turn (partial rotary); the rest stays.
+    With fewer angles only the first 2·angles dimensions rotate (partial rotary).
     """
     turning = 2 * cos.shape[-1]
     if turning < x.shape[-1]:
@@ -203,19 +205,19 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, dim], pairing 2i with 2i + 1, in float32; cos and sin [T, dim/2]."""
+    """Rotate x [T, heads, dim], pairing 2i with 2i + 1, in float32; cos and sin [T, dim/2]."""
     a, b = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
-    """Yarn's temperature (arXiv 2309.00071, section 3.4)."""
+    """Return yarn's temperature (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _attention_factor(config: RopeConfig, beyond_original: bool = False) -> float:
-    """What cos and sin are multiplied with."""
+    """Return the factor on cos and sin."""
     if config.kind == "longrope":
         given = config.long_mscale if beyond_original else config.short_mscale
         return _longrope_factor(config) if given is None else given
@@ -229,7 +231,7 @@ def _attention_factor(config: RopeConfig, beyond_original: bool = False) -> floa
 
 
 def _longrope_factor(config: RopeConfig) -> float:
-    """LongRoPE's temperature (arXiv 2402.13753, as in Phi-3's configuration)."""
+    """Return LongRoPE's temperature (arXiv 2402.13753, as in Phi-3's configuration)."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.factor <= 1:
@@ -238,10 +240,10 @@ def _longrope_factor(config: RopeConfig) -> float:
 
 
 def _yarn(config: RopeConfig, dim: int, periods: Tensor) -> Tensor:
-    """Fast pairs keep their frequency, slow ones are stretched, with a ramp between."""
+    """Keep the frequency of fast pairs and stretch slow ones, with a ramp between."""
 
     def pair_with(rotations: float) -> float:
-        """The (fractional) pair that turns so often over the original context."""
+        """Return the (fractional) pair that makes so many rotations over the original context."""
         turns = config.original_context / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(config.theta))
 
@@ -256,7 +258,7 @@ def _yarn(config: RopeConfig, dim: int, periods: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Long waves are stretched by the factor, short ones kept, with a blend between."""
+    """Stretch long waves by the factor and keep short ones, with a blend between."""
     low, high = config.low_freq_factor, config.high_freq_factor
     turns = config.original_context * frequencies / (2 * math.pi)  # over the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)

@@ -1,7 +1,4 @@
-"""From hidden states to the experts of each token and their weights.
-
-Does not know what an expert computes.
-"""
+"""Routers: from hidden states to the experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from moeinf.models.config import require
 class SoftmaxRouter:
     """Softmax over all experts, then the top K, in float32.
 
-    weight        [E, D] in any dtype; widened for each use, which costs little beside an expert
+    weight        [E, D] in any dtype; each use widens it, which costs little beside an expert
     renormalise   divide the K weights by their sum (mixtral; config key norm_topk_prob)
     scale         then multiply them (config key routed_scaling_factor)
     groups        (n_group, topk_group): only experts of the best groups count (DeepSeek-V2)
@@ -31,7 +28,7 @@ class SoftmaxRouter:
     groups: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> ids [T, K] int64 and weights [T, K] float32, the heaviest first."""
+        """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, the largest first."""
         scores = functional.linear(x.float(), self.weight.float()).softmax(-1)  # [T, E]
         if self.groups is not None:
             scores = limit_to_groups(scores, *self.groups)
@@ -50,14 +47,14 @@ class TopSoftmaxRouter:
     top_k: int
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> ids [T, K] int64 and weights [T, K] float32, the heaviest first."""
+        """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, the largest first."""
         logits = functional.linear(x.float(), self.weight.float(), self.bias.float())  # [T, E]
         best, ids = logits.topk(self.top_k, dim=-1)  # [T, K] each
         return ids, best.softmax(-1)
 
 
 def limit_to_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
-    """scores [T, E] with 0 outside the `kept` of `groups` equal groups whose best score is highest.
+    """Return scores [T, E] with 0 outside the `kept` of `groups` equal groups with the best score.
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.2.2), topk_method group_limited_greedy.
     """
@@ -69,10 +66,10 @@ def limit_to_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Sigmoid scores of which a learnt bias chooses the top K, in float32.
+    """Sigmoid scores in float32; the top K are chosen by score plus a learnt bias.
 
-    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), topk_method noaux_tc. The bias only chooses;
-    the weights are the scores without it.
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), topk_method noaux_tc. The weights are the scores
+    without the bias.
 
     weight        [E, D] in any dtype
     bias          [E] e_score_correction_bias
@@ -87,7 +84,7 @@ class SigmoidRouter:
     groups: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> ids [T, K] int64 and weights [T, K] float32, in the order of choice."""
+        """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, in the order of choice."""
         scores = functional.linear(x.float(), self.weight.float()).sigmoid()  # [T, E]
         choice = scores + self.bias.float()
         if self.groups is not None:
@@ -100,9 +97,9 @@ class SigmoidRouter:
 
 
 def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:
-    """choice [T, E] with -inf outside the `kept` of `groups` equal groups with the best two scores.
+    """Return choice [T, E] with -inf outside the best `kept` of `groups` equal groups.
 
-    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a group counts as much as its best two together.
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a group's value is the sum of its best two.
     """
     grouped = torch.unflatten(choice, -1, (groups, -1))  # [T, G, E/G]
     worth = grouped.topk(2, dim=-1).values.sum(-1)  # [T, G]
@@ -112,7 +109,7 @@ def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def require_groups(groups: int, kept: int, experts: int, top_k: int) -> None:
-    """Raises ModelDataError unless `kept` of `groups` equal groups hold top_k experts."""
+    """Raise ModelDataError unless `kept` of `groups` equal groups hold top_k experts."""
     require(experts % groups == 0, f"{experts} experts do not form {groups} groups")
     require(kept <= groups, f"topk_group {kept} of {groups} groups")
     require(top_k <= experts // groups * kept, f"{kept} groups hold fewer than {top_k} experts")
@@ -122,23 +119,23 @@ def require_groups(groups: int, kept: int, experts: int, top_k: int) -> None:
 class SparseMixer:
     """Phi-3.5-MoE's choice of two experts (arXiv 2409.12136), as it is at inference, in float32.
 
-    The best expert's weight is its softmax among those that come close to it; the second one's is
-    the same without the first. Close means less than 2 · jitter below the best, relative to the
-    larger of the best logit and the magnitude of one's own. The two do not sum to 1.
+    The best expert's weight is its softmax among the experts close to it. The second expert's
+    weight is the same without the first. Close means at most 2 · jitter below the best, relative to
+    the larger of the best logit and the magnitude of the expert's own. The two do not sum to 1.
     """
 
     weight: Tensor  # [E, D] in any dtype
     jitter: float  # router_jitter_noise
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> ids [T, 2] int64 and weights [T, 2] float32, the best first."""
+        """Map x [T, D] to ids [T, 2] int64 and weights [T, 2] float32, the best first."""
         logits = functional.linear(x.float(), self.weight.float())  # [T, E]
         first, first_weight = self._best(logits, logits)
         second, second_weight = self._best(logits.scatter(1, first, -torch.inf), logits)
         return torch.cat((first, second), 1), torch.cat((first_weight, second_weight), 1)
 
     def _best(self, candidates: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The best candidate's id and weight, [T, 1] each."""
+        """Return the best candidate's id and weight, [T, 1] each."""
         best, ids = candidates.max(-1, keepdim=True)
         distance = (best - logits) / torch.maximum(logits.abs(), best)
         close = candidates.masked_fill(distance > 2 * self.jitter, -torch.inf)

@@ -1,7 +1,7 @@
-"""What DeepSeek-V3 and the GLM families have in common: experts chosen by sigmoid scores.
+"""The experts of DeepSeek-V3 and the GLM families, chosen by sigmoid scores.
 
-Does not know attention. Checkpoints of these families carry layers for multi-token prediction
-behind the last one; nothing here runs them.
+Checkpoints of these families have layers for multi-token prediction behind the last one; nothing
+here runs them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SigmoidExperts:
 
 
 class HasSigmoidExperts(HasBody, Protocol):
-    """The config of a family that chooses experts so."""
+    """The config of a family that chooses experts by sigmoid scores."""
 
     @property
     def ffn(self) -> SigmoidExperts: ...
@@ -60,9 +60,10 @@ def parse_sigmoid_experts(
     default_scale: float,
     default_groups: tuple[int, int] = (1, 1),
 ) -> SigmoidExperts:
-    """Raises ModelDataError. With one group every expert may be chosen.
+    """Read the feed-forward part; raise ModelDataError for invalid values.
 
-    default_groups: n_group and topk_group of a config that lacks them.
+    default_groups: n_group and topk_group of a config that lacks them. With one group every expert
+    may be chosen.
     """
     fields.refuse_null("n_group", "topk_group")
     fields.choice("scoring_func", default="sigmoid", known=("sigmoid",))
@@ -85,7 +86,7 @@ def parse_sigmoid_experts(
 
 
 def sigmoid_ffn(config: SigmoidExperts, parts: Parts, layer: int, prefix: str) -> FeedForward:
-    """Layer `layer`, from `prefix`.*."""
+    """Return layer `layer` from `prefix`.*."""
     moe = config.plan.moe
 
     def router() -> SigmoidRouter:
@@ -100,7 +101,7 @@ def sigmoid_ffn(config: SigmoidExperts, parts: Parts, layer: int, prefix: str) -
 
 
 def sigmoid_expert(name: str, config: HasSigmoidExperts) -> ExpertPart | None:
-    """For Family.expert: experts of the extra layers are none of ours."""
+    """See Family.expert. Experts of the extra layers are not loaded."""
     if _is_extra(name, config.ffn):
         return None
     plan = config.ffn.plan
@@ -108,7 +109,7 @@ def sigmoid_expert(name: str, config: HasSigmoidExperts) -> ExpertPart | None:
 
 
 def sigmoid_ignores(name: str, config: HasSigmoidExperts) -> bool:
-    """For Family.ignores. transformers writes empty shared experts where there are none."""
+    """See Family.ignores. transformers writes empty tensors if a model has no shared experts."""
     if _is_extra(name, config.ffn):
         return True
     if not config.ffn.shared_experts and ".mlp.shared_experts." in name:

@@ -1,6 +1,6 @@
 """The three attentions of an encoder-decoder: within the source, within the answer, and across.
 
-Does not know families or the names of projections. Heads are never shared; there is no rope.
+Heads are never shared; there is no rope.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeinf.models.layers.attention import head_blocks
 from moeinf.models.layers.kv_cache import Span
 
 Planes = tuple[Tensor, Tensor]  # keys and values of a source of S tokens, [H, S, W] each
-Memory = tuple[Planes, ...]  # of every decoder layer
+Memory = tuple[Planes, ...]  # one per decoder layer
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Heads:
     scale: float
 
     def split(self, x: Tensor) -> Tensor:
-        """[T, H·W] -> [T, H, W]."""
+        """Map [T, H·W] to [T, H, W]."""
         return torch.unflatten(x, -1, (self.count, -1))
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """q [T, H, W], k and v [H, S, W] -> [T, H·W]; bias [H, T, S] is added to the scores.
+    """Return the attention [T, H·W] of q [T, H, W] over k and v [H, S, W].
 
-    causal: the T rows are the last of the S, and see none after themselves. One row is computed in
-    float32, in matmuls: see attention.attend_one.
+    bias [H, T, S] is added to the scores. causal: the T rows are the last of the S, and a row sees
+    no later ones. One row is computed in float32 by matmuls: see attention.attend_one.
     """
     new, total = len(q), k.shape[1]
     q = q.transpose(0, 1)  # [H, T, W]
@@ -73,7 +73,7 @@ class SourceAttention:
     heads: Heads
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Map [T, D] to [T, D]."""
         h = self.heads
         k, v = (h.split(part(x)).transpose(0, 1) for part in (h.k, h.v))
         return h.o(attend(h.split(h.q(x)), k, v, h.scale, bias, causal=False))
@@ -87,7 +87,7 @@ class SelfAttention:
     heads: Heads
 
     def __call__(self, x: Tensor, spans: Sequence[Span], biases: Sequence[Tensor | None]) -> Tensor:
-        """[T, D] -> [T, D]; writes keys and values into the caches; a bias per span."""
+        """Map [T, D] to [T, D] with one bias per span; write keys and values into the caches."""
         h = self.heads
         q, k, v = (h.split(part(x)) for part in (h.q, h.k, h.v))
         out = q.new_empty(len(x), q[0].numel())
@@ -105,13 +105,13 @@ class MemoryAttention:
     heads: Heads
 
     def read(self, x: Tensor) -> Planes:
-        """The encoder's output [S, D] as this layer's keys and values [H, S, W]."""
+        """Map the encoder's output [S, D] to this layer's keys and values [H, S, W]."""
         h = self.heads
         keys, values = (h.split(part(x)).transpose(0, 1).contiguous() for part in (h.k, h.v))
         return keys, values
 
     def __call__(self, x: Tensor, sequences: Sequence[slice], planes: Sequence[Planes]) -> Tensor:
-        """[T, D] -> [T, D]; the rows of each sequence see the planes of theirs."""
+        """Map [T, D] to [T, D]; the rows of each sequence see the planes of its source."""
         h = self.heads
         q = h.split(h.q(x))
         out = q.new_empty(len(x), q[0].numel())

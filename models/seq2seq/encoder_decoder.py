@@ -1,7 +1,7 @@
 """Encoder-decoders: a source that is read whole, then tokens that attend to it and to each other.
 
-Does not know families: a family's file hands it blocks, embeddings and positions. Knows experts
-only as the `Experts` seam. The encoder's MoE layers come first in the flat index.
+A family's file provides blocks, embeddings and positions. Experts are used only through the
+`Experts` seam. The encoder's MoE layers come first in the flat index.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ EMBEDDING_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 
 
 class FeedForward(Protocol):
-    """[T, D] -> [T, D]; sequences says which rows belong together."""
+    """A network [T, D] -> [T, D]; `sequences` gives the rows that belong together."""
 
     def __call__(self, x: Tensor, experts: Experts, sequences: Sequence[slice]) -> Tensor: ...
 
 
 class Positions(Protocol):
-    """Where a token stands: added to its embedding, or to the scores of attention."""
+    """Position terms that are added to the embeddings, or to the scores of attention."""
 
     def embed(self, positions: Tensor) -> Tensor | None:
-        """positions [T] int64 -> [T, D] float32 to add to the embeddings."""
+        """Map positions [T] int64 to [T, D] float32 to add to the embeddings; None adds nothing."""
         ...
 
     def bias(self, stack: Stack, new: int, total: int) -> Tensor | None:
-        """[H, new, total] to add to the scores of the last `new` of `total` tokens."""
+        """Return [H, new, total] to add to the scores of the last `new` of `total` tokens.
+
+        None adds nothing.
+        """
         ...
 
 
@@ -66,28 +69,31 @@ class DecoderBlock:
     attention_norm: Norm
     attention: SelfAttention
     memory_norm: Norm
-    memory: MemoryAttention  # to what the encoder made of the source
+    memory: MemoryAttention  # attends to the encoder's output
     ffn_norm: Norm
     ffn: FeedForward
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the blocks."""
+    """The parts around the blocks: embedding, positions, final norms and head."""
 
     vocab: int
-    embedding: Embedding  # of both stacks
+    embedding: Embedding  # shared by both stacks
     embedding_scale: float
     positions: Positions
     encoder_norm: Norm
     decoder_norm: Norm
     head: Linear
-    head_scale: float  # what the head reads is multiplied with it
+    head_scale: float  # factor on the head's input
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """planes: what self attention caches, and what the memory holds, per layer and token."""
+    """Sizes of an encoder-decoder.
+
+    planes: the planes per layer and token, in the cache of self attention and in the memory.
+    """
 
     moe: MoeShape
     max_context: int
@@ -122,16 +128,16 @@ class SourceState:
         return self.cache.capacity
 
     def truncate(self, length: int) -> None:
-        """Forgets decoder tokens after the first `length`; the source stays."""
+        """Drop decoder tokens after the first `length`; keep the source."""
         self.cache.truncate(length)
 
     def snapshot(self) -> SourceState:
-        """An independent copy; a memory is never changed, so that both may keep it."""
+        """Return an independent copy; both share the memory, which never changes."""
         return SourceState(self.cache.snapshot(), self.memory)
 
 
 class EncoderDecoder:
-    """A `Model` that reads a source first. `extend` takes decoder tokens, from start_token on."""
+    """A `Model` that reads a source first. `extend` takes decoder tokens; start_token is first."""
 
     def __init__(
         self,
@@ -149,20 +155,21 @@ class EncoderDecoder:
         embedding = frame.embedding
         self.vocab_size = frame.vocab
         self._cache = CacheLayout(len(decoder), sizes.planes, embedding.dtype, embedding.device)
-        self.kv_bytes_per_token = 2 * self._cache.bytes_per_token  # its own, and of the source
+        self.kv_bytes_per_token = 2 * self._cache.bytes_per_token  # decoder and source
         self.state_bytes = self._cache.fixed_bytes
 
     def new_state(self, capacity: int) -> SourceState:
-        """A state without a source; ValueError unless 1 ≤ capacity ≤ max_context."""
+        """Return a state without a source; ValueError unless 1 ≤ capacity ≤ max_context."""
         if capacity > self.max_context:
             raise ValueError(f"a context of {capacity} tokens; the model has {self.max_context}")
         return SourceState(KvCache(self._cache, capacity))
 
     def encode(self, ids: Sequence[int], state: State, experts: Experts) -> None:
-        """Reads a source of token ids, in one pass of the phase "encode".
+        """Read a source of token ids, in one pass of the phase "encode".
 
-        The state holds its memory afterwards, and no decoder tokens; a failed pass leaves it as it
-        was. Raises ContextFull for more tokens than its capacity, ValueError for unknown ids.
+        Afterwards the state holds the source's memory and no decoder tokens. A failed pass leaves
+        the state unchanged. Raises ContextFull for more tokens than the state's capacity, and
+        ValueError for unknown ids.
         """
         assert isinstance(state, SourceState), "the state was not made by this model"
         check_ids(ids, 0, state.capacity, self.vocab_size)
@@ -185,7 +192,7 @@ class EncoderDecoder:
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
     ) -> Tensor:
-        """See base.Model; there are no "states". Every state must have a source."""
+        """See base.Model. Raises ValueError for a state without a source, and for "states"."""
         if logits == "states":
             raise ValueError("an encoder-decoder has no states of its text alone")
         states = [state for _, state in batch if isinstance(state, SourceState)]
@@ -216,7 +223,7 @@ class EncoderDecoder:
     def _run(
         self, ids: Tensor, spans: tuple[Span, ...], memories: Sequence[Memory], experts: Experts
     ) -> Tensor:
-        """ids [T] -> hidden states [T, D] before the final norm."""
+        """Map ids [T] to hidden states [T, D] before the final norm."""
         places = [torch.arange(s.past, s.past + s.count, device=ids.device) for s in spans]
         x = self._embed(ids, torch.cat(places))
         positions = self._frame.positions
@@ -230,7 +237,7 @@ class EncoderDecoder:
         return x
 
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [T] -> [T, D]."""
+        """Map ids [T] to embeddings with positions [T, D]."""
         x = self._frame.embedding.rows(ids)
         if self._frame.embedding_scale != 1.0:
             x = x * self._frame.embedding_scale
@@ -238,7 +245,7 @@ class EncoderDecoder:
         return x if added is None else x + added.to(x.dtype)
 
     def _logits(self, x: Tensor, out: Tensor) -> None:
-        """x [n, D] -> out [n, vocab] float32."""
+        """Write the logits of x [n, D] into out [n, vocab] float32."""
         frame = self._frame
         for start in range(0, len(x), _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
@@ -251,7 +258,7 @@ def stack_expert(
     sparse: Mapping[Stack, Sequence[int]],
     moe: MoeShape,
 ) -> ExpertPart | None:
-    """For Family.expert: the decoder's layers count on from the encoder's."""
+    """See Family.expert. The decoder's MoE layers are numbered after the encoder's."""
     stack: Stack = "decoder" if name.startswith("decoder.") else "encoder"
     part = names[stack].part(name, sparse[stack], moe.experts)
     if part is None or stack == "encoder":

@@ -1,8 +1,8 @@
 """NLLB-MoE: a translator; two of many ReLU experts per token in every fourth layer.
 
-Does not know where weights come from. Math as in the paper (arXiv 2207.04672, section 6.2) and in
-fairseq; transformers 5.23 has the dense parts right, but runs only two of the experts. At inference
-no expert is ever full: its capacity is the number of tokens.
+Math as in the paper (arXiv 2207.04672, section 6.2) and in fairseq. transformers 5.23 computes the
+dense parts in the same way, but runs only two of the experts. At inference no expert is ever full:
+its capacity is the number of tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class NllbConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     vocab: int
     hidden: int
@@ -76,14 +76,14 @@ class NllbConfig:
     layers: Mapping[Stack, int]
     sparse: Mapping[Stack, tuple[int, ...]]  # the layers that have experts
     moe: MoeShape
-    expert_scale: float  # what token dropout leaves of an expert's output
+    expert_scale: float  # factor on an expert's output: 1 - token dropout
     embedding_scale: float
     max_context: int
     start_token: int
 
 
 def parse(values: Mapping[str, Any]) -> NllbConfig:
-    """See base.Family. Only routing that drops nothing at inference, as published."""
+    """See base.Family. Routing must drop nothing at inference, as published."""
     fields = Fields(values)
     refuse_quantised(fields)
     fields.choice("activation_function", default="relu", known=("relu",))
@@ -204,7 +204,7 @@ class Sinusoids:
         self._width = width
 
     def embed(self, positions: Tensor) -> Tensor:
-        """positions [T] -> [T, D] float32; the last column of an odd width is 0."""
+        """Map positions [T] to [T, D] float32; the last column of an odd width is 0."""
         half = self._width // 2
         steps = torch.arange(half, device=positions.device).float()
         speeds = torch.exp(steps * -(math.log(10000) / (half - 1)))
@@ -213,11 +213,11 @@ class Sinusoids:
         return torch.nn.functional.pad(both, (0, self._width % 2))
 
     def bias(self, stack: Stack, new: int, total: int) -> None:
-        """Attention is not told positions."""
+        """Return None: attention does not use positions."""
 
 
 def plain_name(name: str) -> str:
-    """transformers saves with a prefix that the published files do not have."""
+    """Return the name without the prefix that transformers saves and published files lack."""
     return name.removeprefix(_PREFIX)
 
 
@@ -227,7 +227,7 @@ def expert(name: str, config: NllbConfig) -> ExpertPart | None:
 
 
 def ignores(name: str, config: NllbConfig) -> bool:
-    """See base.Family. Copies of the one embedding, and tables of sines."""
+    """See base.Family. Ignores copies of the one embedding, and tables of sines."""
     return plain_name(name) in EMBEDDING_COPIES or ".embed_positions." in name
 
 

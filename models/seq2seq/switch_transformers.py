@@ -1,10 +1,10 @@
 """Switch Transformers: T5 with one ReLU expert per token in every other layer.
 
-Does not know where weights come from. Math as in transformers 5.23,
-modeling_switch_transformers.py (T5X before it). Experts have a capacity: of the tokens of one
-sequence that a pass brings, the first `expert_capacity` of an expert are computed, for the others
-the layer adds nothing. A decoder that keeps a cache brings one token per pass and drops none, there
-as here.
+Math as in transformers 5.23, modeling_switch_transformers.py (T5X before it).
+
+Each expert has a capacity. In one pass it computes the first `expert_capacity` tokens that a
+sequence routes to it. The layer adds nothing for the others. A decoder with a cache brings one
+token per pass and drops none, in transformers and here.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _EXPERTS = {
     )
     for stack, number in _FFN.items()
 }
-_CONTEXT = 512  # pre-training's, where a config has no n_positions
+_CONTEXT = 512  # of pre-training, for a config without n_positions
 
 
 @dataclass(frozen=True)
 class SwitchConfig:
-    """config.json, checked."""
+    """The checked values of config.json."""
 
     vocab: int
     hidden: int
@@ -87,7 +87,7 @@ class SwitchConfig:
 
 
 def parse(values: Mapping[str, Any]) -> SwitchConfig:
-    """See base.Family. Only with ReLU and float32 routers, as all published ones have."""
+    """See base.Family. ReLU and float32 routers are required; all published models have them."""
     fields = Fields(values)
     refuse_quantised(fields)
     fields.choice("dense_act_fn", "feed_forward_proj", default="relu", known=("relu",))
@@ -134,7 +134,7 @@ def parse(values: Mapping[str, Any]) -> SwitchConfig:
 
 
 def _sparse_layers(fields: Fields, stack: Stack, layers: int) -> tuple[int, ...]:
-    """Every n-th layer from the second on; the config names how many. n = 1: all of them."""
+    """Return every n-th layer from the second on; the config gives their number. n = 1: all."""
     count = fields.integer(f"num_sparse_{stack}_layers", high=MAX_LAYERS, default=3)
     require(count <= layers, f"{count} sparse {stack} layers of {layers}")
     step = layers // count
@@ -195,7 +195,7 @@ def _decoder_block(config: SwitchConfig, parts: Parts, layer: int) -> DecoderBlo
 
 
 def _heads(config: SwitchConfig, parts: Parts, prefix: str) -> Heads:
-    """T5 does not scale scores: its initial weights are smaller instead."""
+    """Return unscaled heads: T5 does not scale scores, its initial weights are smaller instead."""
     wide = config.heads * config.head_dim
     q, k, v = (parts.linear(f"{prefix}.{name}", wide, config.hidden) for name in "qkv")
     o = parts.linear(f"{prefix}.o", config.hidden, wide)
@@ -223,7 +223,7 @@ def _capped(
     experts: Experts,
     sequences: Sequence[slice],
 ) -> Tensor:
-    """A MoE layer [T, D] -> [T, D]; tokens beyond an expert's capacity get none."""
+    """Run a MoE layer [T, D] -> [T, D]; tokens beyond an expert's capacity get no expert."""
 
     def route(rows: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = router(rows)
@@ -235,11 +235,11 @@ def _capped(
 
 
 def without_overflow(ids: Tensor, capacity: int) -> Tensor:
-    """ids [T, 1] with -1 where `capacity` rows before have the same expert."""
+    """Return ids [T, 1] with -1 where `capacity` earlier rows have the same expert."""
     if len(ids) <= capacity:
         return ids
     same = ids == ids.T  # [T, T]
-    turn = same.tril().sum(-1, keepdim=True)  # [T, 1]: the how-manieth of its expert
+    turn = same.tril().sum(-1, keepdim=True)  # [T, 1]: its place among its expert's rows, from 1
     return ids.masked_fill(turn > capacity, -1)
 
 
@@ -247,14 +247,14 @@ class RelativePositions:
     """T5's relative position bias (arXiv 1910.10683, section 2.1): one per stack, in all layers."""
 
     def __init__(self, tables: Mapping[Stack, Tensor], max_distance: int) -> None:
-        """tables: [buckets, H] each."""
+        """Take one table [buckets, H] for each stack."""
         self._tables, self._max_distance = tables, max_distance
 
     def embed(self, positions: Tensor) -> None:
-        """Positions are told to attention alone."""
+        """Return None: only attention uses positions."""
 
     def bias(self, stack: Stack, new: int, total: int) -> Tensor:
-        """[H, new, total]."""
+        """Return the bias [H, new, total] of the last `new` of `total` tokens."""
         table = self._tables[stack]
         at = torch.arange(total - new, total, device=table.device)[:, None]
         distance = torch.arange(total, device=table.device) - at  # [new, total]
@@ -263,10 +263,10 @@ class RelativePositions:
 
 
 def relative_bucket(distance: Tensor, both_ways: bool, buckets: int, furthest: int) -> Tensor:
-    """distance (key - query) -> bucket: one each for near ones, then logarithmic up to `furthest`.
+    """Map distances (key - query) to buckets: one for each near distance, logarithmic beyond.
 
-    both_ways: keys after the query have the upper half of the buckets to themselves; else there
-    are none to be seen.
+    The logarithmic ones end at `furthest`. both_ways: keys after the query have the upper half of
+    the buckets. Otherwise the query does not see later keys.
     """
     base = torch.zeros_like(distance)
     if both_ways:
@@ -287,7 +287,7 @@ def expert(name: str, config: SwitchConfig) -> ExpertPart | None:
 
 
 def ignores(name: str, config: SwitchConfig) -> bool:
-    """See base.Family. Copies of the one embedding."""
+    """See base.Family. Ignores copies of the one embedding."""
     return name in EMBEDDING_COPIES
 
 
