@@ -9,8 +9,8 @@
     ├── Unavailable      memory, a device or a server is missing    exit 1, HTTP 503
     └── Failure          a read, a computation or this program      exit 1, HTTP 500
 
-A leaf is defined next to the code that raises it. docs/errors.md lists all of them. Imports nothing
-of ours. Does not know how an error is shown: cli/errors.py and server/api/answers.py do.
+A leaf is defined next to the code that raises it. docs/errors.md lists all of them. This module
+imports no other module of moeinf. cli/errors.py and server/api/answers.py show the errors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import re
 
 
 class MoeinfError(Exception):
-    """An error that a face shows: its text says what happened, its attributes what follows.
+    """An error that is shown to the user. Its text says what happened, its attributes what to do.
 
     code: stable, for scripts and tests. hint: completes "Try: …"; an instance may set its own.
-    serve_hint: what the operator of a server can do, shown in its answers.
+    serve_hint: an action for the operator of a server, shown in its answers.
     """
 
     code: str = ""
@@ -113,7 +113,7 @@ class DeviceError(Unavailable, RuntimeError):
 
 
 class OutOfDeviceMemory(DeviceError):
-    """CUDA_ERROR_OUT_OF_MEMORY: of the device, or of what may be page-locked. Raised by native."""
+    """CUDA_ERROR_OUT_OF_MEMORY, for device or page-locked memory. Raised by native."""
 
     code = "out_of_device_memory"
     hint = "less --device-memory, --device cpu, or the same again after you free some of the device"
@@ -121,7 +121,7 @@ class OutOfDeviceMemory(DeviceError):
 
 
 def as_moeinf(error: BaseException) -> MoeinfError:
-    """Return the error in the tree: itself, what a builtin means, or InternalError."""
+    """Return the error in the tree: itself, the match of a builtin, or InternalError."""
     if isinstance(error, MoeinfError):
         return error
     if isinstance(error, MemoryError):
@@ -132,7 +132,7 @@ def as_moeinf(error: BaseException) -> MoeinfError:
 
 
 def reason(error: BaseException) -> str:
-    """Return what a builtin or a library says, without the system's number."""
+    """Return the message of a builtin's or a library's error, without the errno."""
     return re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 
