@@ -1,7 +1,4 @@
-"""Dense weights in the host's memory: native kernels, and torch where those do not reach.
-
-Does not know names of tensors or files.
-"""
+"""Dense weights in host memory: native kernels, with torch as the fallback."""
 
 from __future__ import annotations
 

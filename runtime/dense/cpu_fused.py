@@ -1,6 +1,6 @@
 """Native equivalents of the torch pieces between the products of a layer.
 
-Does not know families. Only bfloat16 on the CPU is replaced: float32 is the reference.
+Only bfloat16 on the CPU is replaced: float32 is the reference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NativeNorm:
 
 
 class NativeRouter:
-    """SoftmaxRouter for few rows. None of them sees the others, as they do in torch's product."""
+    """SoftmaxRouter for few rows. A row's result does not depend on the others, unlike torch's."""
 
     def __init__(self, torch_router: SoftmaxRouter) -> None:
         self._torch, weight = torch_router, torch_router.weight
@@ -90,7 +90,7 @@ class NativeGqa:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rows: PassRows) -> Tensor:
-        # The step turns whole heads; partial rotary has fewer angles.
+        # The step rotates whole heads; partial rotary has fewer angles.
         if q.dtype != torch.bfloat16 or 2 * rows.cos.shape[-1] != self._torch.shape.head_dim:
             return self._torch(q, k, v, rows)
 
@@ -156,7 +156,7 @@ class NativeMla:
 def _mixed(
     step: Callable[..., None], torch_core: Callable[..., Tensor], rows: PassRows, *inputs: Tensor
 ) -> Tensor:
-    """Requests of one token by `step`, as if they were alone; the others in torch."""
+    """Run requests of one token by `step`, as if they were alone, and the others in torch."""
     single = tuple(span for span in rows.spans if span.count == 1)
     others = tuple(span for span in rows.spans if span.count > 1)
     out = torch_core(*inputs, replace(rows, spans=others))
@@ -170,7 +170,7 @@ def _mixed(
 
 
 def _norm(norm: Callable[[Tensor], Tensor] | None) -> tuple[int, int, float] | None:
-    """(address of the weight, width, eps); a norm per head holds the norm that it applies."""
+    """Return (address of the weight, width, eps), for a HeadNorm those of its inner norm."""
     found = getattr(norm, "norm", norm)
     if found is None:
         return None
@@ -211,7 +211,7 @@ def _weight(norm: Callable[[Tensor], Tensor] | None) -> Tensor | None:
 
 
 def _fits(weight: Tensor | None) -> bool:
-    """Whether a piece with this weight, or with none, is one that the native ones replace."""
+    """Return True if a piece with this weight, or without one, has a native replacement."""
     return weight is None or (weight.dtype == torch.bfloat16 and weight.device.type == "cpu")
 
 

@@ -1,7 +1,4 @@
-"""Dense linear layers on the native kernels, and embeddings, over weights of any format.
-
-Does not know names of tensors or files.
-"""
+"""Dense linear layers on the native kernels, and embeddings, over weights of any format."""
 
 from __future__ import annotations
 
@@ -20,30 +17,30 @@ Rows = Callable[[Tensor], Tensor]  # ids [T] -> [T, width]
 
 
 class Products(Protocol):
-    """Dense weights times rows, where they lie. Tensors that it is given lie there already."""
+    """Products with dense weights on their device. All tensor arguments are on that device."""
 
     @property
     def place(self) -> torch.device:
-        """Where that is."""
+        """The device of the weights."""
         ...
 
     def tiled_linear(
         self, tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
     ) -> Linear:
-        """x [T, in] -> [T, out] from Q8 or Q4 tiles, whatever T is."""
+        """Return the map x [T, in] -> [T, out] over Q8 or Q4 tiles, for any T."""
         ...
 
     def plain_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """x [T, in] -> [T, out] from weight [out, in]."""
+        """Return the map x [T, in] -> [T, out] over weight [out, in]."""
         ...
 
     def tiled_embedding(self, tiles: Tensor, form: str, count: int, width: int) -> Rows:
-        """Rows of Q8 or Q4 tiles, as exact as bfloat16 can say them."""
+        """Return the map from ids to rows of Q8 or Q4 tiles, rounded to bfloat16."""
         ...
 
 
 class DenseMath(Products, Protocol):
-    """How dense weights compute where they lie, and what stands between the products."""
+    """Products with dense weights on their device, and the pieces between the products."""
 
     def tuned(self, piece: Piece) -> Piece:
         """See models.base.Parts.tuned."""
@@ -53,7 +50,7 @@ class DenseMath(Products, Protocol):
 def tiled_linear(
     tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
 ) -> Linear:
-    """x [T, in] -> [T, out] from Q8 or Q4 tiles, whatever T is."""
+    """Return the map x [T, in] -> [T, out] over Q8 or Q4 tiles, for any T."""
     kernel = LinearKernel(form.lower(), out_features, in_features, tiles.data_ptr())
 
     def apply(x: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ def tiled_linear(
 
 
 def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Rows:
-    """Rows of Q8 or Q4 tiles, as exact as bfloat16 can say them."""
+    """Return the map from ids to rows of Q8 or Q4 tiles, rounded to bfloat16."""
 
     def rows(ids: Tensor) -> Tensor:
         ids = ids.contiguous()
@@ -79,7 +76,10 @@ def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Rows:
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """x [T, in] -> [T, out] from weight [out, in]: bf16 natively for a few rows, else torch."""
+    """Return the map x [T, in] -> [T, out] over weight [out, in].
+
+    A bf16 weight with up to MOST_ROWS rows runs natively, all else in torch.
+    """
     if weight.dtype != torch.bfloat16:
         return lambda x: functional.linear(x, weight, bias)
     out_features, in_features = weight.shape

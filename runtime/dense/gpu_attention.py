@@ -1,8 +1,8 @@
 """Attention's cores and norms on a device, for passes of few rows.
 
-Does not know kernels, nor what holds these pieces. A token takes its place in the text from a
-tensor, so that a decode step can be repeated without the host (graphed_step.py). Passes of more
-rows are torch's but for attention, where what else stands between the products counts for little.
+A token's position is read from a tensor, so a decode step can be replayed without the host
+(graphed_step.py). In passes of more rows only attention runs here and the rest in torch, because
+the rest then takes little of the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Norm = tuple[Tensor, float]  # a weight, and eps
 
 
 class CoreMath(Protocol):
-    """What these pieces need of a device."""
+    """The device operations that these pieces use."""
 
     def attend_newest(
         self,
@@ -37,8 +37,11 @@ class CoreMath(Protocol):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """q [H, W] of the token at `position` [1] over a cache k [G, S, W], v [G, S, V] -> [H, V],
-        where `out` is; see offload/gpu_kernels/decode_attention.py."""
+        """Return the attention [H, V] of one token, in `out` if it is given.
+
+        q [H, W] of the token at `position` [1], over a cache k [G, S, W], v [G, S, V]. See
+        offload/gpu_kernels/decode_attention.py.
+        """
         ...
 
     def attend_rows(
@@ -52,12 +55,14 @@ class CoreMath(Protocol):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """q [T, H, W] of the tokens from `past` on: the same for many, -> [T, H, V]; see
-        offload/gpu_kernels/prefill_attention.py."""
+        """Return the attention [T, H, V] of the tokens from `past` on, with q [T, H, W].
+
+        Other arguments as for attend_newest. See offload/gpu_kernels/prefill_attention.py.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-        """A norm of models/layers/norms.py; see offload/gpu_kernels/elementwise.py."""
+        """Apply a norm of models/layers/norms.py; see offload/gpu_kernels/elementwise.py."""
         ...
 
     def gqa_heads(
@@ -74,8 +79,10 @@ class CoreMath(Protocol):
         wide: bool = False,
         clip: float | None = None,
     ) -> None:
-        """A row of GqaCore.heads, into out [T, H, W] and the cache; see
-        offload/gpu_kernels/elementwise.py."""
+        """Compute a row of GqaCore.heads, into out [T, H, W] and the cache.
+
+        See offload/gpu_kernels/elementwise.py.
+        """
         ...
 
     def mla_heads(
@@ -89,8 +96,10 @@ class CoreMath(Protocol):
         out: Tensor,
         norm: _Norm,
     ) -> None:
-        """A row of MlaCore.heads, into the last columns of out [T, H, C + rope] and the cache; see
-        offload/gpu_kernels/elementwise.py."""
+        """Compute a row of MlaCore.heads, into the last columns of out and the cache.
+
+        out is [T, H, C + rope]. See offload/gpu_kernels/elementwise.py.
+        """
         ...
 
 
@@ -105,7 +114,7 @@ class DeviceNorm:
         if x.numel() > MOST_ROWS * len(norm.weight):
             return norm(x)
         if not self._wide and x.dtype != norm.weight.dtype:
-            return norm(x)  # torch has a third type for the result
+            return norm(x)  # torch's result has another dtype
         return self._run(x, norm.weight, norm.eps, self._wide)
 
 
@@ -163,13 +172,13 @@ class DeviceMla:
         core, shape, angles = self._torch, self._torch.shape, (rows.cos, rows.sin)
         absorbed = q.new_empty(len(q), shape.heads, shape.kv_lora + shape.rope)
         q_nope = q.view(len(q), shape.heads, -1)[..., : shape.nope]
-        # A GPU's product writes into such a view: rows lie apart, but the numbers of one do not.
+        # A GPU's product can write into this view: rows have a stride, but each is contiguous.
         place = absorbed[..., : shape.kv_lora].transpose(0, 1)  # [H, T, kv_lora]
         mixed = q.new_empty(len(q), shape.heads, shape.kv_lora)
         out = q.new_empty(len(q), shape.heads, shape.value)
         for span in rows.spans:
             at, (memory,) = span.rows.start, span.cache.planes(core.layer)
-            # Row by row: torch's products may depend on how many rows they have.
+            # Row by row: the result of torch's products may depend on the number of rows.
             torch.bmm(q_nope[span.rows].transpose(0, 1), self._w_uk, out=place[:, span.rows])
             self._heads(q, latent, at, angles, rows.positions, memory, absorbed, self._norm)
             self._attend(
@@ -182,7 +191,7 @@ class DeviceMla:
 
 
 def _over_rows(device: CoreMath) -> Callable[..., Tensor]:
-    """models/layers/attention.py's `attend`."""
+    """Return the device's equivalent of `attend` in models/layers/attention.py."""
 
     def attend(
         q: Tensor,

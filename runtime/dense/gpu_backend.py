@@ -1,7 +1,6 @@
-"""What computes with dense weights on a device: its products, and between them its own pieces.
+"""Dense weights on a device: products, and replacements for the pieces between them.
 
-Does not know kernels, nor names of tensors. Up to MOST_ROWS rows the pieces are a kernel or two
-each; passes of more rows are torch's.
+Up to MOST_ROWS rows each piece is one or two kernels. Passes of more rows run in torch.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _Router = SoftmaxRouter | TopSoftmaxRouter | SigmoidRouter | SparseMixer
 
 
 class DeviceMath(Products, CoreMath, Protocol):
-    """What a device offers for dense weights."""
+    """The operations of a device on dense weights."""
 
     def route(
         self, x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A router of models/layers/routing.py; see offload/gpu_kernels/router.py."""
+        """Run a router of models/layers/routing.py; see offload/gpu_kernels/router.py."""
         ...
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) · up."""
+        """Return silu(gate) · up."""
         ...
 
     def graphs(self) -> Graphs | None:
-        """What writes work down there; None: nothing does."""
+        """Return the interface for graph capture; None if the device has no graphs."""
         ...
 
 
@@ -51,8 +50,8 @@ class DevicePieces:
 
     def __init__(self, device: DeviceMath) -> None:
         self._device, self._cores = device, 0
-        self.graphs: str | None = None  # what it wins by repeating decode steps by itself
-        self.note: str | None = None  # why it does not
+        self.graphs: str | None = None  # the gain from replayed decode steps
+        self.note: str | None = None  # the reason if decode steps are not replayed
         self.place = device.place
         self.tiled_linear = device.tiled_linear
         self.plain_linear = device.plain_linear
@@ -75,7 +74,7 @@ class DevicePieces:
 
 
 class DeviceRouter:
-    """A router for few rows. None of them sees the others, as they do in torch's product."""
+    """A router for few rows. A row's result does not depend on the others, as it does in torch."""
 
     def __init__(self, router: _Router, device: DeviceMath) -> None:
         self._torch, self._route = router, device.route
