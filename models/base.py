@@ -119,7 +119,7 @@ class Parts(Protocol):
     def tuned(self, piece: Piece) -> Piece:
         """Return `piece` or a faster equivalent.
 
-        A piece is any part of a layer beside its products with weights.
+        A piece is a part of a model: a norm, a router, an attention core, a whole decode step.
         """
         ...
 

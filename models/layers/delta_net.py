@@ -167,7 +167,7 @@ def delta_rule(
         system, rate * (v - faded * (k @ s)), upper=False, unitriangular=True
     )
     result = faded * (q @ s) + ((q @ k.mT) * between) @ u
-    left = (total[:, -1:] - total).exp()  # what is left of each token's correction at the end
+    left = (total[:, -1:] - total).exp()  # how far each correction has decayed at the end
     torch.mul(s, faded[:, -1:], out=out)
     out.baddbmm_((k * left).mT, u)
     return result.transpose(0, 1), out

@@ -9,7 +9,7 @@ One layer of a cache, with `capacity` columns of which the first `length` hold t
     latent attention (MLA)    latent [1, capacity, kv_lora_rank + rope_dim]: compressed key-value,
                               then the rotated key that all heads share
 
-Recurrent layers, whose memory does not grow with the text, keep it in recurrent.py's.
+The memory of recurrent layers does not grow with the text: see recurrent.py.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class KvCache:
         return () if self.recurrent is None else self.recurrent.places
 
     def begin(self, tokens: int) -> None:
-        """Open a pass of so many tokens; it has no effect until `advance`."""
+        """Open a pass of `tokens` tokens; it has no effect until `advance`."""
         if self.recurrent is not None:
             self.recurrent.begin(self._length, tokens)
 

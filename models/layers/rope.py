@@ -243,7 +243,7 @@ def _yarn(config: RopeConfig, dim: int, periods: Tensor) -> Tensor:
     """Keep the frequency of fast pairs and stretch slow ones, with a ramp between."""
 
     def pair_with(rotations: float) -> float:
-        """Return the (fractional) pair that makes so many rotations over the original context."""
+        """Return the (fractional) pair with this number of rotations over the original context."""
         turns = config.original_context / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(config.theta))
 
