@@ -1,1 +1,1 @@
-"""Where models come from: names, the Hugging Face hub and its cache, downloads."""
+"""Find and fetch models: short names, the Hugging Face hub and its cache, downloads."""

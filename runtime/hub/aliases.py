@@ -1,7 +1,4 @@
-"""The models that have a short name: aliases.yaml, read and checked.
-
-Does not know the hub, nor what is on this machine.
-"""
+"""Read the short names of models from aliases.yaml."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ import yaml
 
 from moeinf.runtime.names import DEFAULT_TAG, TAGS
 
-# With the scales of quantised groups; what a pull writes differs by embeddings and headers.
+# Bits per weight, with the scales of quantised groups, without 8-bit embeddings and headers.
 _BITS = {"f32": 32.0, "bf16": 16.0, "q8": 8.5, "q4": 4.5, "mxfp4": 4.25}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model: see the head of aliases.yaml."""
+    """One model with a short name. The head of aliases.yaml describes the fields."""
 
     name: str
     repo: str
@@ -32,14 +29,14 @@ class Entry:
     tag: str = DEFAULT_TAG
 
     def sizes(self) -> dict[str, int]:
-        """About how many bytes each tag takes on disk."""
+        """Return the estimated size on disk of each tag, in bytes."""
         tags = [tag for tag in TAGS if tag != "mxfp4" or self.tag == tag]
         return {tag: int(self.parameters * 1e9 * _BITS[tag] / 8) for tag in tags}
 
 
 @cache
 def registry() -> Mapping[str, Entry]:
-    """Every entry by its name."""
+    """Return every entry by its name."""
     text = resources.files("moeinf.runtime.hub").joinpath("aliases.yaml").read_text("utf-8")
     return {
         name: Entry(name=name, **{**raw, "aliases": tuple(raw["aliases"])})
@@ -48,7 +45,7 @@ def registry() -> Mapping[str, Entry]:
 
 
 def entry_of(name: str) -> Entry | None:
-    """The entry that `name[:tag]` or an alias of it means."""
+    """Return the entry of `name[:tag]`, or None. The name may be an alias."""
     wanted = name.partition(":")[0].lower()
     for entry in registry().values():
         if wanted in (entry.name, *entry.aliases):

@@ -1,15 +1,14 @@
-"""Fetches one file by ranges: parallel, resumable after any kill, checked against its hash.
+"""Fetch one file by parallel ranges, resume after a kill, and check its hash.
 
-Does not know models or hubs. Why our own: the hub's library neither resumes across processes nor
-checks hashes (docs/decisions/0007).
+The hub's library neither resumes across processes nor checks hashes (docs/decisions/0007).
 
-While a file `x` is on its way there are two more:
+The download of a file `x` uses two more files:
 
     x.incomplete   the bytes, each at its final offset (a sparse file)
     x.pieces       a line per piece that is there: start, length, CRC-32C; appended after its bytes
 
-A rerun trusts a piece whose bytes still have the checksum, and fetches the rest. The name `x`
-appears when the whole has the hash that the hub promised.
+A rerun keeps each piece whose bytes still have the checksum, and fetches the rest. The file is
+renamed to `x` once it has the hash that the hub promised.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from moeinf.errors import reason as why
 from moeinf.native import crc32c
 from moeinf.runtime.hub.http import BadAnswer, get
 
-PIECE_BYTES = 1 << 20  # what a kill can cost
-RANGE_BYTES = 32 << 20  # what one request asks for
+PIECE_BYTES = 1 << 20  # a kill loses at most this much of each range in flight
+RANGE_BYTES = 32 << 20  # the most that one request asks for
 _MAX_WAIT_SECONDS = 60.0
 _REFUSED = {401, 403, 404, 410, 416, 451}
 
 
 class DownloadFailed(Unavailable, OSError):
-    """A file could not be fetched. The message names it and says why."""
+    """A file could not be fetched. The message gives its name and the reason."""
 
     code = "download_failed"
     hint = "the same again: what has arrived is kept"
@@ -54,13 +53,13 @@ class RemoteFile:
     name: str
     size_bytes: int
     url: str
-    sha256: str | None  # of files in large storage
-    git_sha1: str | None  # of others: git's hash of the blob
+    sha256: str | None  # for files in large storage
+    git_sha1: str | None  # for other files: git's hash of the blob
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to go on: attempts without any progress, and seconds without a byte."""
+    """Limits of the retries: attempts without progress, and seconds without a byte."""
 
     attempts: int = 8
     stall_seconds: float = 30.0
@@ -68,9 +67,10 @@ class Patience:
     wait: Callable[[threading.Event, float], object] = threading.Event.wait
 
     def pause(self, stop: threading.Event, failures: int, asked_seconds: float | None) -> None:
-        """Waits as long as the server asks; else longer with every failure, and spread out.
+        """Wait before the next attempt, or until `stop` is set.
 
-        Or until `stop` is set.
+        The wait is `asked_seconds` if the server gave it. Otherwise it grows exponentially with
+        `failures`, with random jitter, up to 60 seconds.
         """
         if asked_seconds is None:
             ahead = min(self.first_wait_seconds * 2**failures, _MAX_WAIT_SECONDS)
@@ -79,9 +79,9 @@ class Patience:
 
 
 class Fetcher:
-    """Opens ranges of remote files. The token goes to the endpoint's own host and nowhere else.
+    """The access to remote files of one pull. A fetch that fails stops all others.
 
-    It is for one pull: a fetch that fails stops all others.
+    The token is sent only to the endpoint's own host.
     """
 
     def __init__(
@@ -94,25 +94,26 @@ class Fetcher:
         self._endpoint = endpoint
         self._token = token
         self.patience = patience
-        self.stop = stop or threading.Event()  # set: every fetch ends soon, with DownloadFailed
+        self.stop = stop or threading.Event()  # once set, every fetch raises DownloadFailed
 
     @contextmanager
     def range(self, file: RemoteFile, start: int, stop: int) -> Iterator[Iterator[bytes]]:
-        """The bytes start … stop-1, in blocks. Raises DownloadFailed for what cannot get better,
-        HTTPError or RetryLater for what may.
+        """Yield the bytes start … stop-1, in blocks.
+
+        Raises DownloadFailed for a permanent error, HTTPError or RetryLater for a temporary one.
         """
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         seconds = self.patience.stall_seconds
         try:
             with get(file.url, headers, self._endpoint, self._token, seconds) as response:
                 _check_answer(file, response, start, stop)
-                yield response.iter_raw()  # unbuffered: a broken connection loses nothing
+                yield response.iter_raw()  # unbuffered: keeps all bytes before a broken connection
         except BadAnswer as error:
             raise DownloadFailed(f"{file.name}: {error}") from error
 
 
 class RetryLater(Exception):
-    """The server asks for patience; seconds is how much, where it says so."""
+    """The server asks to retry later, after `seconds` if it gives a time."""
 
     def __init__(self, status: int, seconds: float | None) -> None:
         super().__init__(f"the server answers {status}")
@@ -133,7 +134,7 @@ def _check_answer(file: RemoteFile, response: Any, start: int, stop: int) -> Non
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a number or a date; None when the server says nothing usable."""
+    """Return the seconds of a Retry-After header, a number or a date; None if it is unusable."""
     if value is None:
         return None
     with suppress(ValueError):
@@ -151,9 +152,10 @@ def fetch(
     workers: int,
     progress: Callable[[int], None],
 ) -> Path:
-    """Bring `file` into `folder`; return its path. `progress` gets numbers of bytes.
+    """Download `file` into `folder` and return its path.
 
-    Raises DownloadFailed, or OSError (a full disk). What has arrived stays for the next attempt.
+    `progress` gets numbers of bytes. Raises DownloadFailed, or OSError (a full disk). Received
+    pieces stay for the next attempt.
     """
 
     def goes_on(_: int) -> None:
@@ -163,7 +165,7 @@ def fetch(
     if path.is_file():
         if has_promised_hash(
             path, file, goes_on
-        ):  # an earlier attempt's: its bytes may have changed
+        ):  # from an earlier attempt: its bytes may have changed
             progress(file.size_bytes)
             return path
         path.unlink()
@@ -176,21 +178,21 @@ def fetch(
                 return path
         finally:
             partial.close()
-        partial.discard()  # every byte arrived as it was sent, so what was sent is wrong
+        partial.discard()  # the transfer was intact, so the server sent wrong bytes
         if attempt == 1:
             progress(-file.size_bytes)
     raise _wrong_hash(file)
 
 
 def fetch_bytes(fetcher: Fetcher, file: RemoteFile, start: int, stop: int) -> bytes:
-    """A short range of a file, in memory. Raises DownloadFailed."""
+    """Return the bytes start … stop-1 of a file. Raises DownloadFailed."""
     data = bytearray()
     _receive(fetcher, file, start, stop, lambda _, piece: data.extend(piece))
     return bytes(data)
 
 
 def fetch_small(fetcher: Fetcher, file: RemoteFile) -> bytes:
-    """Return a whole file that has the hash that the hub promised. Raises DownloadFailed."""
+    """Return a whole file after a check of its promised hash. Raises DownloadFailed."""
     for _ in (1, 2):
         data = fetch_bytes(fetcher, file, 0, file.size_bytes)
         if is_promised(data, file):
@@ -209,9 +211,9 @@ def _receive(
     stop: int,
     keep: Callable[[int, bytes], None],
 ) -> None:
-    """Fetches one range and gives each piece to `keep`, with its offset in the file.
+    """Fetch one range and give each piece to `keep`, with its offset in the file.
 
-    Every piece that arrives renews the patience. Raises DownloadFailed.
+    A connection that delivers bytes resets the count of failed attempts. Raises DownloadFailed.
     """
     fruitless = 0
     while start < stop:
@@ -237,7 +239,7 @@ def _receive(
 
 
 def _watched(blocks: Iterator[bytes], fetcher: Fetcher, file: RemoteFile) -> Iterator[bytes]:
-    """The same blocks, until the pull is stopped: a piece can take minutes."""
+    """Yield the blocks and check for a stop at each one, since a piece can take minutes."""
     for block in blocks:
         _check_goes_on(fetcher, file)
         yield block
@@ -249,7 +251,7 @@ def _check_goes_on(fetcher: Fetcher, file: RemoteFile) -> None:
 
 
 class _Partial:
-    """A file on its way: which pieces are there, and the threads that fetch the rest."""
+    """A file in transfer: its finished pieces, and the threads that fetch the rest."""
 
     def __init__(self, folder: Path, file: RemoteFile, progress: Callable[[int], None]) -> None:
         self.path = folder / f"{file.name}.incomplete"
@@ -263,7 +265,7 @@ class _Partial:
         self._missing = self._ranges(self._kept())
 
     def fill(self, fetcher: Fetcher, workers: int) -> None:
-        """Returns when every byte is there."""
+        """Fetch every missing byte. Raises DownloadFailed or OSError."""
         with futures.ThreadPoolExecutor(max(1, min(workers, len(self._missing)))) as pool:
             jobs = [
                 pool.submit(_receive, fetcher, self._file, *span, self._keep)
@@ -293,7 +295,7 @@ class _Partial:
         os.close(self._journal)
 
     def _kept(self) -> list[tuple[int, int]]:
-        """The pieces of an earlier attempt whose bytes are still right, as (start, stop)."""
+        """Return the pieces of an earlier attempt that still match, as sorted (start, stop)."""
         text = os.pread(self._journal, os.fstat(self._journal).st_size, 0)
         kept = []
         for line in text.decode("ascii", errors="replace").split("\n"):
@@ -307,7 +309,7 @@ class _Partial:
         return sorted(set(kept))
 
     def _ranges(self, kept: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What is missing, cut into requests; says how much is there already."""
+        """Return the missing ranges, one per request, and report the bytes that are here."""
         gaps, at = [], 0
         for start, stop in [*kept, (self._file.size_bytes, self._file.size_bytes)]:
             if start > at:
@@ -322,7 +324,7 @@ class _Partial:
         ]
 
     def _keep(self, start: int, piece: bytes) -> None:
-        """First the bytes, then the line that says they are there."""
+        """Write the bytes of a piece, then its journal line."""
         view = memoryview(piece)
         while view:
             view = view[os.pwrite(self._data, view, start + len(piece) - len(view)) :]
@@ -333,7 +335,7 @@ class _Partial:
 
 
 def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
-    """Gathers network blocks into pieces; what came of a broken connection is the last of them."""
+    """Join network blocks into pieces. The last piece has what a broken connection delivered."""
     held = bytearray()
     try:
         for block in blocks:
@@ -342,7 +344,7 @@ def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
                 yield bytes(held[:PIECE_BYTES])
                 wanted -= PIECE_BYTES
                 del held[:PIECE_BYTES]
-            if len(held) == wanted:  # a body may go on without end
+            if len(held) == wanted:  # the server may send more than was asked for
                 break
     except HTTPError:
         if held:
@@ -353,7 +355,7 @@ def _pieces(blocks: Iterator[bytes], wanted: int) -> Iterator[bytes]:
 
 
 def has_promised_hash(path: Path, file: RemoteFile, progress: Callable[[int], None]) -> bool:
-    """Whether a whole file has the size and the hash that the hub promised, if it promised one.
+    """Return whether a file has the size and the promised hash, if the hub promised one.
 
     `progress` gets the number of bytes of each block that is read.
     """
@@ -368,14 +370,14 @@ def has_promised_hash(path: Path, file: RemoteFile, progress: Callable[[int], No
 
 
 def is_promised(data: bytes, file: RemoteFile) -> bool:
-    """Whether these bytes have the hash that the hub promised for `file`, if it promised one."""
+    """Return whether these bytes have the promised hash of `file`, if the hub promised one."""
     promise = _Promise(file)
     promise.update(data)
     return promise.kept()
 
 
 class _Promise:
-    """The hash of what has arrived of a file, in the kind that the hub promised."""
+    """The running hash of a file, of the kind that the hub promised."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._promised = file.sha256 or file.git_sha1

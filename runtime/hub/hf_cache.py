@@ -1,7 +1,7 @@
-"""Repositories that the Hugging Face cache holds: nothing large is fetched for them.
+"""Find repositories in the Hugging Face cache, so that their weights need no download.
 
-Does not know what becomes of them. Other programs keep in the cache what they needed, often the
-weights alone: what is absent there is not absent from the repository.
+Other programs cache only the files that they needed, often the weights alone. A file that is absent
+here may exist in the repository.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from moeinf.runtime.text.tokenizer import TOKENIZER
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder in the Hugging Face cache with files of a repository at one revision."""
+    """Return the cache folder of a repository at one revision, or None."""
     found = try_to_load_from_cache(name, CONFIG, revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 
 
 def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
-    """A repository of which the Hugging Face cache holds config and weights, to be used in place.
+    """Return a repository whose config and weights are in the cache, to use in place, or None.
 
-    Other small files may be missing from its folder. Nothing tells whether its files are whole.
+    Other small files may be missing from its folder. The files' hashes are not checked.
     """
     folder = cached_snapshot(name, revision)
     try:
@@ -35,7 +35,7 @@ def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:
 
 
 def lacking(folder: Path) -> list[str]:
-    """The small files that a folder does not have, whether its repository has them or not."""
+    """Return the names of small files that a folder lacks; its repository may lack them too."""
     converts = any((folder / name).is_file() for name in CONVERTED_FILES)
     wanted = (name for name in KEPT_FILES if name != TOKENIZER or not converts)
     return [name for name in wanted if not (folder / name).is_file()]

@@ -1,7 +1,7 @@
 """Send one GET to the hub and follow its redirects by hand.
 
-Does not know repositories or files. The token goes to the endpoint's own host and nowhere else. No
-body is decompressed: a few megabytes of gzip can become gigabytes.
+The token is sent only to the endpoint's own host. Bodies are never decompressed: a few megabytes of
+gzip can become gigabytes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from huggingface_hub import get_session
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
 
 _MAX_HOPS = 5
-MAX_BODY_BYTES = 32 << 20  # of a listing: some 100,000 files
+MAX_BODY_BYTES = 32 << 20  # a listing of some 100,000 files
 _BODY_SECONDS = 120.0
 
 
 class BadAnswer(Exception):
-    """An answer that asking again would not improve. The message says what is wrong with it."""
+    """An invalid answer that a retry would not fix. The message says what is invalid."""
 
 
 @contextmanager
 def get(
     url: str, headers: Mapping[str, str], endpoint: str, token: str | None, stall_seconds: float
 ) -> Iterator[Any]:
-    """Give the answer to a GET, at its last place, before its body is read.
+    """Yield the response to a GET after all redirects, before its body is read.
 
-    Raises BadAnswer for a redirect that leads nowhere, and HTTPError of the HTTP client.
+    Raises BadAnswer for an invalid URL or redirect, and the HTTP client's HTTPError.
     """
     try:
         home = _origin(endpoint)
@@ -49,7 +49,7 @@ def get(
                 response = stack.enter_context(asked)
             except (HTTPError, OSError, MemoryError):
                 raise
-            except Exception as error:  # an address that the HTTP client cannot use
+            except Exception as error:  # a URL that the HTTP client cannot use
                 raise BadAnswer(f"{url[:100]!r} cannot be asked for: {error}") from error
             if not response.is_redirect:
                 yield response
@@ -59,7 +59,7 @@ def get(
 
 
 def read_body(response: Any, stop: threading.Event) -> bytes:
-    """Return a body of bounded size, as it was sent. Raises BadAnswer."""
+    """Return the body of a response, uncompressed and of bounded size. Raises BadAnswer."""
     coding = response.headers.get("content-encoding", "identity")
     if coding.strip().lower() not in ("", "identity"):
         raise BadAnswer(f"its answer is compressed ({coding[:40]!r}), which was not asked for")
@@ -76,7 +76,7 @@ def read_body(response: Any, stop: threading.Event) -> bytes:
 
 
 def _target(url: str, location: str | None) -> str:
-    """Return where a redirect from `url` leads. Raises BadAnswer."""
+    """Return the target of a redirect from `url`. Raises BadAnswer."""
     if not location:
         raise BadAnswer("redirected without a Location")
     try:

@@ -1,7 +1,7 @@
 """Ask the hub which files a repository has, and read its answer.
 
-Does not know how files travel (download.py). The hub may be a proxy or a stranger: its answer is
-read with limits, and every value is checked before use.
+The hub may be an untrusted server or proxy: its answer is read with limits, and every value is
+checked before use.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from moeinf.runtime.bounded_json import BadJson, parse_json
 from moeinf.runtime.hub.download import RemoteFile
 from moeinf.runtime.hub.http import BadAnswer, get, read_body
 
-constants.HF_HUB_DISABLE_TELEMETRY = True  # nothing about this machine leaves it
+constants.HF_HUB_DISABLE_TELEMETRY = True  # send nothing about this machine
 _COMMIT = re.compile(r"[0-9A-Za-z]{40}")
 _SHA1 = re.compile(r"[0-9a-fA-F]{40}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _STALL_SECONDS = 30.0
-_MOST_NODES = 2 << 20  # of a listing; an entry has some 10
+_MOST_NODES = 2 << 20  # JSON values of a listing; an entry has some 10
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids asking the hub."""
+    """Return whether HF_HUB_OFFLINE forbids requests to the hub."""
     return bool(constants.is_offline_mode())
 
 
 class RepositoryError(NotFound, ConnectionError):
-    """The hub does not give what was asked for. The message says why."""
+    """The hub cannot supply a repository. The message gives the reason."""
 
     code = "hub"
     hint = "`moeinf pull --help`, which says how models are named"
@@ -49,7 +49,7 @@ class RepositoryError(NotFound, ConnectionError):
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at one commit: its files by name."""
+    """A repository at one commit: its files by name or path."""
 
     name: str  # org/name
     commit: str
@@ -61,7 +61,7 @@ def look_up(
 ) -> Repository:
     """Ask the hub for a model's commit and the files in its top folder. Raises RepositoryError."""
     found = look_up_all(name, revision, token, "model", stop)
-    # Folders hold other formats: original/, metal/, …
+    # Subfolders hold other formats: original/, metal/, …
     files = {path: file for path, file in found.files.items() if path == file.name}
     return Repository(name, found.commit, files)
 
@@ -75,7 +75,7 @@ def look_up_all(
 ) -> Repository:
     """Ask the hub for a repository's commit and all files, by path. Raises RepositoryError.
 
-    kind: model or dataset.
+    kind: "model" or "dataset".
     """
     called = name if kind == "model" else f"the data set {name}"
     at = f"{called} at revision {revision}" if revision else called
@@ -119,7 +119,7 @@ def _ask(
 
 
 def read_listing(body: bytes, name: str, revision: str | None, kind: str) -> Repository:
-    """Return what the hub's answer says about a repository. Raises RepositoryError."""
+    """Return the repository that the hub's answer describes. Raises RepositoryError."""
     at = f"{name} at revision {revision}" if revision else name
     try:
         about = parse_json(body, _MOST_NODES)
@@ -147,7 +147,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def is_plain(path: str) -> bool:
-    """Whether a name can only be a file in its repository's folder, or in one below it."""
+    """Return whether a path stays in its repository's folder, or in one below it."""
     parts = PurePosixPath(path).parts
     odd = any(part in ("", ".", "..") or len(part) > 255 for part in parts)
     text = path.isprintable() and str(PurePosixPath(path)) == path and not path.startswith("/")
@@ -157,7 +157,7 @@ def is_plain(path: str) -> bool:
 def _promise(entry: dict[str, Any], path: str, name: str) -> tuple[str | None, str | None]:
     """Return the hash that the hub promises: SHA-256 of large storage, or git's SHA-1 of the blob.
 
-    Both are None when it promises nothing. Raises RepositoryError for anything else.
+    The result is (None, None) without a promise. Raises RepositoryError for an invalid hash.
     """
     large, blob = entry.get("lfs"), entry.get("blobId")
     if large is not None:

@@ -1,9 +1,8 @@
-"""The files of a repository on the hub as a source for repacking.
+"""Supply the files of a repository on the hub as a source for repacking.
 
-Does not know how files travel (download.py), how the hub is asked (listing.py), nor what becomes
-of the files (repack.py). Config, index and other small files are whole and have their hashes before
-they are read. Headers of weights are read ahead, by ranges that nothing vouches for: a file is used
-only when it has its hash and its header is the one that was read.
+Config, index and other small files are complete, with checked hashes, before they are read. Headers
+of weights are read ahead by ranges, which no hash protects. So a file of weights is used only if
+its hash is right and its header equals the one that was read ahead.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ WORKERS = 8  # ranges in flight
 
 
 def small_files_of(repository: Repository) -> list[RemoteFile]:
-    """Config, tokenizer and the like: what a model keeps, or what its tokenizer is made of."""
+    """Return the config, tokenizer and other files that a model keeps or converts."""
     converts = TOKENIZER not in repository.files
     wanted = {*KEPT_FILES, *(CONVERTED_FILES if converts else ())}
     return [
@@ -76,16 +75,16 @@ def small_files_of(repository: Repository) -> list[RemoteFile]:
 def fetcher_of(
     token: str | None, patience: Patience | None = None, stop: threading.Event | None = None
 ) -> Fetcher:
-    """From the hub, with the token that huggingface_hub knows unless another is given."""
+    """Return a Fetcher for the hub. Without `token` it uses the one of huggingface_hub."""
     return Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience(), stop)
 
 
 class HubSource:
-    """A repository's checkpoint, brought file by file into `folder`, a part of a workplace.
+    """A repository's checkpoint, fetched file by file into `folder`, a part of a workplace.
 
-    Construction fetches config, index and headers, so that everything can be checked before the
-    first weight is. A file that `snapshot` has, a folder in the Hugging Face cache, is used from
-    there if it has its hash: `folder` then gets a link to it. Raises BadCheckpoint, DownloadFailed.
+    The constructor fetches config, index and headers, so that all checks precede the first weight.
+    `snapshot` is a folder in the Hugging Face cache. A file there with the promised hash is used
+    through a link in `folder`. Raises BadCheckpoint, DownloadFailed.
     """
 
     keeps_progress = True
@@ -112,7 +111,7 @@ class HubSource:
         if not packaging.given(self._has):
             raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")
         index = self._json(packaging.index) if self._has(packaging.index) else None
-        self._tables: dict[str, dict[str, SourceTensor]] = {}  # of `.bin` files
+        self._tables: dict[str, dict[str, SourceTensor]] = {}  # tables of `.bin` files
         self._headers: dict[str, bytes] = {}  # SHA-256 of headers, with their lengths
         headers = self._header if packaging is SAFETENSORS else self._table
         beside = self._json(QUANTISED) if self._has(QUANTISED) else None
@@ -129,18 +128,21 @@ class HubSource:
 
     @property
     def unpromised(self) -> list[str]:
-        """The files for which the hub promises no hash, so that nothing can check them."""
+        """The files without a promised hash, which cannot be checked."""
         found = self._identified.values()
         return [file.name for file in found if not (file.sha256 or file.git_sha1)]
 
     @property
     def cached(self) -> list[str]:
-        """The files of weights that the Hugging Face cache has; they are not checked yet."""
+        """The files of weights in the Hugging Face cache; their hashes are not checked yet."""
         return [file.name for file in self.files if self._in_cache(file) is not None]
 
     def identity(self) -> Mapping[str, object]:
-        """The hashes of all files that are used: a commit that changes others is the same model."""
-        commit = self._repository.commit  # stands for what is not promised
+        """Return the repository's name and one hash over the promises of all files in use.
+
+        A commit that changes only other files gives the same identity.
+        """
+        commit = self._repository.commit  # replaces a hash that is not promised
         promises = {
             file.name: [file.size_bytes, file.sha256 or file.git_sha1 or commit]
             for file in self._identified.values()
@@ -149,19 +151,22 @@ class HubSource:
         return {"repository": self._repository.name, "files": hashlib.sha256(text).hexdigest()}
 
     def download_bytes(self) -> int:
-        """What a pull would fetch of the weights."""
+        """Return the bytes of weights that a pull would fetch."""
         return sum(file.size_bytes for file in self.files if self._in_cache(file) is None)
 
     def space_bytes(self) -> int:
-        """At the worst moment: files being repacked or waiting for others, and the next one."""
+        """Return the peak disk space of source files, in bytes.
+
+        It counts the files in repacking, the files that wait for others, and the prefetched one.
+        """
         place = {file.name: number for number, file in enumerate(self.files)}
-        last = list(range(len(self.files)))  # with which file each is done
+        last = list(range(len(self.files)))  # for each file, the file after which it is released
         for tensor in join_blocks(self.checkpoint, join_scales(self.checkpoint)).values():
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:
                 last[number] = max(last[number], *places)
         sizes = [file.size_bytes if self._in_cache(file) is None else 0 for file in self.files]
-        ends = [0] * len(sizes)  # bytes that go with each file
+        ends = [0] * len(sizes)  # bytes released after each file
         for number, size in zip(last, sizes, strict=True):
             ends[number] += size
         most = held = 0
@@ -175,12 +180,12 @@ class HubSource:
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self.small:
             self._obtain(file, 1, lambda _: None)
-        if read_json(self._folder / CONFIG) != self.checkpoint.config:  # where no hash is promised
+        if read_json(self._folder / CONFIG) != self.checkpoint.config:  # without a promised hash
             raise DownloadFailed(f"{CONFIG}: it is not the one that the hub sent before")
         return self._folder
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
-        """Each file as it is whole and has its hash; the next one is fetched meanwhile."""
+        """Yield each file once it is complete and checked, and prefetch the next one."""
         phase = "downloading" if self.download_bytes() else "checking"
         meter = _Meter(progress, phase, sum(file.size_bytes for file in self.files))
         meter.add(sum(file.size_bytes for file in self.files if file.name in work.done))
@@ -200,7 +205,7 @@ class HubSource:
                     self._check_table(path)
                     yield path
             finally:
-                self._fetcher.stop.set()  # an early end does not wait for gigabytes
+                self._fetcher.stop.set()  # end at once; do not wait for the prefetch
 
     def is_here(self, path: Path) -> bool:
         return path.is_file()
@@ -209,7 +214,10 @@ class HubSource:
         path.unlink(missing_ok=True)
 
     def bring_tensors(self, tensors: list[SourceTensor]) -> None:
-        """For repairs: only their bytes, at their places in otherwise empty files."""
+        """Fetch only the bytes of these tensors, for a repair.
+
+        They are written at their offsets in otherwise empty (sparse) files.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         for tensor in tensors:
             file = self._file(tensor.path.name)
@@ -238,7 +246,7 @@ class HubSource:
         return parse_object(self.small_file(name), Path(self._repository.name) / name)
 
     def _header(self, name: str) -> dict[str, SourceTensor]:
-        """The tensors of a remote file, from its first bytes."""
+        """Return the tensors of a remote safetensors file, from its first bytes."""
         file, path = self._file(name), self._folder / name
         start = fetch_bytes(self._fetcher, file, 0, min(8, file.size_bytes))
         length = header_length(path, file.size_bytes, start)
@@ -247,14 +255,17 @@ class HubSource:
         return parse_header(path, file.size_bytes, text)
 
     def _table(self, name: str) -> dict[str, SourceTensor]:
-        """The tensors of a remote `.bin` file."""
+        """Return the tensors of a remote `.bin` file."""
         file = self._file(name)
         read = partial(fetch_bytes, self._fetcher, file)
         self._tables[name] = read_remote_table(file.size_bytes, read, self._folder / name)
         return self._tables[name]
 
     def _check_table(self, path: Path) -> None:
-        """Compare where a whole file says its tensors lie with what was read ahead of it."""
+        """Compare the table of a complete file with the one that was read ahead.
+
+        Raises BadCheckpoint or DownloadFailed if they differ.
+        """
         if path.name in self._tables:
             check_table(path, self._tables[path.name])
             return
@@ -268,7 +279,7 @@ class HubSource:
             )
 
     def _obtain(self, file: RemoteFile, workers: int, count: Callable[[int], None]) -> Path:
-        """Bring a file that has its hash: from the cache, or else from the hub."""
+        """Return the path of a checked file, from the cache or else from the hub."""
         path, cached = self._folder / file.name, self._in_cache(file)
         if cached is None or path.exists():
             return fetch(self._fetcher, file, self._folder, workers, count)
@@ -283,7 +294,7 @@ class HubSource:
 
         if has_promised_hash(cached, file, checked):
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # a link to what has gone
+            path.unlink(missing_ok=True)  # a dangling link
             path.symlink_to(cached)
             return path
         self._note(f"{file.name} in the Hugging Face cache is damaged and comes from the hub")
@@ -291,7 +302,7 @@ class HubSource:
         return fetch(self._fetcher, file, self._folder, workers, count)
 
     def _in_cache(self, file: RemoteFile) -> Path | None:
-        """The file in the Hugging Face cache, if that has one of the right size."""
+        """Return the file in the Hugging Face cache if it has the right size, or None."""
         if self._snapshot is None:
             return None
         path = (self._snapshot / file.name).resolve()
@@ -309,7 +320,7 @@ class HubSource:
 
 
 class _Meter:
-    """Adds up what arrives on several threads and tells the progress bar."""
+    """The sum of the bytes that several threads receive, for the progress bar."""
 
     def __init__(self, progress: Progress, phase: str, total: int) -> None:
         self._progress, self._phase, self._total = progress, phase, total
@@ -317,13 +328,13 @@ class _Meter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Bytes of whatever file."""
+        """Count bytes of any file."""
         with self._lock:
             self._done += count
             self._progress(self._phase, self._done, self._total)
 
     def of(self, file: RemoteFile) -> Callable[[int], None]:
-        """Counts the bytes of one file, which has a bar of its own."""
+        """Return a function that counts the bytes of one file, on its own progress bar."""
         done = 0
 
         def add(count: int) -> None:

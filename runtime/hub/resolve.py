@@ -1,7 +1,4 @@
-"""Where a model of some name comes from: the hub, a folder, or the demo that is part of moeinf.
-
-Does not know commands, nor what is done with a source.
-"""
+"""Find the source of a model by its name: the hub, a folder, or the built-in demo."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class UnknownSource(NotFound, ValueError):
 
 
 def can_be_had(model: str) -> bool:
-    """Whether `find_source` would look for the model elsewhere. Raises BadName."""
+    """Return whether a name is the demo, ORG/NAME or a short name. Raises BadName."""
     return parse_name(model).name == DEMO or "/" in model or entry_of(model) is not None
 
 
@@ -43,9 +40,9 @@ def find_source(
     workers: int = 8,
     stop: threading.Event | None = None,
 ) -> tuple[ModelName, Source]:
-    """Where MODEL comes from and what it will be called.
+    """Return the name that MODEL will have, and its source.
 
-    `stop` ends what is being fetched, now and later, with RepositoryError or DownloadFailed.
+    Once `stop` is set, every request fails with RepositoryError or DownloadFailed.
 
     Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
@@ -91,7 +88,7 @@ def find_source(
 
 
 def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:
-    """A repository in the Hugging Face cache. Raises RepositoryError when it is not there."""
+    """Return a repository in the Hugging Face cache. Raises RepositoryError if it is absent."""
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # these import torch
     from moeinf.runtime.hub.listing import RepositoryError
     from moeinf.runtime.library.repack import LocalSource
