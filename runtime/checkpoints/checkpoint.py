@@ -1,7 +1,6 @@
-"""Reads Hugging Face-style checkpoints: the config, the index, safetensors headers, tensor bytes.
+"""Read Hugging Face-style checkpoints: the config, the index, safetensors headers, tensor bytes.
 
-Does not know families or what becomes of the tensors. Every file is taken to be hostile: headers
-are checked against the file's real size before anything is allocated.
+Every file may be hostile: headers are checked against the file's real size before any allocation.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
 from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
 
 CONFIG = "config.json"
-QUANTISED = "hf_quant_config.json"  # ModelOpt's; its config.json may not say that it is quantised
+QUANTISED = "hf_quant_config.json"  # ModelOpt's; config.json may lack its quantization_config
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BIN_INDEX = "pytorch_model.bin.index.json"
 BIN_SINGLE = "pytorch_model.bin"
 _MAX_JSON_BYTES = {CONFIG: 4 << 20, INDEX: 64 << 20, BIN_INDEX: 64 << 20}
-# A header has 1 KiB and 32 JSON values for each tensor that it describes, and room for metadata.
+# Limits of a header: 1 KiB and 32 JSON values per tensor, plus spare room for metadata.
 MAX_HEADER_BYTES = 64 << 20
 _TENSOR_BYTES, _TENSOR_NODES, _SPARE_TENSORS = 1 << 10, 32, 1 << 10
 _MAX_FILES = 10_000
@@ -50,14 +49,14 @@ class BadCheckpoint(UnusableInput, ValueError):
 
 @dataclass(frozen=True)
 class Packaging:
-    """How weights are packed: in one file, or in several that an index lists."""
+    """The file names of one weight format: a single file, or several files with an index."""
 
     index: str
     single: str
     suffix: str
 
     def given(self, has: Callable[[str], bool]) -> bool:
-        """Whether files of these names are there."""
+        """Return whether the index or the single file exists, by the test `has`."""
         return has(self.index) or has(self.single)
 
 
@@ -67,17 +66,21 @@ BIN = Packaging(BIN_INDEX, BIN_SINGLE, ".bin")
 
 @dataclass(frozen=True)
 class Pick:
-    """What of the matrix or vector that lies at an offset is meant, where it is not all of it."""
+    """The part of a stored matrix or vector that forms a tensor.
 
-    shape: tuple[int, ...]  # of what lies there
-    transposed: bool = False  # first of all
+    The stored matrix is transposed first, if `transposed`. Then the rows first, first + step, …
+    are taken, up to the tensor's number of rows.
+    """
+
+    shape: tuple[int, ...]  # of the stored matrix or vector
+    transposed: bool = False
     first: int = 0
-    step: int = 1  # then of its rows these, as many as the tensor has
+    step: int = 1
 
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """Where the bytes of one tensor lie."""
+    """The name, dtype, shape and place of one tensor in a file."""
 
     name: str
     dtype: str
@@ -85,14 +88,14 @@ class SourceTensor:
     path: Path
     offset: int  # in the file
     size_bytes: int
-    scales: SourceTensor | None = None  # see fp8.py; the factors of blocks of `block` weights
+    scales: SourceTensor | None = None  # see fp8.py: one factor per block of `block` weights
     block: tuple[int, int] = (1, 1)
     pick: Pick | None = None  # see fused_experts.py
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config and where each tensor lies."""
+    """A checkpoint folder: its config, and the place of each tensor by name."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -103,7 +106,7 @@ Headers = Callable[[str], dict[str, SourceTensor]]  # file name -> its tensors
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads config, index and headers, no tensor. Raises BadCheckpoint."""
+    """Read the config, the index and the headers of a folder. Raises BadCheckpoint."""
     if not folder.is_dir():
         raise BadCheckpoint(f"{folder} is not a folder")
     config = read_config(folder)
@@ -114,18 +117,21 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder, with what lies beside it. Raises BadCheckpoint."""
+    """Return the config of a folder, completed from hf_quant_config.json. Raises BadCheckpoint."""
     config, beside = read_json(folder / CONFIG), folder / QUANTISED
     return with_quantised(config, read_json(beside) if beside.exists() else None)
 
 
 def with_quantised(config: dict[str, Any], beside: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A config that names ModelOpt's method, where the file beside it says that there is one."""
+    """Return the config with ModelOpt's quantisation method, if `beside` names an algorithm.
+
+    beside: the content of hf_quant_config.json.
+    """
     if beside is None:
         return config
     said = beside.get("quantization")
     algorithm = said.get("quant_algo") if isinstance(said, dict) else "an unnamed form"
-    if algorithm is None:  # only the KV cache is
+    if algorithm is None:  # only the KV cache is quantised
         return config
     return {
         **config,
@@ -140,7 +146,10 @@ def make_checkpoint(
     headers: Headers,
     packaging: Packaging = SAFETENSORS,
 ) -> Checkpoint:
-    """A checkpoint from its parts; without an index it is one file."""
+    """Build a checkpoint from its parts. Without an index it has one file of weights.
+
+    Raises BadCheckpoint if a file lacks a tensor of the index.
+    """
     if index is None:
         return Checkpoint(folder, config, headers(packaging.single))
     weight_map = index.get("weight_map")
@@ -149,7 +158,7 @@ def make_checkpoint(
     tensors: dict[str, SourceTensor] = {}
     for file in files:
         for name, tensor in headers(file).items():
-            if weight_map.get(name) == file:  # else a copy that the index does not point to
+            if weight_map.get(name) == file:  # else a duplicate that the index does not use
                 tensors[name] = tensor
     missing = [name for name in weight_map if name not in tensors]
     if missing:
@@ -159,7 +168,7 @@ def make_checkpoint(
 
 
 def indexed_files(folder: Path, weight_map: object, packaging: Packaging) -> list[str]:
-    """The files that an index names. Raises BadCheckpoint for names that leave the folder."""
+    """Return the files that an index names, sorted. Raises BadCheckpoint for invalid names."""
     path = folder / packaging.index
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadCheckpoint(f"{path} has no weight_map")
@@ -173,7 +182,7 @@ def indexed_files(folder: Path, weight_map: object, packaging: Packaging) -> lis
 
 
 def max_json_bytes(name: str) -> int:
-    """Return how large a JSON file of this name may be."""
+    """Return the size limit of a JSON file of this name, in bytes."""
     return _MAX_JSON_BYTES.get(name, 64 << 20)
 
 
@@ -200,7 +209,7 @@ def parse_object(text: bytes, path: Path, most_nodes: int = MOST_NODES) -> dict[
 
 
 def check_weights(path: Path) -> None:
-    """Raises BadCheckpoint unless a file of weights is a regular file, or a link to one."""
+    """Raise BadCheckpoint unless a file of weights is a regular file, or a link to one."""
     with _explained(path):
         check_regular(path)
 
@@ -218,7 +227,10 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def read_header(path: Path) -> dict[str, SourceTensor]:
-    """The tensors of one safetensors file. Raises BadCheckpoint unless they tile the file."""
+    """Return the tensors of one safetensors file.
+
+    Raises BadCheckpoint unless they cover the file without holes or overlaps.
+    """
     check_weights(path)
     with _explained(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -227,7 +239,10 @@ def read_header(path: Path) -> dict[str, SourceTensor]:
 
 
 def header_length(path: Path, size: int, start: bytes) -> int:
-    """Bytes of the JSON header of a file of `size` bytes that begins with `start`."""
+    """Return the length of the JSON header, in bytes, of a file of `size` bytes.
+
+    start: the first 8 bytes of the file. Raises BadCheckpoint if the header cannot fit.
+    """
     if len(start) < 8:
         raise BadCheckpoint(f"{path} is truncated: {size} bytes")
     length: int = struct.unpack("<Q", start)[0]
@@ -237,7 +252,10 @@ def header_length(path: Path, size: int, start: bytes) -> int:
 
 
 def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
-    """The tensors that the JSON header `text` describes in a file of `size` bytes."""
+    """Return the tensors that the JSON header `text` describes in a file of `size` bytes.
+
+    Raises BadCheckpoint unless they cover the file without holes or overlaps.
+    """
     length = len(text)
     tensors_at_most = text.count(b'"data_offsets"') + _SPARE_TENSORS
     if length > tensors_at_most * _TENSOR_BYTES:
@@ -281,7 +299,7 @@ def _source_tensor(path: Path, data_start: int, name: str, about: object) -> Sou
 
 
 def _naturals(value: object) -> list[int] | None:
-    """`value` if it is a list of whole numbers that any file could hold."""
+    """Return `value` if it is a list of integers from 0 to 2^48 - 1, else None."""
     if not isinstance(value, list):
         return None
     fine = (type(item) is int and 0 <= item < 2**48 for item in value)
@@ -289,9 +307,10 @@ def _naturals(value: object) -> list[int] | None:
 
 
 def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
-    """The tensor's bytes in file order, converted to `dtype`, in blocks of bounded size.
+    """Yield the tensor's bytes in file order, converted to `dtype`, in blocks of bounded size.
 
-    A block is valid until the next one is taken. Raises BadCheckpoint when the file ends early.
+    A block is valid until the next one is taken. Raises BadCheckpoint if the file ends early, or if
+    the tensor's dtype is not in TORCH_DTYPE.
     """
     if tensor.dtype not in TORCH_DTYPE:
         raise BadCheckpoint(
@@ -307,7 +326,7 @@ def blocks(tensor: SourceTensor, dtype: str) -> Iterator[memoryview]:
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fills `view` from `offset`. Raises BadCheckpoint at an early end of file."""
+    """Fill `view` with the bytes at `offset`. Raises BadCheckpoint if the file ends early."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -322,5 +341,5 @@ def _converted(view: memoryview, source: str, target: str) -> memoryview:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, shared with it."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return tensor.view(torch.uint8).numpy().data

@@ -1,7 +1,4 @@
-"""The bytes of a source tensor in the format that a model is stored in.
-
-Does not know which format a tensor should have, nor where the bytes go.
-"""
+"""Convert source tensors to the format of a stored model."""
 
 from __future__ import annotations
 
@@ -25,18 +22,19 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.fp8 import wide_rows
 from moeinf.runtime.checkpoints.fused_experts import mxfp4_tiles, picked_values
 
-Look = Callable[[SourceTensor, Tensor, str], None]  # at values, before they take a format
+Look = Callable[[SourceTensor, Tensor, str], None]  # (tensor, values, format), before encoding
 
 
 def unseen(tensor: SourceTensor, values: Tensor, form: str) -> None:
-    """Take values as they come."""
+    """Accept all values."""
 
 
 def encoded(tensor: SourceTensor, form: str, look: Look = unseen) -> Iterator[memoryview]:
-    """The tensor in the format `form`, in blocks of bounded size; a picked one is one block.
+    """Return the tensor in the format `form`, in blocks of bounded size.
 
-    look: is shown all values on their way; what it raises ends this. MXFP4 is made only of MXFP4.
-    A block is valid until the next one is taken. Raises BadCheckpoint when the file ends early.
+    A tensor with a `pick` is one block. `look` gets all values before they are encoded; its
+    exceptions propagate. MXFP4 is made only from MXFP4. A block is valid until the next one is
+    taken. Raises BadCheckpoint if the file ends early.
     """
     if tensor.pick is not None:
         return iter([_picked(tensor, form, look)])
@@ -74,7 +72,7 @@ def _widened(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview
 
 
 def _tiles(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
-    """Some row blocks at a time; float16 is widened, which loses nothing."""
+    """Yield tiles, some row blocks at a time. float16 is widened to float32 without loss."""
     count, columns = tensor.shape
     dtype = TORCH_DTYPE[tensor.dtype]
     row_bytes = columns * dtype.itemsize

@@ -1,7 +1,6 @@
-"""NaN and infinities: found in weights before they are stored, and in logits before a choice.
+"""Find NaN and infinity in weights before they are stored, and in logits before sampling.
 
-Does not know formats of files. One pass over the values, of which only the least and the largest
-are kept: a NaN makes both NaN.
+The check of weights takes the minimum and the maximum in one pass. A NaN makes both NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from moeinf.errors import Failure
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
-# The largest magnitude that a format holds: q8 and q4 have float16 scales of 127 and of 8 steps.
+# The largest magnitude of each format. q8 and q4 have float16 scales, times 127 and 8 steps.
 _MOST = {
     "F32": float(torch.finfo(torch.float32).max),
     "BF16": _BFLOAT16,
@@ -29,7 +28,7 @@ _MOST = {
 
 
 class NotFiniteWeights(BadCheckpoint):
-    """A weight is NaN or infinite, or would be in the format it is stored in."""
+    """A weight is NaN or infinite, or overflows in the format of the stored model."""
 
     code = "broken_weights"
     hint = "`moeinf pull --allow-nan`, which goes on; the model may then fail at any token"
@@ -43,16 +42,16 @@ class NotFiniteLogits(Failure, RuntimeError):
 
 
 class WeightCheck:
-    """Looks at weights on their way into a model. Used by several threads."""
+    """The check of weights for NaN and infinity during a pull. It is thread-safe."""
 
     def __init__(self, allow: bool = False) -> None:
-        """allow: note the names of tensors instead of raising."""
+        """Create a check. With `allow` it notes the names of tensors instead of raising."""
         self._allow = allow
         self._lock = threading.Lock()
-        self.found: list[str] = []  # names of tensors, in the order in which they came
+        self.found: list[str] = []  # names of tensors, in the order of discovery
 
     def again(self, broken: Sequence[str]) -> None:
-        """Take in what an earlier attempt has found and written. Raises NotFiniteWeights."""
+        """Check the tensors that an earlier attempt found and wrote. Raises NotFiniteWeights."""
         if broken and not self._allow:
             raise NotFiniteWeights(f"{broken[0]!r} has NaN or infinity, and is written already")
 
@@ -73,7 +72,7 @@ class WeightCheck:
 
 
 def check_logits(logits: NDArray[np.float32]) -> None:
-    """Raise NotFiniteLogits unless every number is finite, [vocab] or [rows, vocab]."""
+    """Raise NotFiniteLogits unless all logits, [vocab] or [rows, vocab], are finite."""
     if not np.isfinite(logits).all():
         raise NotFiniteLogits(
             "the model computed NaN or infinity: its weights are broken, or its numbers overflow"

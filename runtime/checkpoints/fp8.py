@@ -1,8 +1,8 @@
-"""Weights stored as blocks of 8-bit floats: which scales belong to them, and their values.
+"""Read weights stored as blocks of 8-bit floats with scales.
 
-Does not know families. The form is that of DeepSeek-V3 (its README_WEIGHTS.md), used by others too:
-`X.weight` [R, C] is F8_E4M3, `X.weight_scale_inv` [⌈R/a⌉, ⌈C/b⌉] holds the factor of every block of
-a × b weights, and the config's quantization_config names a and b as weight_block_size.
+The format is that of DeepSeek-V3 (its README_WEIGHTS.md); other models use it, too. `X.weight`
+[R, C] is F8_E4M3. `X.weight_scale_inv` [⌈R/a⌉, ⌈C/b⌉] holds the factor of every block of a × b
+weights. The config's quantization_config gives [a, b] as weight_block_size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32
 
 
 def join_scales(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
-    """The checkpoint's tensors, with the scales inside of the weights that they belong to.
+    """Return the checkpoint's tensors, with each scales tensor attached to its weight.
 
-    Scales may lie in another file than their weights: whoever reads a weight needs both files.
-    Raises BadCheckpoint for scales that are missing or misshapen.
+    Scales may be in another file than their weight; a reader needs both files. Raises BadCheckpoint
+    for scales that are missing or misshapen, or for an unsupported quantization_config.
     """
     quantised = checkpoint.config.get("quantization_config")
     if not isinstance(quantised, Mapping) or quantised.get("quant_method") != "fp8":
@@ -53,7 +53,10 @@ def join_scales(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
 
 
 def wide_rows(tensor: SourceTensor, multiple: int = 1) -> Iterator[Tensor]:
-    """The weight [R, C] as float32, some rows at a time: a `multiple` of rows, save at the end."""
+    """Yield the weight [R, C] as float32, some rows at a time.
+
+    The number of rows is a multiple of `multiple`, except at the end.
+    """
     assert tensor.scales is not None
     scales = _values(tensor.scales)  # [⌈R/a⌉, ⌈C/b⌉]
     rows, columns = tensor.shape
@@ -72,7 +75,11 @@ def wide_rows(tensor: SourceTensor, multiple: int = 1) -> Iterator[Tensor]:
 
 
 def widen(raw: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
-    """raw [n, C] are the rows from `first` on of a matrix with `scales` -> [n, C] float32."""
+    """Multiply rows of a matrix by their scales: raw [n, C] -> [n, C] float32.
+
+    first: the row number in the matrix of the first row of `raw`.
+    scales: [⌈R/a⌉, ⌈C/b⌉], of the whole matrix, with `block` = (a, b).
+    """
     high, wide = block
     at = torch.arange(first, first + len(raw)) // high
     factors = scales[at].repeat_interleave(wide, 1)[:, : raw.shape[1]]  # [n, C]
@@ -80,12 +87,12 @@ def widen(raw: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -
 
 
 def sources(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
-    """Everything that must be read for these weights: they and their scales."""
+    """Return the tensors to read for these weights: the weights and their scales."""
     return [piece for t in tensors for piece in (t, t.scales) if piece is not None]
 
 
 def files_of(tensor: SourceTensor) -> set[Path]:
-    """The files that must be here to read the tensor."""
+    """Return the files that hold the tensor and its scales."""
     return {piece.path for piece in sources([tensor])}
 
 
@@ -108,6 +115,6 @@ def _checked(
 
 
 def _values(tensor: SourceTensor) -> Tensor:
-    """The whole tensor as float32; scales are 1/16384 of their weights."""
+    """Return the whole tensor as float32. Scales are few: one per 16384 weights (128 × 128)."""
     data = bytearray().join(blocks(tensor, "F32"))
     return torch.frombuffer(data, dtype=torch.float32).view(tensor.shape)

@@ -1,10 +1,8 @@
-"""Experts inside fused tensors that do not lie row by row: transposed, interleaved, or MXFP4.
+"""Read experts from fused tensors that are transposed, interleaved, or MXFP4.
 
-Does not know families, nor which experts there are.
-
-MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss stores it: for a matrix [R, C] `X_blocks` holds
-uint8 [R, C/32, 16], two numbers to a byte, the low nibble first, and `X_scales` uint8 [R, C/32]. A
-number is a code of E2M1 times 2^(scale - 127).
+MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss stores it: a matrix [R, C] has two tensors.
+`X_blocks` is uint8 [R, C/32, 16], with two numbers per byte, the low nibble first. `X_scales` is
+uint8 [R, C/32]. A number is its E2M1 code's value times 2^(scale - 127).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 
 MXFP4 = "MXFP4"  # the dtype of a tensor that joins its blocks and scales
 _GROUP = 32  # weights that share a scale
-_SURELY_FINITE = 252  # 6 times this scale's 2^125 is a float32
+_SURELY_FINITE = 252  # 6 (the largest E2M1) times this scale's 2^125 fits in a float32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -36,10 +34,10 @@ _E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3
 def join_blocks(
     checkpoint: Checkpoint, tensors: Mapping[str, SourceTensor]
 ) -> Mapping[str, SourceTensor]:
-    """`tensors` with X [E, R, C] of dtype MXFP4 in the place of X_blocks and X_scales.
+    """Return `tensors` with X [E, R, C] of dtype MXFP4 in place of X_blocks and X_scales.
 
-    Raises BadCheckpoint for blocks that are none (transformers saves widened weights under their
-    names), and for scales that are missing or misshapen. They may lie in another file.
+    Scales may be in another file. Raises BadCheckpoint for scales that are missing or misshapen,
+    and for X_blocks in another format: transformers saves widened weights under this name.
     """
     quantised = checkpoint.config.get("quantization_config")
     if not isinstance(quantised, Mapping) or quantised.get("quant_method") != "mxfp4":
@@ -64,7 +62,10 @@ def join_blocks(
 
 
 def picked_values(tensor: SourceTensor) -> Tensor:
-    """The tensor, in its own float format; MXFP4 as float32. Raises BadCheckpoint."""
+    """Return a picked tensor in its own float format, or MXFP4 as float32.
+
+    Raises BadCheckpoint if the file ends early.
+    """
     assert tensor.pick is not None
     if tensor.dtype == MXFP4:
         return widen_blocks(*_blocks_and_scales(tensor))
@@ -73,10 +74,10 @@ def picked_values(tensor: SourceTensor) -> Tensor:
 
 
 def mxfp4_tiles(tensor: SourceTensor) -> tuple[Tensor, Tensor | None]:
-    """Blocks and scales as the tiles of native/kernels/tiles.h: every code and every scale as it
-    is.
+    """Return an MXFP4 tensor as the tiles of native/kernels/tiles.h.
 
-    Beside them, where a scale is so large that a number may be infinite or NaN, all as float32.
+    Codes and scales stay unchanged. If a large scale could make a number infinite or NaN, the
+    second result is the whole tensor as float32, else None. Raises BadCheckpoint for another dtype.
     """
     if tensor.dtype != MXFP4:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not MXFP4")
@@ -86,9 +87,9 @@ def mxfp4_tiles(tensor: SourceTensor) -> tuple[Tensor, Tensor | None]:
 
 
 def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [R, G, 16] and scales [R, G] uint8 -> tiles, uint8 of one dimension.
+    """Pack blocks [R, G, 16] and scales [R, G], uint8, into tiles, uint8 of one dimension.
 
-    What is padded to whole tiles has codes of 0 and the least scale.
+    The padding to whole tiles has codes of 0 and scale bytes of 0, the least scale.
     """
     codes = _codes(blocks)  # [R, G, 32]
     nibbles = codes[..., :16] | codes[..., 16:] << 4  # low: k, high: k + 16
@@ -103,7 +104,7 @@ def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def widen_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [R, G, 16] and scales [R, G] uint8 -> [R, 32 G] float32, exactly."""
+    """Widen blocks [R, G, 16] and scales [R, G], uint8, to [R, 32 G] float32 without loss."""
     numbers = _E2M1[_codes(blocks).int()]  # [R, G, 32]
     return torch.ldexp(numbers, scales[..., None].int() - 127).flatten(1)
 

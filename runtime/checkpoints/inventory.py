@@ -1,6 +1,6 @@
-"""Matches the tensors of a checkpoint with what its family needs, before anything is written.
+"""Match the tensors of a checkpoint with those that its family needs, before any write.
 
-Does not know files' contents: names, shapes and dtypes only.
+Only names, shapes and dtypes are used, not the bytes of tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from moeinf.runtime.checkpoints.fp8 import join_scales
 from moeinf.runtime.checkpoints.fused_experts import MXFP4, join_blocks
 
 _HEAD = "lm_head.weight"
-# What only chooses experts: in bfloat16 the biases of DeepSeek-V3 would choose others. And rates
-# of forgetting: an error in them counts once for every token since.
+# Tensors that stay float32. The correction bias only chooses experts: in bfloat16 DeepSeek-V3 would
+# choose others. The other two are decay rates: their error accumulates with every token.
 _EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
 
 
@@ -47,11 +47,11 @@ _FUSED_ROLES: dict[str, tuple[Role, ...]] = {
 
 
 class WantedParts:
-    """A `Parts` without data: building a model on it lists the dense tensors that it needs."""
+    """A `Parts` without data. A model built on it lists the dense tensors that it needs."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.tensors: set[str] = set()  # asked for as they are: they cannot be quantised
+        self.tensors: set[str] = set()  # requested by `tensor`: never quantised
         self.embeddings: set[str] = set()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -79,7 +79,7 @@ class WantedParts:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A checkpoint, sorted: exactly the dense tensors and the experts that its family needs."""
+    """The dense tensors and the experts of a checkpoint that its family needs."""
 
     family: Family
     moe: MoeShape
@@ -89,16 +89,16 @@ class Inventory:
     state_bytes: int
     dense: Mapping[str, SourceTensor]
     experts: Mapping[ExpertKey, Mapping[str, SourceTensor]]
-    tileable: frozenset[str] = frozenset()  # dense tensors that are linears' or embeddings'
-    embeddings: frozenset[str] = frozenset()  # those whose rows are looked up
+    tileable: frozenset[str] = frozenset()  # dense tensors of linears and embeddings
+    embeddings: frozenset[str] = frozenset()  # dense tensors of embeddings
     unused: list[str] = field(default_factory=list)
 
     def form_of(self, name: str, dtype: str) -> str:
-        """The format of a dense tensor in a model of format `dtype`.
+        """Return the format of a dense tensor in a model of format `dtype`.
 
         The output head and the embedding keep 8 bits (docs/decisions/0025), so that they can be
-        tied. A checkpoint's MXFP4 holds only experts, and all else gets 8 bits. Tensors other than
-        linears' weights and embeddings (norms, router gates) are never quantised.
+        tied. In an MXFP4 model only the experts are MXFP4; other matrices get 8 bits. Tensors other
+        than linears' weights and embeddings (norms, router gates) are never quantised.
         """
         if name.endswith(_EXACT):
             return "F32"
@@ -110,27 +110,27 @@ class Inventory:
         return "Q8" if eight else dtype
 
     def dense_bytes(self, dtype: str) -> int:
-        """Bytes of the weights that every token uses, in the format `dtype`."""
+        """Return the bytes of the dense tensors in the format `dtype`."""
         return sum(stored_bytes(self.form_of(n, dtype), t.shape) for n, t in self.dense.items())
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights in the format `dtype`."""
+        """Return the bytes of all weights in the format `dtype`."""
         return self.dense_bytes(dtype) + len(self.experts) * self.expert_layout(dtype).data_bytes
 
     def expert_layout(self, dtype: str) -> ExpertLayout:
-        """How an expert lies in a model of format `dtype`."""
+        """Return the layout of an expert in a model of format `dtype`."""
         moe = self.moe
         return ExpertLayout(moe.hidden, moe.intermediate, dtype, moe.activation, moe.biased)
 
     def disk_bytes(self, dtype: str) -> int:
-        """What they take on disk: every file has a header and ends in the middle of a block."""
+        """Return the bytes on disk: the weights, and per file a header and a partial block."""
         return self.weight_bytes(dtype) + (len(self.experts) + 1) * 2 * SHARD_DATA_OFFSET
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return self.kv_items_per_token * ITEM_BYTES[plain_form(dtype)]
 
     def downcasts(self, dtype: str) -> bool:
-        """Whether storing as `dtype` loses bits that the source has."""
+        """Return whether a model of format `dtype` has fewer bits than the source."""
         tensors = [
             *self.dense.values(),
             *(t for parts in self.experts.values() for t in parts.values()),
@@ -139,7 +139,7 @@ class Inventory:
 
     @property
     def has_mxfp4(self) -> bool:
-        """Whether all matrices of experts are MXFP4 in the checkpoint, so that they can stay it."""
+        """True if all matrices of experts are MXFP4 in the checkpoint, so that it can be kept."""
         return all(
             tensor.dtype == MXFP4
             for parts in self.experts.values()
@@ -149,7 +149,10 @@ class Inventory:
 
 
 def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
-    """Raises ModelDataError for a bad config, BadCheckpoint for missing or misshapen tensors."""
+    """Return the tensors of a checkpoint that its family needs.
+
+    Raises ModelDataError for an invalid config, BadCheckpoint for missing or misshapen tensors.
+    """
     config = family.parse(checkpoint.config)
     wanted = WantedParts()
     model = family.build(config, wanted)
@@ -203,7 +206,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
 def _unfuse(
     fused: FusedPart, tensor: SourceTensor, moe: MoeShape
 ) -> Iterator[tuple[ExpertKey, str, SourceTensor]]:
-    """Each expert's share of a fused tensor, as a span of its bytes: nothing is copied."""
+    """Yield each expert's tensors of a fused one, as (key, role, tensor), without a copy."""
     roles = _FUSED_ROLES[fused.role]
     shape = moe.parts[roles[0]]
     rows = shape[0]
@@ -225,7 +228,7 @@ def _unfuse(
 
 
 def _share(tensor: SourceTensor, number: int, count: int) -> SourceTensor:
-    """Of `count` equal shares of a tensor, and of its scales, one."""
+    """Return share `number` of `count` equal shares of a tensor and its scales."""
     size = tensor.size_bytes // count
     scales = None if tensor.scales is None else _share(tensor.scales, number, count)
     at = tensor.offset + number * size

@@ -1,11 +1,12 @@
-"""The table of a `.bin` file that lies elsewhere, from a few short ranges of it.
+"""Read the table of a remote `.bin` file from a few short ranges.
 
-Does not know hubs. Its directory, at the end, says where every record's header begins, but not how
-long that is, and there are as many records as tensors. torch pads each header so that the bytes
-begin at a multiple of 64 (getPadding in caffe2/serialize/inline_container.cc): so headers are
-written as torch has written them, into a stub, an otherwise empty file of the same size that
-torch_bin.py reads like any other. One real header is compared at once, and the whole table when
-the file is there, as `check_table` does.
+The zip directory, at the end, gives the offset of every record's header, but not its length. A file
+has as many records as tensors, so this module computes the headers instead of fetching them. torch
+pads each header so that the data begin at a multiple of 64 (getPadding in
+caffe2/serialize/inline_container.cc). The computed headers are written into a stub, a sparse file
+of the same size, which torch_bin.py reads like any other.
+
+One real header is compared at once. `check_table` compares the whole table after the download.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, read_torch_file
 
 _STORAGE = re.compile(r"[^/]+/data/[0-9]+")
-_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of what is added
+_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _SIGNATURE = b"PK\3\4"
 _ALIGNMENT = 64
 _MAX_32 = 0xFFFFFFFF
@@ -33,9 +34,10 @@ Read = Callable[[int, int], bytes]  # (start, stop) -> these bytes
 
 
 def read_remote_table(size: int, read: Read, path: Path) -> dict[str, SourceTensor]:
-    """The tensors of a file of `size` bytes that will lie at `path`. Raises BadCheckpoint.
+    """Return the tensors of a remote file of `size` bytes that will be stored at `path`.
 
-    Fetches its directory, its pickle and what else is small; never more than MAX_PICKLE_BYTES.
+    It fetches the directory, the pickle and other records that are not storages, at most
+    MAX_PICKLE_BYTES together. Raises BadCheckpoint.
     """
     with TemporaryDirectory() as aside:
         stub = Path(aside, path.name)
@@ -47,13 +49,13 @@ def read_remote_table(size: int, read: Read, path: Path) -> dict[str, SourceTens
 
 
 def check_table(path: Path, table: Mapping[str, SourceTensor]) -> None:
-    """Raises BadCheckpoint if the file, now that it is here, says something else than `table`."""
+    """Raise BadCheckpoint if the table of a downloaded file differs from `table`."""
     if read_torch_file(path) != table:
         raise _elsewhere(path)
 
 
 def _fill(ranges: _Ranges, stub: io.FileIO, path: Path) -> None:
-    """Writes what torch_file reads; the directory is noted as it is read."""
+    """Write into the stub what torch_bin.py reads. The directory is written as it is read."""
     try:
         with zipfile.ZipFile(cast(IO[bytes], ranges)) as archive:
             entries, end = sorted(archive.infolist(), key=_place), archive.start_dir
@@ -88,10 +90,10 @@ def _place(entry: zipfile.ZipInfo) -> int:
 
 
 def _header(entry: zipfile.ZipInfo) -> bytes:
-    """A record's local header, as far as it says where the bytes begin."""
+    """Return the computed local header of a record, up to the two lengths."""
     name = len(entry.orig_filename.encode())
     wide = [n for n in (entry.file_size, entry.file_size, entry.header_offset) if n >= _MAX_32]
-    added = 4 + (4 + 8 * len(wide) if wide else 0)  # a field of padding, and the sizes of zip64
+    added = 4 + (4 + 8 * len(wide) if wide else 0)  # a padding field, and the zip64 sizes
     start = entry.header_offset + _HEADER.size + name + added
     return _HEADER.pack(_SIGNATURE, name, added + -start % _ALIGNMENT)
 
@@ -104,14 +106,14 @@ def _elsewhere(path: Path) -> BadCheckpoint:
 
 
 class _Before(OSError):
-    """A place before the beginning of a file; zipfile expects an OSError."""
+    """An offset before the beginning of a file. zipfile expects an OSError."""
 
 
 _NO_ZIP = (_Before, zipfile.BadZipFile, RuntimeError, ValueError, LookupError, struct.error)
 
 
 class _Ranges(io.RawIOBase):
-    """What zipfile reads a directory from. Notes in the stub all that has been fetched."""
+    """The remote file that zipfile reads. All fetched bytes are also written into the stub."""
 
     def __init__(self, size: int, read: Read, stub: io.FileIO, path: Path) -> None:
         super().__init__()
@@ -141,11 +143,11 @@ class _Ranges(io.RawIOBase):
         return data
 
     def copy(self, start: int, stop: int) -> None:
-        """Only into the stub."""
+        """Copy the bytes start … stop-1 into the stub. Raises BadCheckpoint."""
         self.get(start, stop - start)
 
     def get(self, start: int, count: int) -> bytes:
-        """Raises BadCheckpoint when that is more than any table needs."""
+        """Fetch `count` bytes at `start`. Raises BadCheckpoint as `check` does."""
         self._left -= count
         self.check(start, count)
         if not count:
@@ -156,6 +158,6 @@ class _Ranges(io.RawIOBase):
         return data
 
     def check(self, start: int, count: int) -> None:
-        """Raises BadCheckpoint for a range that is not in the file, or when all are too large."""
+        """Raise BadCheckpoint for a range outside the file, or once too much was fetched."""
         if count < 0 or start + count > self._size or self._left < 0:
             raise BadCheckpoint(f"{self._path}: its table lies beyond the file, or is too large")

@@ -1,8 +1,7 @@
-"""Makes a tokenizer.json of a SentencePiece model, for repositories that have nothing else.
+"""Convert a SentencePiece model to tokenizer.json, for repositories without that file.
 
-Does not know models of ours, nor text: it writes down for the tokenizers library what the file
-says. A file comes with a download, so its protobuf is read by the few lines below, with bounds; no
-other field is looked at. Field numbers are those of sentencepiece_model.proto.
+A downloaded file is untrusted, so the protobuf parser below has bounds and reads only the fields
+that it needs. Field numbers are those of sentencepiece_model.proto.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MAX_BYTES = 64 << 20
 _MAX_PIECES = 1 << 20
-_MAX_PIECE = 512  # characters; longest splits are tried one by one
-_SPACE = "\u2581"  # how pieces write a space
+_MAX_PIECE = 512  # characters; _bpe tries every split of a piece
+_SPACE = "\u2581"  # a space in a piece
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _UNIGRAM, _BPE = 1, 2
 
@@ -28,7 +27,7 @@ Message = dict[int, list[int | bytes]]
 
 @dataclass(frozen=True)
 class Piece:
-    """One entry of the vocabulary; its place is its id."""
+    """One entry of the vocabulary. Its index is its id."""
 
     text: str
     score: float
@@ -37,27 +36,28 @@ class Piece:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What of a SentencePiece model decides how text is cut."""
+    """The fields of a SentencePiece model that determine how it splits text."""
 
     pieces: tuple[Piece, ...]
     algorithm: int
     byte_fallback: bool
     unknown: int
-    begin: int  # ids; -1: none
-    end: int
+    begin: int  # id, -1 if absent
+    end: int  # id, -1 if absent
     character_map: bytes
     add_dummy_prefix: bool
     remove_extra_whitespaces: bool
 
 
 class BadVocabulary(ValueError):
-    """A file is damaged, or is no SentencePiece model that we read."""
+    """A file is damaged, or is not a supported SentencePiece model."""
 
 
 def tokenizer_json(data: bytes, about: Mapping[str, Any]) -> bytes:
-    """The tokenizer.json of a SentencePiece file; about is its tokenizer_config.json, or empty.
+    """Return the tokenizer.json of a SentencePiece file.
 
-    Raises BadVocabulary, or what the library raises (it panics, too): call it where that is kept.
+    about: its tokenizer_config.json, or empty. Raises BadVocabulary, or exceptions of the
+    tokenizers library. That library can also panic, so call this in a LimitedProcess.
     """
     try:
         tokenizer = _tokenizer(_read(data), about)
@@ -101,7 +101,7 @@ def _read(data: bytes) -> Vocabulary:
         raise ValueError(f"model_type {found.algorithm} is not supported")
     trie = int.from_bytes(found.character_map[:4], "little")
     if found.character_map and not 4 <= 4 + trie <= len(found.character_map):
-        raise ValueError("its character map is damaged")  # the library would allocate as it says
+        raise ValueError("its character map is damaged")  # the library would allocate it
     if any(number >= len(pieces) for number in (found.begin, found.end)):
         raise ValueError("bos_id or eos_id is no piece")
     return found
@@ -122,10 +122,10 @@ def _tokenizer(vocabulary: Vocabulary, about: Mapping[str, Any]) -> Tokenizer:
     if vocabulary.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE))
     steps.append(normalizers.Replace(" ", _SPACE))
-    if vocabulary.remove_extra_whitespaces:  # at the end, its own way to write a space counts, too
+    if vocabulary.remove_extra_whitespaces:  # also strip a literal _SPACE at the end
         steps.append(normalizers.Replace(Regex(f"(?<!{_SPACE}){_SPACE}+\\z"), ""))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    # What looks like a control or byte piece in a text is none: it is cut after its first letter.
+    # Text that spells a control or byte piece must not become one: split after its first letter.
     hidden = [p.text for p in pieces if p.kind in (_CONTROL, _UNKNOWN, _UNUSED, _BYTE)]
     pattern = _never(hidden)
     if pattern:
@@ -146,13 +146,16 @@ def _unigram(vocabulary: Vocabulary) -> models.Unigram:
     normal = [p.score for p in vocabulary.pieces if p.kind == _NORMAL]
     least = min(normal, default=0.0)
     for number, piece in enumerate(vocabulary.pieces):
-        if piece.kind != _NORMAL:  # their scores are 0, which no piece that is one has
+        if piece.kind != _NORMAL:  # in the file its score is 0, unlike any normal piece
             scores[number] = (piece.text, least)
     return models.Unigram(scores, vocabulary.unknown, vocabulary.byte_fallback)
 
 
 def _bpe(vocabulary: Vocabulary) -> models.BPE:
-    """Every way to make a piece of two others is a merge; a better piece is made earlier."""
+    """Return a BPE model whose merges are all splits of a normal piece into two normal pieces.
+
+    Merges of pieces with higher scores come first.
+    """
     ids = {piece.text: number for number, piece in enumerate(vocabulary.pieces)}
     normal = {p.text for p in vocabulary.pieces if p.kind == _NORMAL}
     merges = []
@@ -174,7 +177,7 @@ def _bpe(vocabulary: Vocabulary) -> models.BPE:
 
 
 def _never(texts: list[str]) -> str:
-    """Matches the first character of any of the texts, where the rest of it follows."""
+    """Return a regex for the first character of any text, if the rest of that text follows."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         if len(text) > 1:
@@ -189,7 +192,10 @@ def _escaped(text: str) -> str:
 
 
 def _add_configured(tokenizer: Tokenizer, about: Mapping[str, Any]) -> None:
-    """Tokens that tokenizer_config.json adds to the pieces: by id, or T5's <extra_id_…>."""
+    """Add the tokens of tokenizer_config.json: those with ids, or T5's <extra_id_…>.
+
+    Raises ValueError if a token would get another id.
+    """
     decoder = about.get("added_tokens_decoder")
     decoder = decoder if isinstance(decoder, dict) else {}
     tokens = {int(key): t for key, t in decoder.items() if key.isdigit() and isinstance(t, dict)}
@@ -211,7 +217,11 @@ def _add_configured(tokenizer: Tokenizer, about: Mapping[str, Any]) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, about: Mapping[str, Any]) -> None:
-    """What stands around every text: T5 ends it, all others begin it, unless they say so."""
+    """Add the begin and end tokens of every text.
+
+    By default T5 has only the end token, and all others only the begin token. add_bos_token and
+    add_eos_token override this.
+    """
     t5 = str(about.get("tokenizer_class", "")).startswith("T5")
     parts, tokens = ["$A"], []
     for number, key, default in (
@@ -227,7 +237,7 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary, about: Mapping[str, 
 
 
 def _message(data: bytes, most: int) -> Message:
-    """The fields of one protobuf message, by number. Raises ValueError or IndexError."""
+    """Return the fields of one protobuf message, by number. Raises ValueError or IndexError."""
     fields: Message = {}
     for count, (number, value) in enumerate(_fields(data)):
         if count >= most:

@@ -1,8 +1,8 @@
-"""Reads the table of a PyTorch `.bin` file, for checkpoints that have nothing else.
+"""Read the table of a PyTorch `.bin` file, for checkpoints without safetensors.
 
-Does not load a tensor. A `.bin` is a zip of a pickle and raw storages. The pickle is read by the
-weights-only unpickler of torch, which constructs nothing but tensors, in a mode where tensors have
-no memory; what comes out is where in the file each tensor's bytes lie.
+A `.bin` is a zip of a pickle and raw storages. torch's weights-only unpickler reads the pickle; it
+constructs only tensors. FakeTensorMode gives them no memory. The result is the offset of each
+tensor's bytes in the file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 def read_torch_file(path: Path) -> dict[str, SourceTensor]:
-    """The tensors of a `.bin` file. Raises BadCheckpoint for anything but a plain state dict."""
+    """Return the tensors of a `.bin` file. Raises BadCheckpoint unless it is a plain state dict."""
     _check_zip(path)
     try:
         with FakeTensorMode():
             state = torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadCheckpoint(f"{path} holds more than tensors: {_first_line(error)}") from error
-    except Exception as error:  # a pickle that is none fails in as many ways as there are opcodes
+    except Exception as error:  # an invalid pickle can raise nearly any exception
         raise BadCheckpoint(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(state, dict):
         raise BadCheckpoint(f"{path} does not hold a state dict")
@@ -50,20 +50,23 @@ def read_torch_file(path: Path) -> dict[str, SourceTensor]:
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """See checkpoint.open_checkpoint; reads `.bin` files where there are no safetensors."""
+    """Open a checkpoint folder; without safetensors its `.bin` files. Raises BadCheckpoint."""
 
     def has(name: str) -> bool:
         return (folder / name).exists()
 
     if SAFETENSORS.given(has) or not BIN.given(has):
-        return open_checkpoint(folder)  # which says what is missing
+        return open_checkpoint(folder)  # its error names the missing file
     config = read_config(folder)
     index = read_json(folder / BIN_INDEX) if (folder / BIN_INDEX).exists() else None
     return make_checkpoint(folder, config, index, lambda name: read_torch_file(folder / name), BIN)
 
 
 def _check_zip(path: Path) -> None:
-    """Refuses what torch would unpack, decompress or read as an old, unbounded pickle."""
+    """Raise BadCheckpoint unless the file is an uncompressed zip with a pickle of bounded size.
+
+    torch would decompress others, or read them as an old-format pickle without a bound.
+    """
     check_weights(path)
     try:
         with zipfile.ZipFile(path) as archive:
