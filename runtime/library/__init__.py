@@ -1,1 +1,1 @@
-"""The models on this machine: their manifests, how they are made, checked, copied and locked."""
+"""Make, check, copy, lock and remove the models on this machine."""

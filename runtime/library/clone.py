@@ -1,7 +1,4 @@
-"""A second name for a model on this machine.
-
-Does not know what the files hold: only the manifest is written anew.
-"""
+"""Copy a model on this machine to another name. Only the manifest is written again."""
 
 from __future__ import annotations
 
@@ -21,16 +18,17 @@ from moeinf.runtime.names import BadName, ModelName, parse_name
 
 
 class ModelExists(Conflict, FileExistsError):
-    """A model, or an unfinished pull, has the new name already."""
+    """A model or an unfinished pull already has the new name."""
 
     code = "model_exists"
     hint = "another name"
 
 
 def copy_model(settings: Settings, source: str, target: str) -> ModelName:
-    """A second name for a model: its files by hard links, its state copied.
+    """Give a model a second name: link its files, copy its state, and return the name.
 
-    Absent or complete, whenever this ends. Raises NoSuchModel, BadName, ModelExists.
+    The copy is absent or complete, even after a kill. Raises NoSuchModel, BadName, ModelExists,
+    PullInProgress.
     """
     library = Library(settings)
     manifest, origin = library.read(source)
@@ -45,7 +43,7 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
         work = partial_folder(folder)
         if (work / JOURNAL).exists():
             raise ModelExists(f"an unfinished pull of {name} is there; `moeinf prune` ends it")
-        shutil.rmtree(work, ignore_errors=True)  # of a copy that was killed
+        shutil.rmtree(work, ignore_errors=True)  # left by a copy that was killed
         try:
             for file in manifest.files:
                 (work / file.path).parent.mkdir(parents=True, exist_ok=True)
@@ -55,14 +53,14 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
             sync_filesystem(work)
             library.admit(work, name)
         except FileNotFoundError as error:
-            raise NoSuchModel(source, []) from error  # it was removed meanwhile
+            raise NoSuchModel(source, []) from error  # removed during the copy
         finally:
             discard(folder)
     return name
 
 
 def _copy_state(origin: Path, target: Path) -> None:
-    """What using the model has left."""
+    """Copy the state files that the use of a model created."""
     shutil.rmtree(target, ignore_errors=True)
     for file in origin.iterdir() if origin.is_dir() else ():
         if file.is_file():
@@ -71,7 +69,7 @@ def _copy_state(origin: Path, target: Path) -> None:
 
 
 def _link(origin: Path, target: Path) -> None:
-    """A second name of a file; a copy where the file system has no such thing."""
+    """Hard-link a file, or copy it if the file system does not support the link."""
     try:
         target.hardlink_to(origin)
     except OSError as error:

@@ -1,7 +1,4 @@
-"""The dense tensors of a pulled model as views of one buffer: by loading, or dry, without bytes.
-
-Does not know how the buffer is filled.
-"""
+"""View the dense tensors of a pulled model in one buffer, with data or as a dry run without."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ from moeinf.runtime.library.manifest import DENSE, Manifest
 class DenseViews:
     """The `Parts` of a pulled model: views of one buffer that holds the data of dense.safetensors.
 
-    tensors      what its header says
-    data_offset  where in the file the buffer begins
+    tensors      the tensors of its header, by name
+    data_offset  the offset of the buffer's first byte in the file
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class DenseViews:
         if found is None or found.shape != shape or found.dtype not in TORCH_DTYPE:
             raise ModelDataError(f"{DENSE} lacks {name} of shape {list(shape)}")
         dtype, data = TORCH_DTYPE[found.dtype], self._bytes_of(found)
-        if data.storage_offset() % dtype.itemsize:  # as version 0.1 placed some vectors
+        if data.storage_offset() % dtype.itemsize:  # version 0.1 placed some vectors unaligned
             data = data.clone()
         return data.view(dtype).view(shape)
 
@@ -68,7 +65,7 @@ class DenseViews:
         return self._math.tuned(piece)
 
     def _tiles(self, name: str, rows: int, columns: int) -> tuple[Tensor, str] | None:
-        """The tiles of a matrix and their format; None when it is not stored so."""
+        """Return the tiles of a matrix and their format; None if it is not stored as tiles."""
         found = self._tensors.get(name)
         if found is None or found.dtype != "U8":
             return None
@@ -82,10 +79,10 @@ class DenseViews:
 
 
 def check_opens(folder: Path, manifest: Manifest) -> None:
-    """Builds the model of a folder as the loader does, on views that have no memory.
+    """Build the model of a folder as the loader does, on views without memory.
 
-    So a file that no engine could open is found where it was made. Raises BadCheckpoint,
-    ModelDataError, or whatever a view raises.
+    This finds a file that no engine could open at the time of the pull. Raises BadCheckpoint,
+    ModelDataError, or any exception of a view.
     """
     record, values = manifest.file(DENSE), read_json(folder / CONFIG)
     family, tensors = family_of(values), read_header(folder / DENSE)

@@ -1,7 +1,4 @@
-"""The models on this machine: which there are, where they lie, how one goes away.
-
-Does not know how models are made or run.
-"""
+"""List, find, admit and remove the models on this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ from moeinf.runtime.library.staging import (
 )
 from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
 
-_LAST_USED = "last_used"  # an empty file: its time is what counts
+_LAST_USED = "last_used"  # an empty file; only its modification time is used
 DEMO_CHECKPOINT = Path(__file__).parents[2] / "models" / "demo"
 
 
 class NoSuchModel(NotFound, LookupError):
-    """No model of that name is on this machine. tags: those of that name that are."""
+    """No model of that name is on this machine. tags: the installed tags of that name."""
 
     code = "model_not_found"
 
@@ -63,7 +60,7 @@ class ModelInUse(Conflict, RuntimeError):
 
 
 class NoModelUsed(NotFound, LookupError):
-    """No model was named, and no model was used before."""
+    """The command names no model, and no model was used before."""
 
     code = "no_model_used"
     hint = "`moeinf trace MODEL --dataset demo`"
@@ -71,7 +68,7 @@ class NoModelUsed(NotFound, LookupError):
 
 @dataclass(frozen=True)
 class Installed:
-    """One model on this machine. manifest is None when its manifest is damaged."""
+    """One model on this machine. A damaged one has manifest None, and `problem` says why."""
 
     name: ModelName
     folder: Path
@@ -81,7 +78,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Partial:
-    """What an unfinished pull, cp or rm has left; size_bytes is what it takes on disk."""
+    """The remains of an unfinished pull, cp or rm. size_bytes: their size on disk."""
 
     name: ModelName
     size_bytes: int
@@ -100,10 +97,10 @@ class Library:
         return self._root / name.name / name.tag
 
     def has(self, name: ModelName) -> bool:
-        return os.path.lexists(self.folder(name) / MANIFEST)  # reading it says what else it may be
+        return os.path.lexists(self.folder(name) / MANIFEST)  # read_manifest reports an invalid one
 
     def installed(self) -> list[Installed]:
-        """Every complete model, the newest first; damaged ones are listed as such."""
+        """Return every complete or damaged model, the newest first, the damaged ones last."""
         found = []
         for manifest in self._root.glob(f"*/*/{MANIFEST}"):
             folder = manifest.parent
@@ -119,7 +116,7 @@ class Library:
         return [entry for _, entry in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
 
     def find(self, text: str) -> tuple[ModelName, Path]:
-        """The model that a person means by `name[:tag]`; without a tag, it has the default one.
+        """Return the installed model `name[:tag]` and its folder. The tag has a default.
 
         Raises BadName, or NoSuchModel with other tags of that name, or else the nearest names.
         """
@@ -136,7 +133,7 @@ class Library:
         raise NoSuchModel(text, [str(entry) for entry in likely if entry.name in near][:3])
 
     def read(self, text: str) -> tuple[Manifest, Path]:
-        """As `find`, and its manifest. Raises DamagedModel besides."""
+        """Return the manifest and the folder of a model. Raises as `find`, and DamagedModel."""
         _, folder = self.find(text)
         try:
             return read_manifest(folder), folder
@@ -144,9 +141,10 @@ class Library:
             raise NoSuchModel(text, []) from error
 
     def made_of(self, name: ModelName, source: str, revision: str | None) -> Manifest | None:
-        """The installed model, if it was made of just that and none of its files is missing.
+        """Return the manifest of a complete model that was made from this source and revision.
 
-        Without a revision nothing says that a source is still what it was: None.
+        Return None if another source made it, or if a file is missing or has another size. Without
+        a revision it is always None, since the source may have changed.
         """
         folder = self.folder(name)
         try:
@@ -160,7 +158,7 @@ class Library:
         return manifest if same else None
 
     def partials(self) -> list[Partial]:
-        """What is unfinished, what is going on now included."""
+        """Return the remains of unfinished work, including pulls that still run."""
         sizes: dict[ModelName, int] = {}
         for end in (PARTIAL, OLD):
             for folder in self._root.glob(f"*/.*{end}"):
@@ -169,7 +167,7 @@ class Library:
         return [Partial(name, size) for name, size in sorted(sizes.items())]
 
     def discard(self, name: ModelName) -> bool:
-        """Removes what is unfinished of a model; False when it is being pulled."""
+        """Remove the unfinished files of a model. Return False if a pull of it is running."""
         try:
             with only_maker(self.folder(name), self.locks):
                 discard(self.folder(name))
@@ -178,16 +176,19 @@ class Library:
         return True
 
     def wait_for_maker(self, name: ModelName) -> None:
-        """Returns when no other process is pulling the model."""
+        """Wait until no other process is pulling the model."""
         with only_maker(self.folder(name), self.locks, wait=True):
             pass
 
     def check_unused(self, name: ModelName) -> None:
-        """Raises ModelInUse while an engine runs the model."""
+        """Raise ModelInUse if an engine runs the model."""
         self._check(name, self._registry.engines())
 
     def admit(self, work: Path, name: ModelName) -> None:
-        """Gives a finished folder its name; an older model of that name goes away whole."""
+        """Install a finished folder as a model, and delete an older model of that name.
+
+        Raises ModelInUse.
+        """
         folder = self.folder(name)
         with self._registry.frozen() as engines:
             self._check(name, engines)
@@ -198,8 +199,9 @@ class Library:
             shutil.rmtree(old)
 
     def remove(self, text: str) -> ModelName:
-        """Deletes a model and what using it has left. Raises NoSuchModel; ModelInUse while an
-        engine runs it.
+        """Delete a model and its state, and return its name.
+
+        Raises NoSuchModel, or ModelInUse while an engine runs it.
         """
         name, folder = self.find(text)
         with self._registry.frozen() as engines:
@@ -208,25 +210,25 @@ class Library:
             shutil.rmtree(state, ignore_errors=True)  # first: it must not outlive the model
             old = self._put_aside(folder)
         while old.exists():
-            with suppress(FileNotFoundError):  # `prune` may be at it, too
+            with suppress(FileNotFoundError):  # `prune` may delete it at the same time
                 shutil.rmtree(old)
         for parent in (folder.parent, state.parent):
-            with suppress(OSError):  # other tags, or an unfinished pull, are in it
+            with suppress(OSError):  # it may hold other tags or an unfinished pull
                 parent.rmdir()
         return name
 
     def used(self, name: ModelName) -> None:
-        """Notes that a model is being used now; a failure to write is no failure."""
+        """Record that a model is in use now. Write errors are ignored."""
         state = self._settings.state_of(name)
         with suppress(OSError):
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
             (state / _LAST_USED).touch(mode=0o600)
             os.utime(
                 state / _LAST_USED, ns=(time.time_ns(),) * 2
-            )  # a file's own clock ticks slowly
+            )  # the file system's clock is too coarse
 
     def last_used(self) -> ModelName:
-        """The installed model that was used most recently. Raises NoModelUsed."""
+        """Return the installed model that was used most recently. Raises NoModelUsed."""
         moments = {}
         for entry in self.installed():
             with suppress(OSError):
@@ -244,7 +246,7 @@ class Library:
 
     @staticmethod
     def _put_aside(folder: Path) -> Path:
-        """Renames, so that the model is gone at once and for good, however long deleting takes."""
+        """Rename a model's folder, so that the model is gone before the slow deletion starts."""
         old = old_folder(folder)
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)

@@ -1,6 +1,6 @@
-"""The manifest: what a pulled model consists of. Written last, so its presence means complete.
+"""Read and write the manifest of a pulled model.
 
-Does not know how files come to be, nor what is done with them.
+It is written last, so a folder with a manifest is a complete model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Count = Annotated[int, Meta(ge=1, lt=1 << 48)]
 
 
 class DamagedModel(Failure, ValueError):
-    """A file of a pulled model is not what the manifest says it is."""
+    """A file of a pulled model differs from the manifest, or the manifest is damaged."""
 
     code = "damaged_model"
     hint = "`moeinf verify MODEL --repair`"
@@ -49,7 +49,7 @@ class OlderModel(DamagedModel):
 
 
 class _Versions(Struct):
-    """The fields that say whether this moeinf knows all others."""
+    """The fields that decide whether this moeinf can read the others."""
 
     format: int
     dtype: str
@@ -57,7 +57,7 @@ class _Versions(Struct):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A pulled model: its shape, its sizes in bytes and its files."""
+    """The manifest of a pulled model: its shape, its sizes in bytes and its files."""
 
     name: str
     tag: str
@@ -76,11 +76,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     max_context: _Count
     files: tuple[FileRecord, ...]
     layout: int  # the version of its format's layout
-    state_bytes: Bytes = 0  # what a request takes beside its kv_bytes_per_token
+    state_bytes: Bytes = 0  # per request, in addition to kv_bytes_per_token
     activation: str = "swiglu"  # of the experts; see models/layers/ffn.py
-    biased: bool = False  # their matrices have biases
-    encoder_layers: Bytes = 0  # of the layers, the first: they run once per request
-    usual_context: _Count | None = None  # where --ctx does not say; None: max_context
+    biased: bool = False  # the experts' matrices have biases
+    encoder_layers: Bytes = 0  # the first of the MoE layers, which run once per request
+    usual_context: _Count | None = None  # the default of --ctx; None: max_context
     format: int = FORMAT_VERSION
 
     @property
@@ -99,7 +99,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return SlotBudget(layout.slot_bytes, self.layers * self.experts, self.top_k)
 
     def kv_bytes(self, context: int) -> int:
-        """What a request of up to `context` tokens takes: see models/layers/kv_cache.py."""
+        """Return the bytes of a request with up to `context` tokens (models/layers/kv_cache.py)."""
         return self.state_bytes + context * self.kv_bytes_per_token
 
     @property
@@ -108,22 +108,25 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256 in hex of the files' names and hashes: models that hold the same have the same.
+        """The SHA-256, in hex, of the files' names and hashes: equal for equal content.
 
-        Not of the model's own name, so that a copy has its origin's.
+        It does not cover the model's name, so a copy has the digest of its origin.
         """
         lines = sorted(f"{file.sha256}  {file.path}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def file(self, path: str) -> FileRecord:
-        """The record of one file. Raises DamagedModel when the manifest lacks it."""
+        """Return the record of one file. Raises DamagedModel if the manifest lacks it."""
         for file in self.files:
             if file.path == path:
                 return file
         raise DamagedModel(f"{self.model}: the manifest names no {path}")
 
     def shards(self) -> list[FileRecord]:
-        """The shard of every expert, in the order of cells (layer · E + expert)."""
+        """Return the shard of every expert, in the order of cells (layer · E + expert).
+
+        Raises DamagedModel if the manifest lacks one.
+        """
         by_path = {file.path: file for file in self.files}
         wanted = [
             shard_path(ExpertKey(layer, expert))
@@ -137,13 +140,17 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Makes the manifest durable: from here on the model exists."""
+    """Write the manifest durably. After this the folder is a complete model."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     write_bytes_durably(folder / MANIFEST, text + b"\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises FileNotFoundError, or DamagedModel for anything that is not a whole manifest."""
+    """Return the manifest of a folder.
+
+    Raises FileNotFoundError, or DamagedModel for an invalid manifest. NewerModel and OlderModel
+    are DamagedModel, too.
+    """
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -180,7 +187,7 @@ def _check_versions(path: Path, found: _Versions) -> None:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise ValueError where fields contradict each other."""
+    """Raise ValueError if fields contradict each other."""
     if manifest.encoder_layers >= manifest.layers:
         raise ValueError(f"encoder_layers is {manifest.encoder_layers}")
     if manifest.usual_context is not None and manifest.usual_context > manifest.max_context:

@@ -1,7 +1,7 @@
-"""Files by which live processes know each other: each is locked as long as its process lives.
+"""Keep one entry file per live process, locked as long as that process lives.
 
-Does not know what an entry says. A file whose lock can be taken belongs to a process that has
-died; the first process that notices removes it. Used within the lock of the folder (processes.py).
+If another process can take the lock, the owner has died, and that process removes the file. All
+functions run within the lock of the folder (processes.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MOST_BYTES = 65536
 
 
 class Entry:
-    """The entry of this process; it lasts until `close`, or until the process ends."""
+    """The entry of this process. It lasts until `close`, or until the process ends."""
 
     def __init__(self, folder: Path, suffix: str, about: msgspec.Struct) -> None:
-        """Raises OSError."""
+        """Create, lock and write the file. Raises OSError."""
         self.path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{suffix}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o600)
@@ -45,7 +45,7 @@ def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, bytes]]:
     for path in sorted(folder.glob(f"*{suffix}")):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:  # it has just gone, or is no file
+        except OSError:  # it was just removed, or is not a file
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,13 +58,13 @@ def live_entries(folder: Path, suffix: str) -> Iterator[tuple[Path, bytes]]:
 
 
 def figures_path(entry: Path) -> Path:
-    """Return where the figures of an engine's entry lie."""
+    """Return the path of the figures of an engine's entry."""
     return entry.with_suffix(".figures")
 
 
 def started_ticks(pid: int) -> int:
-    """Return when a process began, in clock ticks since the machine's start; 0 if unknown."""
+    """Return the start time of a process in clock ticks since boot; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         about = Path(f"/proc/{pid}/stat").read_text()
-        return int(about.rpartition(")")[2].split()[19])  # field 22; 2 is a name in parentheses
+        return int(about.rpartition(")")[2].split()[19])  # field 22; field 2 is (name)
     return 0

@@ -1,7 +1,7 @@
-"""What is running: every live engine and every server has an entry in $MOEINF_HOME/run.
+"""Register live engines and servers: each has an entry in $MOEINF_HOME/run.
 
-Does not know what an engine does. What it holds lies beside its entry, in a `.figures` file that a
-thread of the engine replaces once a second while it changes: a token costs nothing.
+The figures of an engine are in a `.figures` file beside its entry. A thread of the engine replaces
+it once a second if it changed, so decoding a token has no extra cost.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moeinf.runtime.regular_files import read_regular
 
 _FIGURES_EVERY_S = 1.0
 _MOST_FIGURES_BYTES = 65536
-_ENGINE, _SERVER = ".json", ".server"  # ends of their entries
+_ENGINE, _SERVER = ".json", ".server"  # suffixes of their entries
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class NotStopped(Failure, RuntimeError):
-    """An engine was asked to end and still runs."""
+    """A process received SIGTERM and still runs."""
 
     code = "not_stopped"
 
@@ -42,11 +42,12 @@ class NotStopped(Failure, RuntimeError):
 
 
 class Figures(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine holds: experts and bytes per tier; hit_rate is None before it has decoded.
+    """The figures of an engine: experts and bytes per tier, and its hit rate.
 
-    device_peak_bytes: of a GPU's memory, the most that all of it takes.
-
-    digest is that of its manifest, context what it can remember of a conversation, in tokens.
+    hit_rate           `None` before the first decoded token
+    digest             of the engine's manifest
+    context            the longest conversation that fits, in tokens
+    device_peak_bytes  the most GPU memory that the engine takes; 0 without a GPU
     """
 
     device_experts: int
@@ -58,13 +59,13 @@ class Figures(Struct, frozen=True, forbid_unknown_fields=True):
     hit_rate: float | None
     digest: str
     context: int
-    device: str = "cpu"  # that computes experts
-    expires_at: int | None = None  # seconds since the epoch, when a server unloads it unasked
+    device: str = "cpu"  # the device that computes experts
+    expires_at: int | None = None  # when a server unloads it if idle, in seconds since the epoch
     device_peak_bytes: int = 0
 
 
 class _EngineEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a LiveEngine."""
+    """The content of a LiveEngine's entry file."""
 
     pid: int
     model: str
@@ -74,9 +75,11 @@ class _EngineEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class LiveEngine:
-    """What an engine tells others. peak_bytes: the RSS of its process once everything is full.
+    """One live engine, as other processes see it.
 
-    started_ticks tells its process from a later one of the same number, or of another namespace.
+    peak_bytes     the RSS of its process once all tiers and caches are full
+    started_ticks  tells its process from another with the same pid: a later one, or one in another
+                   pid namespace
     """
 
     pid: int
@@ -86,7 +89,7 @@ class LiveEngine:
     figures: Figures | None = field(default=None, compare=False)
 
     def unfilled_bytes(self) -> int:
-        """Memory that it has been promised and does not hold yet."""
+        """Return the promised memory that the process does not hold yet, in bytes."""
         with suppress(OSError, ValueError, IndexError):
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
             return max(0, self.peak_bytes - pages * os.sysconf("SC_PAGE_SIZE"))
@@ -94,7 +97,7 @@ class LiveEngine:
 
 
 class LiveServer(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server tells others. address: HOST:PORT that it listens at, HOST in digits."""
+    """One live server, as other processes see it. address: HOST:PORT, with a numeric HOST."""
 
     pid: int
     address: str
@@ -102,7 +105,7 @@ class LiveServer(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Registration:
-    """An engine's entry; it lasts until `close`, or until the process ends in whatever way."""
+    """An engine's entry. It lasts until `close`, or until the process ends in any way."""
 
     def __init__(self, entry: Entry | None) -> None:
         self._entry = entry
@@ -110,9 +113,9 @@ class Registration:
         self._publisher: threading.Thread | None = None
 
     def publish(self, figures: Callable[[], Figures]) -> None:
-        """Writes what `figures` says now, and once a second when it has changed.
+        """Write the result of `figures` now, and once a second if it has changed.
 
-        `figures` is called by a thread of ours. Figures that cannot be written are just not there.
+        A separate thread calls `figures`. Write errors are ignored.
         """
         if self._entry is None:
             return
@@ -124,7 +127,7 @@ class Registration:
 
     @property
     def seen(self) -> bool:
-        """Whether other processes see this engine: not in a home that cannot be written."""
+        """True if other processes see this engine; False if its home is not writable."""
         return self._entry is not None
 
     def _keep(self, entry: Entry, figures: Callable[[], Figures]) -> None:
@@ -159,11 +162,12 @@ class Registry:
         self._folder = folder
 
     def register(self, model: str, peak_bytes: Callable[[int], int | None]) -> Registration | None:
-        """Enters this process, in one step with what that depends on.
+        """Plan the memory of this process and register it, under one lock.
 
-        peak_bytes is asked with the bytes that all others have been promised and do not hold yet,
-        and answers what this process will hold, or None when the model has gone meanwhile. In a
-        home that cannot be written nothing is entered: then the registration is not `seen`.
+        `peak_bytes` gets the bytes that other engines are promised but do not hold yet. It returns
+        the peak of this process in bytes, or None if the model was removed. In that case this
+        method also returns None. If the home is not writable, no entry is written, and the
+        registration is not `seen`.
         """
         with ExitStack() as locked:
             try:
@@ -185,7 +189,7 @@ class Registry:
             return Entry(self._folder, _SERVER, about)
 
     def servers(self) -> list[LiveServer]:
-        """Return every live server of this home; none where run/ cannot be written."""
+        """Return every live server of this home; an empty list if run/ is not writable."""
         try:
             with self._locked():
                 return self._servers()
@@ -195,7 +199,10 @@ class Registry:
             raise
 
     def engines(self) -> list[LiveEngine]:
-        """Every live engine, this process's own included; none where nobody may write."""
+        """Return every live engine, with those of this process.
+
+        The list is empty if run/ is not writable.
+        """
         try:
             with self._locked():
                 return self._engines()
@@ -206,17 +213,18 @@ class Registry:
 
     @contextmanager
     def frozen(self) -> Iterator[list[LiveEngine]]:
-        """The live engines, and the certainty that none appears before this ends."""
+        """Yield the live engines and hold the lock, so that no other engine can register."""
         with self._locked():
             yield self._engines()
 
     def stop(self, model: str | None = None, patience_s: float = 15.0) -> list[int]:
-        """Ask processes to end (SIGTERM) and wait for it; return their numbers.
+        """Send SIGTERM to processes, wait for their end, and return their pids.
 
-        With a model, those that run it and are no servers: a server may run other models, too.
-        Without, all of them. A number that the system has given to another process meanwhile is
-        not signalled: the process is opened first, and only then is asked whether the entry's lock
-        is still held and whether the process is as old as the entry says. Raises NotStopped.
+        With `model`, stop the processes that run it, except servers, which may run other models.
+        Without it, stop all engines and servers. Raises NotStopped after `patience_s` seconds.
+
+        A reused pid is never signalled. The process is opened first. It is signalled only if its
+        start time then matches the entry and the entry's lock is still held.
         """
         with ExitStack() as opened:
             asked = []
@@ -233,12 +241,12 @@ class Registry:
                     with suppress(ProcessLookupError):
                         signal.pidfd_send_signal(process, signal.SIGTERM)
             for pid, process in asked:
-                if not select.select([process], [], [], patience_s)[0]:  # readable once it is dead
+                if not select.select([process], [], [], patience_s)[0]:  # readable at its end
                     raise NotStopped(pid, patience_s)
         return [pid for pid, _ in asked]
 
     def _processes(self, model: str | None) -> set[tuple[int, int]]:
-        """Return (number, started_ticks) of the processes that `stop` is to end."""
+        """Return (pid, started_ticks) of the processes that `stop` ends."""
         servers = {(server.pid, server.started_ticks) for server in self._servers()}
         engines = {
             (engine.pid, engine.started_ticks)

@@ -1,10 +1,8 @@
-"""Makes a model from a checkpoint: one shard per routed expert, the rest in one file.
+"""Make a model from a checkpoint: one shard per routed expert, the rest in one file.
 
-Does not know where source files come from, nor how progress is shown.
-
-Everything streams in blocks: memory is bounded by the workers, never by the checkpoint. The model
-is built beside its final place and gets its name only when all of it is durable, so that it is
-absent or complete, whenever this is killed; a rerun goes on where the last one was.
+All data streams in blocks: the workers bound the memory, not the size of the checkpoint. The model
+is built beside its final folder and renamed once all of it is durable. So it is absent or complete,
+even after a kill, and a rerun continues the unfinished work.
 """
 
 from __future__ import annotations
@@ -52,52 +50,52 @@ KEPT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-CONVERTED_FILES = sentencepiece.NAMES  # read only where there is no tokenizer.json
+CONVERTED_FILES = sentencepiece.NAMES  # read only without a tokenizer.json
 MAX_KEPT_BYTES = 64 << 20
 
 Note = Callable[[str], None]
 
 
 class Source(Protocol):
-    """A checkpoint whose files are here, or will be when they are asked for."""
+    """A checkpoint whose files are local, or are fetched on request."""
 
-    checkpoint: Checkpoint  # its headers are known, its tensors' bytes may not be here yet
+    checkpoint: Checkpoint  # headers are complete, the tensors' bytes may not be local yet
     origin: str
     revision: str | None
-    keeps_progress: bool  # whether an unfinished model is worth keeping after a failure
+    keeps_progress: bool  # keep an unfinished model after a failure
 
     def identity(self) -> Mapping[str, object]:
-        """What must be the same for an unfinished model to be continued."""
+        """Return the values that must match to continue an unfinished model."""
         ...
 
     def download_bytes(self) -> int:
-        """Bytes of weights that a pull would fetch."""
+        """Return the bytes of weights that a pull would fetch."""
         ...
 
     def space_bytes(self) -> int:
-        """Disk space that the source itself needs in the workplace, at most."""
+        """Return the most disk space that source files take in the workplace, in bytes."""
         ...
 
     def small_files(self) -> Path:
-        """The folder that holds config, tokenizer and the like, once they are here."""
+        """Fetch config, tokenizer and other small files, and return their folder."""
         ...
 
     def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
-        """The source files that `work` has not done with, each when it is here and right."""
+        """Yield each source file that `work` still needs, once it is local and checked."""
         ...
 
     def is_here(self, path: Path) -> bool:
-        """Whether a source file can be read now."""
+        """Return whether a source file can be read now."""
         ...
 
     def release(self, path: Path) -> None:
-        """The file will not be asked for again."""
+        """Release a file that is not needed again."""
         ...
 
 
 @dataclass
 class LocalSource:
-    """A checkpoint folder of the user's, which is read in place and left alone."""
+    """A checkpoint folder of the user, which is read in place and never changed."""
 
     checkpoint: Checkpoint
     origin: str
@@ -127,7 +125,7 @@ class LocalSource:
         return True
 
     def release(self, path: Path) -> None:
-        """The folder is not ours."""
+        """Do nothing: the user owns the file."""
 
     def _paths(self) -> list[Path]:
         return sorted({tensor.path for tensor in self.checkpoint.tensors.values()})
@@ -141,11 +139,11 @@ def repack(
     note: Note,
     allow_nan: bool = False,
 ) -> Manifest:
-    """Adds a checkpoint to the library as the model `name`, replacing an older one.
+    """Add a checkpoint to the library as the model `name`, replacing an older one.
 
-    Raises ModelDataError or BadCheckpoint before anything is written when the checkpoint does not
-    hold exactly a model that we can run; NotFiniteWeights, unless `allow_nan`, which notes the
-    names of such tensors; ModelInUse, PullInProgress; OSError (disk full).
+    Raises ModelDataError or BadCheckpoint before any write if the checkpoint is not a supported
+    model. Raises NotFiniteWeights, except with `allow_nan`, which notes the names of such tensors.
+    Raises ModelInUse, PullInProgress, and OSError (disk full).
     """
     keep_heap_small()
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
@@ -161,7 +159,7 @@ def repack(
             _keep_small_files(source.small_files(), work)
             if TOKENIZER in work.files:
                 try_tokenizer(work.folder / TOKENIZER)
-            Tokenizer(work.folder)  # raises now rather than at the first run
+            Tokenizer(work.folder)  # raise now, not at the first run
             check = WeightCheck(allow_nan)
             check.again(work.broken)
             _assemble(source, inventory, dtype, work, progress, check)
@@ -185,16 +183,16 @@ def repack(
 
 @dataclass(frozen=True)
 class SourceSizes:
-    """What a pull would fetch and write, in bytes."""
+    """The sizes of a pull: what it would fetch and write, in bytes."""
 
-    files: list[tuple[str, int]]
+    files: list[tuple[str, int]]  # (name, bytes of its tensors)
     download_bytes: int
     disk_bytes: Mapping[str, int]  # by tag
-    extra_bytes: int  # while it is being repacked
+    extra_bytes: int  # additional disk space during the pull
 
 
 def measure_source(source: Source) -> SourceSizes:
-    """Raises like `repack`, but writes nothing."""
+    """Return the sizes of a pull without any write. Raises ModelDataError, BadCheckpoint."""
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     sizes: dict[str, int] = {}
     for tensor in source.checkpoint.tensors.values():
@@ -217,7 +215,7 @@ def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
 
 
 def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
-    """Says what will be rounded and what will be left out."""
+    """Report that weights will be rounded, and which tensors will be left out."""
     if inventory.downcasts(DTYPE_OF_TAG[name.tag]):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
     if inventory.unused:
@@ -229,8 +227,8 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
-    """Raises OSError (ENOSPC) with the bytes needed unless the disk has room for all of it."""
-    have = taken_bytes(work.folder)  # finished or not: an earlier attempt's part of the whole
+    """Raise OSError (ENOSPC) with the bytes needed unless the disk has room for the pull."""
+    have = taken_bytes(work.folder)  # already written by an earlier attempt
     needed = inventory.disk_bytes(dtype) + source.space_bytes() - have
     free = shutil.disk_usage(work.folder).free
     if free < needed:
@@ -253,14 +251,14 @@ def _assemble(
         progress("repacking", assembler.bytes, total)
 
     tell()
-    held: list[Path] = []  # fed; some wait for the scales of their weights
+    held: list[Path] = []  # files in use; some weights wait for scales in another file
     for path in source.bring(work, progress):
         assembler.feed(path, source.is_here, tell)
         held.append(path)
         spent = [file for file in held if assembler.spent(file)]
         for file in spent:
             work.add_done(file.name)
-        work.commit()  # before the source may go
+        work.commit()  # before the sources are released
         for file in spent:
             held.remove(file)
             source.release(file)
@@ -291,9 +289,9 @@ def _convert_tokenizer(folder: Path, work: Workplace) -> None:
 
 
 def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
-    """The manifests that `repack` would write, but for their files, by tag: those that can be.
+    """Return, by possible tag, the manifests that `repack` would write, without their files.
 
-    Raises like `repack` for `name`, and writes nothing.
+    It writes nothing. Raises ModelDataError or BadCheckpoint if `name` cannot be made.
     """
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     _check_format(source, inventory, DTYPE_OF_TAG[name.tag])
@@ -335,7 +333,7 @@ def _manifest(
 
 
 def remove_strangers(folder: Path, wanted: Iterable[str]) -> None:
-    """Leaves in a finished folder only what its manifest names, and the manifest."""
+    """Remove from a finished folder all files that its manifest does not name."""
     keep = {*wanted, "manifest.json"}
     for path in folder.rglob("*"):
         if path.is_file() and os.fspath(path.relative_to(folder)) not in keep:

@@ -1,8 +1,8 @@
-"""Writes the files of a model from tensors that arrive source file by source file.
+"""Write the files of a model from tensors that arrive source file by source file.
 
-Does not know families, hubs or the form of the journal. A target whose tensors are all at hand is
-written and hashed in one pass. One that straddles source files takes its parts as each file passes
-by, at their final offsets in `<name>.parts`, and is hashed when it is whole.
+A target whose tensors are all available is written and hashed in one pass. A target with tensors in
+several source files gets its parts as each file arrives. They are written at their final offsets in
+`<name>.parts`, which is hashed once it is complete.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.library.staging import Workplace, unfinished_path
 from moeinf.runtime.regular_files import check_regular
 
-_DENSE_ALIGNMENT = 64  # bytes: where matrices and tiles of the one dense buffer begin
+_DENSE_ALIGNMENT = 64  # bytes; alignment of matrices and tiles in the dense buffer
 _WORKERS = 4
 
 
 @dataclass(frozen=True)
 class Target:
-    """One file to be: its header, and the source tensors whose bytes follow it in this order."""
+    """One file to write: its header, and the source tensors that follow it in this order."""
 
     name: str
     header: bytes
@@ -57,20 +57,20 @@ class Target:
     forms: tuple[str, ...]  # the format of each part
 
     def size(self, number: int) -> int:
-        """Bytes of part `number`."""
+        """Return the bytes of part `number`."""
         return stored_bytes(self.forms[number], self.parts[number].shape)
 
     def offset(self, number: int) -> int:
-        """Where part `number` begins in the file."""
+        """Return the offset of part `number` in the file, in bytes."""
         return len(self.header) + sum(self.size(n) for n in range(number))
 
     def data(self, number: int, look: Look = unseen) -> Iterator[memoryview]:
-        """The bytes of part `number`, each block valid until the next is taken."""
+        """Yield part `number` in blocks. A block is valid until the next one is taken."""
         return encoded(self.parts[number], self.forms[number], look)
 
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
-    """dense.safetensors, and one shard per expert."""
+    """Return the targets of a model: dense.safetensors, and one shard per expert."""
     layout, wanted = inventory.expert_layout(dtype), inventory.moe.parts
     forms = tuple(dtype if len(shape) == 2 else plain_form(dtype) for shape in wanted.values())
     found = [_dense_target(inventory, dtype)]
@@ -89,24 +89,26 @@ def _dense_target(inventory: Inventory, dtype: str) -> Target:
 
 
 class Slice(NamedTuple):
-    """A dense tensor as it will be stored."""
+    """The stored format and shape of a dense tensor."""
 
     form: str
     shape: tuple[int, ...]
 
 
 def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[str]]:
-    """The header of dense.safetensors of a model of format `dtype`, and the order of its tensors.
+    """Return the header of dense.safetensors for the format `dtype`, and the order of its tensors.
 
-    Tiles are named U8 of one dimension, and the header then names the version of their layout.
+    Tiles are described as U8 of one dimension. For a tiled format the header's metadata gives the
+    version of the layout.
     """
     sizes = {name: stored_bytes(*piece) for name, piece in slices.items()}
 
     def place(name: str) -> tuple[bool, int, str]:
-        """Sizes that are no multiple of the alignment go last, of them those of wide items first.
+        """Return the sort key: aligned sizes first, then the others by descending item size.
 
         So every tensor begins at a multiple of its item's size, without the holes that safetensors
-        forbids: an F32 vector never follows a BF16 one of odd length. Tiles are whole lines.
+        forbids: an F32 vector never follows a BF16 one of odd length. The size of tiles is always a
+        multiple of the alignment.
         """
         odd = sizes[name] % _DENSE_ALIGNMENT != 0
         return odd, -ITEM_BYTES[slices[name].form] if odd else 0, name
@@ -127,13 +129,13 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
 
 
 class Assembler:
-    """Feeds on source files in any order until every target is written."""
+    """The writer of all targets. It takes source files in any order."""
 
     def __init__(self, targets: Iterable[Target], work: Workplace, check: WeightCheck) -> None:
         self._work, self._check = work, check
         self._touched: dict[Path, list[Target]] = defaultdict(list)
         self._lock = threading.Lock()
-        self.bytes = 0  # written, or found written by an earlier attempt
+        self.bytes = 0  # written now or by an earlier attempt
         for target in targets:
             for path in {path for part in target.parts for path in files_of(part)}:
                 self._touched[path].append(target)
@@ -145,7 +147,7 @@ class Assembler:
                     self.bytes += target.size(number)
 
     def _recheck(self, target: Target) -> None:
-        """Forget parts of an earlier attempt whose bytes have changed; their sources come again."""
+        """Discard parts of an earlier attempt whose bytes have changed, and need their sources."""
         work = self._work
         aside = [n for n in range(len(target.parts)) if (target.name, n) in work.parts]
         if not aside or target.name in work.files:
@@ -160,11 +162,11 @@ class Assembler:
     def feed(
         self, path: Path, available: Callable[[Path], bool], progress: Callable[[], None]
     ) -> None:
-        """Uses the tensors of the source file `path`, and makes what came of them durable.
+        """Write the tensors of the source file `path` durably.
 
-        Whatever of it belongs to a target that still lacks other files is copied aside. Afterwards
-        `path` is not needed any more (see `spent`), save for weights whose scales are in a file
-        that is not here yet: they wait for it.
+        If a target still lacks other files, its parts from `path` go into its unfinished file.
+        Afterwards `path` is not needed again (see `spent`), with one exception: weights wait for
+        scales in a file that is not available yet.
         """
         work = self._work
         open_targets = [t for t in self._touched[path] if t.name not in work.files]
@@ -195,7 +197,7 @@ class Assembler:
         work.commit()
 
     def spent(self, path: Path) -> bool:
-        """Whether the source file `path` will not be needed again."""
+        """Return whether the source file `path` will not be needed again."""
         work = self._work
         return not any(
             path in files_of(part) and (target.name, number) not in work.parts
@@ -262,7 +264,7 @@ def _write_at(descriptor: int, block: memoryview, offset: int) -> int:
 
 
 def _crc_of(file: FileIO, size_bytes: int) -> int:
-    """Return the CRC-32C of the next bytes of a file, or of what there is of them."""
+    """Return the CRC-32C of the next bytes of a file. They may be fewer at its end."""
     crc = 0
     while size_bytes > 0 and (block := file.read(min(size_bytes, BLOCK_BYTES))):
         crc = crc32c(block, crc)
@@ -271,7 +273,7 @@ def _crc_of(file: FileIO, size_bytes: int) -> int:
 
 
 def hash_file(path: Path, name: str, data_offset: int) -> FileRecord:
-    """The record of a file that is whole: what `write_file` would have said of it."""
+    """Return the record of a complete file, as `write_file` would. Raises OSError."""
     sha, crc, size = hashlib.sha256(), 0, 0
     check_regular(path)
     with path.open("rb", buffering=0) as file:

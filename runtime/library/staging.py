@@ -1,10 +1,9 @@
-"""Where a model is being made: a hidden folder beside its final place, with one maker at a time.
+"""Make a model in a hidden folder beside its final folder, one process at a time.
 
-Does not know what is being made. The folder `.<tag>.partial` holds finished files, what is still on
-its way, and a journal whose lines are appended only after what they say is durable, so that a rerun
-can go on from them:
+The folder `.<tag>.partial` holds finished files, unfinished files, and a journal. A line of the
+journal is appended only after its data is durable, so that a rerun can continue from it:
 
-    {"making": {...}}     first line: what of, as what; another making starts from nothing
+    {"making": {...}}     first line: source and tag; if they differ, the rerun starts over
     {"file": {...}}       a finished file, as the manifest will record it
     {"part": [file, n, crc]}  the n-th source tensor is in the unfinished `file`, with this CRC-32C
     {"done": name}        a source file is no longer needed
@@ -35,12 +34,12 @@ from moeinf.runtime.regular_files import open_regular, read_regular
 
 JOURNAL = "journal.jsonl"
 DOWNLOADS = "source"
-PARTIAL, OLD = ".partial", ".old"  # ends of the hidden folders beside a model's
+PARTIAL, OLD = ".partial", ".old"  # suffixes of the hidden folders beside a model's folder
 _LEFTOVERS = (errno.ENOTEMPTY, errno.ENOENT)
 
 
 class _Line(Struct):
-    """A line of a journal: one of its fields."""
+    """A line of a journal. One field is set."""
 
     making: dict[str, Any] | None = None
     file: FileRecord | None = None
@@ -50,19 +49,19 @@ class _Line(Struct):
 
 
 class PullInProgress(Conflict, RuntimeError):
-    """Another process writes the same model."""
+    """Another process is writing the same model."""
 
     code = "pull_in_progress"
     hint = "the same again when that pull has ended"
 
 
 class Workplace:
-    """The folder and its journal. Used by one thread."""
+    """The folder and its journal. Not thread-safe."""
 
     def __init__(self, folder: Path, making: Mapping[str, object]) -> None:
         self.folder = folder
         self.files: dict[str, FileRecord] = {}
-        self.parts: dict[tuple[str, int], int] = {}  # with their CRC-32C
+        self.parts: dict[tuple[str, int], int] = {}  # (file, number) -> CRC-32C
         self.done: set[str] = set()
         self.broken: list[str] = []
         self._pending: list[dict[str, object]] = []
@@ -74,28 +73,28 @@ class Workplace:
             self.commit()
 
     def add_file(self, record: FileRecord) -> None:
-        """Notes a finished file; counts from the next commit on."""
+        """Record a finished file, effective from the next commit."""
         self.files[record.path] = record
         self._pending.append({"file": msgspec.structs.asdict(record)})
 
     def add_part(self, file: str, number: int, crc: int) -> None:
-        """Notes a part of an unfinished file; counts from the next commit on."""
+        """Record a part of an unfinished file, effective from the next commit."""
         self.parts[file, number] = crc
         self._pending.append({"part": [file, number, crc]})
 
     def add_done(self, source: str) -> None:
-        """Notes that a source file may go; counts from the next commit on."""
+        """Record that a source file is no longer needed, effective from the next commit."""
         self.done.add(source)
         self._pending.append({"done": source})
 
     def add_broken(self, tensor: str) -> None:
-        """Notes a tensor that is not finite; counts from the next commit on."""
+        """Record a tensor with NaN or infinity, effective from the next commit."""
         if tensor not in self.broken:
             self.broken.append(tensor)
             self._pending.append({"broken": tensor})
 
     def commit(self) -> None:
-        """Makes everything in the folder durable, and then the lines that say so."""
+        """Make all files in the folder durable, then append their journal lines durably."""
         if not self._pending:
             return
         sync_filesystem(self.folder)
@@ -110,7 +109,7 @@ class Workplace:
         self._pending.clear()
 
     def _resume(self, making: Mapping[str, object]) -> bool:
-        """Reads the journal of an earlier attempt; False when there is none that fits."""
+        """Read the journal of an earlier attempt. Return False if it is absent or different."""
         try:
             lines = _read_lines(self.folder / JOURNAL)
             if not lines or lines[0].making != dict(making):
@@ -119,10 +118,10 @@ class Workplace:
                 self._take_in(line)
             return all(self._take_back(file) for file in {file for file, _ in self.parts})
         except (ValueError, OSError):
-            return False  # damaged, so that nothing in it is to be believed
+            return False  # damaged: trust none of its lines
 
     def _is_of_repository(self, making: Mapping[str, object]) -> bool:
-        """Whether an earlier attempt at another making has fetched from the same repository."""
+        """Return whether an earlier attempt, with other values, used the same repository."""
         before: Mapping[str, Any] | None = None
         with suppress(ValueError):
             before = next(iter(_read_lines(self.folder / JOURNAL, most=1)), _Line()).making
@@ -134,7 +133,7 @@ class Workplace:
         return len(places) == 2 and isinstance(places[0], str) and places[0] == places[1]
 
     def _remove(self, keep_downloads: bool) -> None:
-        """Start again. What was fetched may stay: it is hashed before it is used."""
+        """Start over. Downloads may stay, since they are hashed before use."""
         if not keep_downloads:
             shutil.rmtree(self.folder, ignore_errors=True)
             return
@@ -147,7 +146,7 @@ class Workplace:
                 path.unlink()
 
     def _take_in(self, line: _Line) -> None:
-        """Apply one line of the journal. Raises ValueError for a damaged one."""
+        """Apply one line of the journal. Raises ValueError if it is damaged."""
         if line.file is not None:
             path = self.folder / line.file.path
             if not path.resolve().is_relative_to(self.folder.resolve()):
@@ -163,10 +162,10 @@ class Workplace:
             self.broken.append(line.broken)
 
     def _take_back(self, file: str) -> bool:
-        """Whether the parts of `file` are here, under the name that an unfinished file has.
+        """Return whether the parts of `file` exist, after a rename to the unfinished name if due.
 
-        A kill between the last rename and the journal leaves the finished file under its own name
-        without a line that says so: it is unfinished again.
+        A kill between the last rename and the journal leaves a finished file without its journal
+        line. That file gets the name of an unfinished one again.
         """
         whole, unfinished = self.folder / file, unfinished_path(self.folder, file)
         if file not in self.files and not unfinished.exists() and whole.exists():
@@ -175,9 +174,9 @@ class Workplace:
 
 
 def _read_lines(path: Path, most: int | None = None) -> list[_Line]:
-    """Return the whole lines of a journal, without a torn one and what follows it.
+    """Return the complete lines of a journal, up to the first torn one.
 
-    Raises ValueError for a line with other fields than ours.
+    Raises ValueError for a line with fields of other types.
     """
     lines: list[_Line] = []
     decoder = msgspec.json.Decoder(_Line)
@@ -193,7 +192,7 @@ def _read_lines(path: Path, most: int | None = None) -> list[_Line]:
 
 
 def unfinished_path(folder: Path, file: str) -> Path:
-    """Where a file grows that takes its parts from several source files."""
+    """Return the path of an unfinished file with parts from several source files."""
     return folder / f"{file}.parts"
 
 
@@ -202,17 +201,17 @@ def partial_folder(target: Path) -> Path:
 
 
 def old_folder(target: Path) -> Path:
-    """Where a model is put aside that is to go away, so that it is gone at once."""
+    """Return the path to which a model is renamed before its deletion."""
     return target.with_name(f".{target.name}{OLD}")
 
 
 def downloads_of(target: Path) -> Path:
-    """Where the source files of an unfinished model lie."""
+    """Return the folder of the source files of an unfinished model."""
     return partial_folder(target) / DOWNLOADS
 
 
 def taken_bytes(folder: Path) -> int:
-    """What the files below a folder take up on the disk; they may come and go meanwhile."""
+    """Return the disk space of the files below a folder, in bytes. Files may vanish meanwhile."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -223,19 +222,22 @@ def taken_bytes(folder: Path) -> int:
 
 @contextmanager
 def workplace(target: Path, locks: Path, making: Mapping[str, object]) -> Iterator[Workplace]:
-    """The workplace for the model folder `target`. What is in it stays when the making fails.
+    """Yield the workplace for the model folder `target`. Its files stay after a failure.
 
-    Raises PullInProgress when another process is at it.
+    Raises PullInProgress if another process is making the model.
     """
     with only_maker(target, locks):
-        # An older model that was put aside, by a process that died before it could delete it.
+        # A replaced model that a killed process did not delete.
         shutil.rmtree(old_folder(target), ignore_errors=True)
         yield Workplace(partial_folder(target), making)
 
 
 @contextmanager
 def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[None]:
-    """Holds the lock on making `target`. Raises PullInProgress when another process holds it."""
+    """Hold the lock for making `target`.
+
+    If another process holds it, wait with `wait`, else raise PullInProgress.
+    """
     locks.mkdir(parents=True, exist_ok=True)
     path = locks / f"pull-{target.parent.name}-{target.name}.lock"
     lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -251,7 +253,7 @@ def only_maker(target: Path, locks: Path, *, wait: bool = False) -> Iterator[Non
 
 
 def discard(target: Path) -> None:
-    """Removes what an unfinished making or removal has left, and empty folders above it."""
+    """Remove the remains of unfinished work on a model, and its parent folder if empty."""
     for folder in (partial_folder(target), old_folder(target)):
         shutil.rmtree(folder, ignore_errors=True)
     try:

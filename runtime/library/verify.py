@@ -1,6 +1,6 @@
-"""Checks a model's files against its manifest, and mends just what is damaged, from where it came.
+"""Check a model's files against its manifest, and repair damaged files from their source.
 
-Does not know commands. A mended file must have the very hash that the manifest remembers.
+A repaired file must have the hash of the manifest.
 """
 
 from __future__ import annotations
@@ -43,44 +43,47 @@ class CannotRepair(Failure, RuntimeError):
 
 @dataclass(frozen=True)
 class Damage:
-    """One file that is not what the manifest says."""
+    """One file that differs from the manifest, or is missing."""
 
     path: str
     problem: str
 
 
 class RepairSource(Protocol):
-    """A checkpoint of which single tensors and small files can be had."""
+    """A checkpoint that supplies single tensors and small files."""
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Its config and headers."""
+        """The config and headers of the source."""
         ...
 
     def bring_tensors(self, tensors: list[SourceTensor]) -> None:
-        """On return the bytes of these tensors can be read at their paths."""
+        """Make the bytes of these tensors readable at their paths."""
         ...
 
     def small_file(self, name: str) -> bytes:
-        """A config, tokenizer or the like. Raises OSError when there is none."""
+        """Return a config, tokenizer or other small file.
+
+        Raises OSError or BadCheckpoint if it is absent.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class LocalRepair:
-    """A checkpoint folder of the user's."""
+    """A checkpoint folder of the user."""
 
     checkpoint: Checkpoint
 
     def bring_tensors(self, tensors: list[SourceTensor]) -> None:
-        """They are here."""
+        """Do nothing: the files are local."""
 
     def small_file(self, name: str) -> bytes:
         return read_small(self.checkpoint.folder / name, max_json_bytes(name))
 
 
 def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]:
-    """Hashes every file anew; returns what is missing, cut or changed, by name."""
+    """Hash every file again, and return those that are missing, truncated or changed."""
     total, done = manifest.size_bytes, 0
     found: list[Damage] = []
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -113,14 +116,14 @@ def repair(
     source: RepairSource,
     progress: Progress,
 ) -> None:
-    """Writes the damaged files anew. Raises CannotRepair, BadCheckpoint, DownloadFailed."""
+    """Write the damaged files again. Raises CannotRepair, BadCheckpoint, DownloadFailed."""
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     targets = {target.name: target for target in all_targets(inventory, manifest.dtype)}
     for number, damage in enumerate(damages):
         target = targets.get(damage.path)
         if target is None:
             data = _small_file(source, damage.path)
-            if data is None and damage.path == TOKENIZER:  # then it was made of another file
+            if data is None and damage.path == TOKENIZER:  # it was converted from another file
                 data = convert(lambda name: _small_file(source, name))
             if data is None:
                 raise CannotRepair(f"the source has no {damage.path} any more")
@@ -143,7 +146,7 @@ def _small_file(source: RepairSource, name: str) -> bytes | None:
 def _replace(
     folder: Path, manifest: Manifest, name: str, header: bytes, data: Iterable[memoryview]
 ) -> None:
-    """Puts a new file in the place of a damaged one, if it is the file that the manifest means."""
+    """Replace a damaged file. Raises CannotRepair if the new one differs from the manifest."""
     aside = folder / ".repair"
     try:
         record = write_file(aside, name, header, data)
