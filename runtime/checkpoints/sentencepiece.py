@@ -100,8 +100,9 @@ def _read(data: bytes) -> Vocabulary:
     if found.algorithm not in (_UNIGRAM, _BPE):
         raise ValueError(f"model_type {found.algorithm} is not supported")
     trie = int.from_bytes(found.character_map[:4], "little")
+    # The library would allocate the size that the map claims.
     if found.character_map and not 4 <= 4 + trie <= len(found.character_map):
-        raise ValueError("its character map is damaged")  # the library would allocate it
+        raise ValueError("its character map is damaged")
     if any(number >= len(pieces) for number in (found.begin, found.end)):
         raise ValueError("bos_id or eos_id is no piece")
     return found

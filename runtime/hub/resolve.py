@@ -47,7 +47,7 @@ def find_source(
     Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
     from moeinf.runtime.checkpoints.torch_bin import open_folder
-    from moeinf.runtime.library.repack import LocalSource  # these import torch
+    from moeinf.runtime.library.repack import LocalSource  # both modules import torch
 
     if is_path(model):
         folder = expand(model)
@@ -89,7 +89,7 @@ def find_source(
 
 def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:
     """Return a repository in the Hugging Face cache. Raises RepositoryError if it is absent."""
-    from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # these import torch
+    from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # imports torch
     from moeinf.runtime.hub.listing import RepositoryError
     from moeinf.runtime.library.repack import LocalSource
 

@@ -116,7 +116,7 @@ class Library:
         return [entry for _, entry in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
 
     def find(self, text: str) -> tuple[ModelName, Path]:
-        """Return the installed model `name[:tag]` and its folder. The tag has a default.
+        """Return the installed model `name[:tag]` and its folder. Without a tag, use the default.
 
         Raises BadName, or NoSuchModel with other tags of that name, or else the nearest names.
         """

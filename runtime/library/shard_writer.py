@@ -147,7 +147,7 @@ class Assembler:
                     self.bytes += target.size(number)
 
     def _recheck(self, target: Target) -> None:
-        """Discard parts of an earlier attempt whose bytes have changed, and need their sources."""
+        """Discard changed parts of an earlier attempt; their sources are read again."""
         work = self._work
         aside = [n for n in range(len(target.parts)) if (target.name, n) in work.parts]
         if not aside or target.name in work.files:
