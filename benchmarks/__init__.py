@@ -1,5 +1,5 @@
-"""The race: real shapes with random weights, moeinf against other programs, in alternation.
+"""Race moeinf against other programs, in alternation, on real shapes with random weights.
 
-Not part of the wheel. `python -m benchmarks --help` in a clone;
-docs/performance.md has what came out.
+This package is not part of the wheel. `python -m benchmarks --help` works in a clone;
+docs/performance.md has the results.
 """

@@ -1,7 +1,7 @@
-"""python -m benchmarks SHAPE: makes a real shape with random weights, and races it.
+"""python -m benchmarks SHAPE: make a real shape with random weights and race it.
 
-Does not know how anything is measured: it reads options, and writes JSON and Markdown. Without a
-shape, or as `python -m benchmarks suite`, it is the suite (benchmarks/suite/command.py).
+This module reads options and writes JSON and Markdown. Without a shape, or as
+`python -m benchmarks suite`, it runs the suite (benchmarks/suite/command.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def peer_problem(python: str) -> str | None:
-    """Why there can be no peer: what the interpreter lacks. None when there can."""
+    """Return what the interpreter lacks to run a peer; None when it lacks nothing."""
     if python == sys.executable:
         missing = [m for m in ("llama_cpp", "gguf") if importlib.util.find_spec(m) is None]
         return f"{python} has no {' and no '.join(missing)}" if missing else None

@@ -1,7 +1,7 @@
-"""python -m benchmarks.attention: decode attention against what memory and arithmetic allow.
+"""python -m benchmarks.attention: measure decode attention against memory and arithmetic limits.
 
-Does not know models beyond the shapes of their attention. Every round measures the ceilings and all
-cases once; a line gives the medians of the rounds' ratios. Working sets are far above the caches.
+Every round measures the ceilings and all cases once. A line gives the medians of the rounds'
+ratios. Working sets are far larger than the caches.
 
     read     the best of six loops: 1 and all threads, without and with prefetch (two distances)
     multiply the instruction that the path multiplies with, operands in registers
@@ -34,7 +34,7 @@ class Shape:
     latent: bool = False
 
     def items(self, keys: int) -> int:
-        """What one layer's cache holds."""
+        """Return the number of items in one layer's cache."""
         width = self.key_width if self.latent else self.key_width + self.value_width
         return self.kv_heads * keys * width
 
@@ -51,7 +51,7 @@ SHAPES = (
 
 
 class Case:
-    """One shape and length, over as many layers as the pool has room for."""
+    """One shape and length, over all layers that fit into the pool."""
 
     def __init__(self, shape: Shape, keys: int, pool: Tensor) -> None:
         self.shape, self.keys = shape, keys
@@ -77,7 +77,7 @@ class Case:
             self._requests.append([(k, v, *strides, keys)])
 
     def seconds(self, path: str) -> float:
-        """Of one layer."""
+        """Return the mean seconds of one layer."""
         q, out = self._q.data_ptr(), self._out.data_ptr()
         start = time.perf_counter()
         for requests in self._requests:

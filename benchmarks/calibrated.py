@@ -1,12 +1,12 @@
-"""A real shape whose natural routing is as local as real models' is: embeddings with topics.
+"""A real shape whose routing is as local as that of real models: its embeddings have topics.
 
-Does not know engines. Weights are the noise of noise.py except for the token embedding, which is
-drawn here; tokens are forced on every engine, so that all of them route the same.
+Weights are the noise of noise.py, except for the token embedding, which is drawn here. Tokens are
+forced on every engine, so that all engines route the same.
 
-Why it works: a router sees the normed residual stream, which is the token's embedding plus what the
-layers have added. Tokens of one topic have correlated embeddings and so choose similar experts, by
-each layer's own random router: a text that stays in a topic reuses its experts. `scale` sets how
-much the layers turn the stream, and with it how well a layer's router foretells the next one's.
+Why it works: a router sees the normed residual stream, which is the token's embedding plus the
+layers' outputs so far. Tokens of one topic have correlated embeddings. So each layer's random
+router chooses similar experts for them, and a text that stays in a topic reuses its experts.
+`scale` sets how much the layers turn the stream, and so how well a router predicts the next one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ROWS = 4096  # embedded at a time
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was fitted to the real traces; see docs/performance.md.
+    """The parameters that were fitted to the real traces; see docs/performance.md.
 
     scale     root mean square of an embedding; a layer's attention adds some 0.1 to 0.9
-    shared    the share of an embedding's variance that is its topic's: the correlation of two
-              tokens of a topic
+    shared    the share of an embedding's variance that comes from its topic: the correlation of
+              two tokens of a topic
     topics    token i belongs to topic i mod topics
-    stay      probability that the next token is of the same topic
-    recent    probability that it is one of the last `memory` tokens of its topic again
+    stay      probability that the next token has the same topic
+    recent    probability that the next token repeats one of the last `memory` tokens of its topic
     """
 
     scale: float = 2.0
@@ -47,7 +47,7 @@ class Calibration:
 
     @property
     def name(self) -> str:
-        """Another one for all other weights; stay, recent and memory only make texts."""
+        """The hash of the fields that change weights; stay, recent and memory only change texts."""
         weights = (self.scale, self.shared, self.topics, self.seed)
         return hashlib.sha256(repr(weights).encode()).hexdigest()[:8]
 
@@ -55,7 +55,7 @@ class Calibration:
 def embeddings(
     calibration: Calibration, first: int, count: int, hidden: int
 ) -> NDArray[np.float32]:
-    """[count, hidden] of the tokens `first` …; a token's row does not depend on the others."""
+    """Return [count, hidden] of the tokens from `first` on; a row depends on its token only."""
     c = calibration
     topics = np.random.default_rng((c.seed, 2)).standard_normal((c.topics, hidden), np.float32)
     rows = np.empty((count, hidden), np.float32)
@@ -66,7 +66,7 @@ def embeddings(
 
 
 def tokens(calibration: Calibration, vocab: int, count: int, seed: int = 0) -> list[int]:
-    """A text of `count` token ids below `vocab`: a Markov chain of topics, with recurring words."""
+    """Return `count` token ids below `vocab`: a Markov chain of topics, with recurring words."""
     c = calibration
     random = np.random.default_rng((c.seed, 1, seed))
     topic, said = int(random.integers(c.topics)), dict[int, list[int]]()
@@ -86,12 +86,12 @@ def tokens(calibration: Calibration, vocab: int, count: int, seed: int = 0) -> l
 
 
 def named(shape: str, layers: int | None) -> str:
-    """What a shape with fewer layers is called in a cache."""
+    """Return the name in a cache of a shape with so many layers; None: all layers."""
     return shape if layers is None else f"{shape}-{layers}"
 
 
 def calibrated(cache: Path, name: str, config: Config, calibration: Calibration) -> RaceModel:
-    """The model of `config` with such an embedding, which is written below `cache` unless there."""
+    """Return the model of `config` with such an embedding; write it below `cache` if absent."""
     name = f"{name}-{calibration.name}"
     path = cache / "given" / f"{name}-embedding.bin"
     if not path.exists():
@@ -108,6 +108,6 @@ def calibrated(cache: Path, name: str, config: Config, calibration: Calibration)
 
 
 def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits, rounded to the nearest."""
+    """Return the bfloat16 bits of `values`, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

@@ -1,14 +1,14 @@
-"""python -m benchmarks.capped: too little memory for all experts, on both sides, by force.
+"""python -m benchmarks.capped: race both sides with too little memory for all experts.
 
-Does not know how a limit is enforced (cgroup.py) nor what makes routing local (calibrated.py).
+cgroup.py enforces the limit; calibrated.py makes the routing local.
 
 Each program runs in a control group whose memory, page cache included, is limited to
 
     our dense weights + 300 MB + a share of our experts
 
 and gets the same tokens of a calibrated text. The two take turns every few tokens, so that both see
-the same drive; before each start its files are dropped from the page cache.
-(Longer than other files by its options and the three ways in which a peer is started.)
+the same drive. Before each start its files are dropped from the page cache.
+(Longer than other files by its options and the three ways to start a peer.)
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Program:
-    """How a worker is started, and the file or folder that it reads a model from."""
+    """The command that starts a worker, and the file or folder that it reads a model from."""
 
     command: list[str]
     files: Path
 
 
 class Side:
-    """One program in its group: a worker, and what it has read since it was last asked."""
+    """One program in its group: a worker, and its reads since the last answer."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class Side:
         late: bool = False,
         limit_s: float | None = None,
     ) -> None:
-        """Starts cold. `late`: the limit comes when it has loaded; limit_s: see Worker. Raises
-        WorkerFailed, NoMemoryGroup, OSError when what it holds by then is above the limit."""
+        """Start the program with cold files. `limit_s`: see Worker.
+
+        `late`: set the limit after the load. Raises WorkerFailed, NoMemoryGroup, and OSError when
+        the loaded program holds more than the limit.
+        """
         forget_pages(program.files)
         self.group: MemoryGroup | None = None
         command = program.command
@@ -85,7 +88,7 @@ class Side:
         return float(answer["seconds"])
 
     def decode(self, ids: list[int]) -> int:
-        """Bytes read from disk meanwhile."""
+        """Decode the tokens and return the bytes read from disk meanwhile."""
         answer = self.worker.ask("decode", ids)
         self.seconds += answer["seconds"]
         before, self._disk_bytes = self._disk_bytes, answer["disk_bytes"]
@@ -102,7 +105,7 @@ class Side:
 
 
 def fate(program: Program, limit_bytes: int, ids: list[int]) -> str:
-    """What becomes of a program under the limit: "" when it lives, else why not."""
+    """Return why a program fails under the limit; "" when it survives."""
     try:
         with Side(program, limit_bytes) as side:
             side.prefill(ids)
@@ -113,7 +116,7 @@ def fate(program: Program, limit_bytes: int, ids: list[int]) -> str:
 
 
 def race(ours: Side, peer: Side | None, prompt: list[int], text: list[int], every: int) -> Result:
-    """Both decode `text`, taking turns every so many tokens."""
+    """Let both sides decode `text`, taking turns every `every` tokens."""
     sides = {"ours": ours} | ({"peer": peer} if peer is not None else {})
     read = dict.fromkeys(sides, 0)
     first = {name: side.prefill(prompt) for name, side in sides.items()}
@@ -144,7 +147,7 @@ def race(ours: Side, peer: Side | None, prompt: list[int], text: list[int], ever
 
 
 def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
-    """One share of experts: whose peers survive, and the race against each that does."""
+    """Measure one share of experts: which peers survive, and the race against each survivor."""
     manifest, folder = model.ours(o.tag), model.folder(o.tag)
     limit = limit_bytes(manifest, share)
     text = tokens(Calibration(), model.config["vocab_size"], o.prompt + o.tokens, o.text)
@@ -158,7 +161,7 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
     fates = {name: fate(peer, limit, prompt) for name, peer in peers.items() if peer is not None}
     found["fates"], found["races"] = fates, {}
     for name, peer in peers.items():
-        late = name == "accelerate" and bool(fates.get(name))  # it loads with what it wants
+        late = name == "accelerate" and bool(fates.get(name))  # it loads without the limit
         if fates.get(name) and not late:
             continue
         with ExitStack() as undo:
@@ -177,7 +180,7 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
 
 
 def _peers(o: argparse.Namespace, model: RaceModel) -> dict[str, Program]:
-    """The settings asked for, by name."""
+    """Return the requested settings by name."""
     found = {}
     for name in o.peers:
         if name == "accelerate":
@@ -200,7 +203,7 @@ def _sizes(o: argparse.Namespace) -> list[str]:
 
 
 def read_ahead_bytes(path: Path) -> int | None:
-    """How much the kernel reads around a page fault in this file; None where it does not say."""
+    """Return the bytes that the kernel reads around a page fault in this file; None if unknown."""
     about = path.stat()
     device = about.st_rdev if path.is_block_device() else about.st_dev
     folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
@@ -211,7 +214,7 @@ def read_ahead_bytes(path: Path) -> int | None:
 
 
 def limit_bytes(manifest: Manifest, share: float) -> int:
-    """All memory that a side may use."""
+    """Return the memory that a side may use, in bytes."""
     return round(manifest.dense_bytes + SPARE_BYTES + share * manifest.slots.max_bytes)
 
 

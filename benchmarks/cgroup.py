@@ -1,12 +1,12 @@
-"""A limit on all memory of a process, page cache included: a control group of its own.
+"""A limit on all memory of a process, page cache included, by a control group of its own.
 
-Does not know what runs in it. Version 2 (memory.max) or version 1 (memory.limit_in_bytes) of
-Linux's memory controller; the group is made at the controller's mount, or inside our own group
-where that cannot be, and needs the right to write there (root, or a delegated group).
+Version 2 (memory.max) or version 1 (memory.limit_in_bytes) of Linux's memory controller. The group
+is made at the controller's mount, or inside our own group where the mount is not writable. It needs
+the right to write there (root, or a delegated group).
 
-Pages of files belong to the group that first read them: what a program reads of a model counts
-against it, what another has read before does not. So files must be dropped from the page cache
-before (cold.forget_pages); shared libraries that are in use elsewhere stay free of charge.
+Pages of files belong to the group that first read them. Model files that a program reads count
+against it; pages that another program read before do not. So files must be dropped from the page
+cache first (cold.forget_pages). Shared libraries that are in use elsewhere stay free of charge.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _V1 = _Version(
 
 
 class MemoryGroup:
-    """A control group limited to so many bytes; its processes must have ended at close."""
+    """A control group with a limit in bytes; its processes must have ended before close."""
 
     def __init__(self, limit_bytes: int, root: Path = Path("/")) -> None:
-        """Raises NoMemoryGroup."""
+        """Make the group. Raises NoMemoryGroup."""
         problems = []
         for parent, version in _parents(root):
             folder = parent / f"moeinf-{os.getpid()}-{time.monotonic_ns()}"
@@ -59,7 +59,7 @@ class MemoryGroup:
                 problems.append(f"{parent}: {error.strerror}")
                 continue
             try:
-                with (folder / version.limit).open("r+") as file:  # there, or no such controller
+                with (folder / version.limit).open("r+") as file:  # absent: no such controller
                     file.write(str(limit_bytes))
             except OSError as error:
                 problems.append(f"{parent}: {version.limit}: {error.strerror}")
@@ -71,16 +71,16 @@ class MemoryGroup:
         raise NoMemoryGroup(f"memory cannot be limited here ({text}); it takes root or a group")
 
     def lower(self, limit_bytes: int) -> None:
-        """Gives back page cache until the new limit holds. OSError (EBUSY) when that cannot be."""
+        """Give back page cache until the new limit holds. Raises OSError (EBUSY) when it cannot."""
         (self.folder / self._version.limit).write_text(str(limit_bytes))
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command, run inside the group from its first instruction."""
+        """Return the command that runs `command` inside the group from its first instruction."""
         return ["/bin/sh", "-c", _ENTER, os.fspath(self.folder), *command]
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that was in use, page cache included, where the kernel says so."""
+        """The most memory in use so far, page cache included; None where the kernel lacks it."""
         try:
             return int((self.folder / self._version.peak).read_text())
         except (OSError, ValueError):
@@ -88,13 +88,13 @@ class MemoryGroup:
 
     @property
     def killed(self) -> bool:
-        """Whether the kernel has ended a process because the limit was too low."""
+        """True when the kernel has ended a process because the limit was too low."""
         text = (self.folder / self._version.killed_in).read_text()
         match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         return match is not None and int(match[1]) > 0
 
     def close(self) -> None:
-        """Removes the group. OSError (EBUSY) when a process stays in it."""
+        """Remove the group. Raises OSError (EBUSY) when a process stays in it."""
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
             try:
@@ -113,7 +113,7 @@ class MemoryGroup:
 
 
 def _parents(root: Path) -> list[tuple[Path, _Version]]:
-    """Where a group may be made: at the mount of the controller, then inside our own."""
+    """Return where a group may be made: at the controller's mount, then inside our own group."""
     found = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""The first token of a model that is not in memory: the page cache is emptied, a worker started.
+"""The first token of a model that is not in memory: empty the page cache, start a worker.
 
-Does not know how models are made. What a start must do at least is read the bytes that it needs
-once; how long that takes is measured right after, from the same files, cold again.
+A start must at least read its bytes once. That time is measured right after the start, from the
+same files, cold again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Result = dict[str, Any]
 
 
 def forget_pages(path: Path) -> None:
-    """Drops a file, or all files below a folder, from the page cache."""
+    """Drop a file, or all files below a folder, from the page cache."""
     for file in files_of(path):
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            os.fdatasync(descriptor)  # what is not yet written cannot be dropped
+            os.fdatasync(descriptor)  # dirty pages cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def start_cold(path: Path, command: Sequence[str], prompt: list[int]) -> tuple[Result, Result]:
-    """Times of a cold start in seconds, and what the worker says about itself afterwards."""
+    """Return the times of a cold start in seconds, and the worker's answer to "about"."""
     forget_pages(path)
     with Worker(command) as worker:
         answer = worker.ask("prefill", prompt)
@@ -46,24 +46,24 @@ def start_cold(path: Path, command: Sequence[str], prompt: list[int]) -> tuple[R
         "imports": imported - worker.started_at,
         "load": ready - imported,
         "prefill": answer["seconds"],
-        "first_token": answer["at"] - imported,  # imports are not in it
+        "first_token": answer["at"] - imported,  # without the imports
     }, about
 
 
 def read_once(folder: Path, manifest: Manifest, experts: int, readers: int) -> float:
-    """Seconds to read the dense weights and so many shards, cold, in the better of two ways."""
+    """Return the seconds to read dense weights and `experts` shards, cold, the better of two."""
     shards = manifest.shards()
     paths = [DENSE, *(s.path for s in shards[:: max(1, len(shards) // max(1, experts))][:experts])]
     return min(_read([folder / path for path in paths], readers, flag) for flag in (0, os.O_DIRECT))
 
 
 def _read(paths: Sequence[Path], readers: int, flag: int) -> float:
-    """All of the files into memory that is used over and over: nothing but the reads counts."""
+    """Read all files into reused memory, so that only the reads count; return the seconds."""
     for path in paths:
         forget_pages(path)
     jobs = [
         (path, at) for path in paths for at in range(0, path.stat().st_size, _BLOCK_BYTES)
-    ]  # offsets are whole pages, as O_DIRECT wants them
+    ]  # offsets are whole pages for O_DIRECT
     buffers = threading.local()
 
     def read(job: tuple[Path, int]) -> None:
@@ -82,6 +82,6 @@ def _read(paths: Sequence[Path], readers: int, flag: int) -> float:
 
 
 def median_of(rounds: int, measure: Callable[[], Result]) -> Result:
-    """Each time's median over several starts."""
+    """Return the median of each time over several starts."""
     found = [measure() for _ in range(rounds)]
     return {key: round(statistics.median(one[key] for one in found), 4) for key in found[0]}

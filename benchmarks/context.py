@@ -1,8 +1,8 @@
-"""python -m benchmarks.context: what a token costs with few and with many tokens before it.
+"""python -m benchmarks.context: measure the cost of a token by the number of tokens before it.
 
-Does not know other programs. All experts are resident. The KV cache is filled with noise instead of
-a prefill, which would take minutes and leaves the same number of bytes; then the state is taken
-back and forth between the lengths, a few tokens at each, so that all see the same machine.
+All experts are resident. The KV cache is filled with noise, because a prefill would take minutes
+and leave the same number of bytes. Then the state moves back and forth between the lengths, a few
+tokens at each, so that all lengths see the same machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = dict[str, Any]
 
 
 def fill(state: State, tokens: int) -> None:
-    """Makes the state hold `tokens` tokens of noise of the size that normed keys have."""
+    """Fill the state with `tokens` tokens of noise of the size that normed keys have."""
     assert isinstance(state, KvCache)
     assert state.length == 0
     for layer in range(state.layout.layers):
@@ -44,10 +44,10 @@ def fill(state: State, tokens: int) -> None:
 
 
 def steps_at(engine: Engine, state: State, length: int, ids: list[int]) -> list[float]:
-    """Seconds of one pass for each id, with `length` tokens before the first."""
+    """Return the seconds of one pass for each id, with `length` tokens before the first."""
     assert isinstance(state, KvCache)
     state.truncate(min(length, state.length))
-    state.advance(length - state.length)  # what was there is there still
+    state.advance(length - state.length)  # the noise from before is still in the cache
     seconds = []
     for token in ids:
         start = time.perf_counter()
@@ -57,7 +57,7 @@ def steps_at(engine: Engine, state: State, length: int, ids: list[int]) -> list[
 
 
 def measure(engine: Engine, lengths: list[int], rounds: int, every: int) -> Result:
-    """Times per length, the line through them, and memory taken by the cache."""
+    """Return the times per length, the line through them, and the memory of the cache."""
     random.seed(0)
     vocab = engine.info.vocab_size
     engine.extend(engine.new_state(), [random.randrange(vocab) for _ in range(256)])

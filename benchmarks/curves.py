@@ -1,9 +1,9 @@
-"""python -m benchmarks.curves: is a calibrated model's routing as local as the real traces'?
+"""python -m benchmarks.curves: compare a calibrated model's locality with the real traces'.
 
-Does not know how routing is made local (calibrated.py). Runs a forced text through our own engine
-with every expert resident, records what is routed, replays recording and traces in the simulator,
-and prints both curves side by side. A share of experts below one token's (K ÷ E) cannot be
-compared: there LRU hits nothing by construction, and K ÷ E differs between the shapes.
+Runs a forced text through our own engine with every expert resident, records the routing, replays
+recording and traces in the simulator, and prints both curves side by side. A share of experts below
+one token's (K ÷ E) cannot be compared. There LRU has no hits by construction, and K ÷ E differs
+between the shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Curve = dict[float, float]
 
 
 def record(model: RaceModel, tag: str, prompt: list[int], text: list[int]) -> Recording:
-    """What `model` routes on prompt and text, hints included."""
+    """Return the routing of `model` on prompt and text, hints included."""
     manifest = model.ours(tag)
     config = EngineConfig(memory=parse_memory("100%"), context=len(prompt) + len(text))
     with Engine.open(manifest, model.folder(tag), config, model.settings) as engine:
@@ -49,17 +49,17 @@ def record(model: RaceModel, tag: str, prompt: list[int], text: list[int]) -> Re
 
 
 def curve(recording: Recording, policy: str, shares: tuple[float, ...] = SHARES) -> Curve:
-    """Hit rate of decode events by share of experts that fit."""
+    """Return the hit rate of decode events by the share of experts that fit."""
     return {s: run_case(recording, Case(policy, s), TimeModel()).hit_rate for s in shares}
 
 
 def comparable(recording: Recording, shares: tuple[float, ...] = SHARES) -> list[float]:
-    """The shares that hold at least one token's experts."""
+    """Return the shares that hold at least one token's experts."""
     return [s for s in shares if s >= recording.shape.top_k / recording.shape.experts]
 
 
 def hint_recall(recording: Recording) -> float:
-    """Share of a layer's experts that the layer before has foretold, over decode tokens."""
+    """Return the share of a layer's experts that the previous layer's hints contain, in decode."""
     found = [
         np.isin(run.ids[layer, 0], run.hints[layer, 0]).mean()
         for run in recording.passes
@@ -70,7 +70,7 @@ def hint_recall(recording: Recording) -> float:
 
 
 def repeats(recording: Recording) -> float:
-    """Share of a token's experts that the token before used too."""
+    """Return the share of a token's experts that the previous token used too."""
     decoded = [run.ids for run in recording.passes if run.phase == "decode"]
     found = [
         np.isin(now[layer, 0], before[layer, 0]).mean()
@@ -81,7 +81,7 @@ def repeats(recording: Recording) -> float:
 
 
 def table(ours: list[Recording], real: list[Recording]) -> str:
-    """The curves of LRU as Markdown, and how far ours are from each real one where comparable."""
+    """Return the LRU curves as Markdown, with their largest distance where comparable."""
     lines = ["| experts that fit | " + " | ".join(r.name for r in [*ours, *real]) + " |"]
     lines.append("|---" * (1 + len(ours) + len(real)) + "|")
     curves = [curve(recording, "lru") for recording in [*ours, *real]]
@@ -106,7 +106,7 @@ def table(ours: list[Recording], real: list[Recording]) -> str:
 
 
 def plot(ours: list[Recording], real: list[Recording], path: Path) -> None:
-    """Curves of LRU and Belady, ours solid and the traces dashed."""
+    """Plot the curves of LRU and Belady, ours solid and the traces dashed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """A command that ends in time and leaves no files, however it ends.
 
-Does not know what the command does. Python's own cleaning up is enough for errors and Ctrl-C, not
-for SIGTERM, a closed terminal, a call that never returns, or a process that is killed.
+Python's own cleanup covers errors and Ctrl-C. It does not cover SIGTERM, a closed terminal, a call
+that never returns, or a process that is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_GRACE_S = 60.0  # to clean up in, after the end
+_GRACE_S = 60.0  # for cleanup, after the time limit
 _SIGNALS = {signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "the terminal was closed"}
 _WATCH = """
 import shutil, signal, sys
@@ -28,13 +28,17 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 class Ended(BaseException):
-    """The command is to end; why, in words. Not an Exception: nobody on the way takes it for a
-    failure of theirs."""
+    """The reason, in words, why the command must end.
+
+    It is not an Exception, so that no handler on the way treats it as an ordinary failure.
+    """
 
 
 class Stages:
-    """What the command is at, said on standard error, and how long each stage took. began_at: of
-    time.monotonic()."""
+    """The stages of a command: each is printed to standard error and timed.
+
+    began_at is a time of time.monotonic().
+    """
 
     def __init__(self) -> None:
         self.began_at = time.monotonic()
@@ -43,13 +47,13 @@ class Stages:
         self._began = time.perf_counter()
 
     def begin(self, name: str) -> None:
-        """Ends the one before; a name that comes again goes on."""
+        """End the previous stage and begin this one; a repeated name adds to its seconds."""
         self.end()
         self.now = name
         print(f"{name} …", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Of the last one."""
+        """End the last stage."""
         now = time.perf_counter()
         self.seconds[self.now] = round(self.seconds.get(self.now, 0.0) + now - self._began, 1)
         self._began = now
@@ -57,8 +61,11 @@ class Stages:
 
 @contextmanager
 def ending(limit_s: float) -> Iterator[None]:
-    """Within, on the main thread, the end of limit_s, SIGTERM and SIGHUP raise Ended, once: nothing
-    disturbs what cleans up after it. The process ends at once where that takes a minute."""
+    """Raise Ended on the main thread at the end of limit_s, at SIGTERM or at SIGHUP.
+
+    It is raised once, so that nothing disturbs the cleanup after it. The process exits at once when
+    the cleanup takes more than a minute.
+    """
     late, over, lock = False, False, threading.Lock()
 
     def end(number: int, _: object) -> None:
@@ -96,7 +103,7 @@ def _give_up() -> None:
 
 @contextmanager
 def folder_that_goes(parent: Path | None, prefix: str) -> Iterator[Path]:
-    """A new folder, deleted by a process of its own once this one is done with it, or is gone."""
+    """Yield a new folder; a separate process deletes it when this one leaves the block or dies."""
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
         watch = [sys.executable, "-c", _WATCH, folder]
         with subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True):

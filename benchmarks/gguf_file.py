@@ -1,8 +1,10 @@
-"""Writes a shape as a GGUF file: python -m benchmarks.gguf_file OUT Q4_0|Q8_0|BF16|F16 < shape.json
+"""Write a shape as a GGUF file.
 
-Runs in the peer's Python: knows numpy, gguf and llama_cpp, not moeinf. Types are those that
+Run: python -m benchmarks.gguf_file OUT Q4_0|Q8_0|BF16|F16 < shape.json
+Runs in the peer's Python, with numpy, gguf and llama_cpp but without moeinf. Types are those that
 llama-quantize chooses: norms and routers F32, Q4_0 with a Q6_K head. Quantised rows are cut from a
-quantised tile of the noise, which is the same as quantising each tensor, because groups lie alike.
+quantised tile of the noise. The result is the same as quantising each tensor, because groups have
+the same bounds in both.
 """
 
 from __future__ import annotations
@@ -40,23 +42,23 @@ Array = NDArray[Any]
 
 @cache
 def noise() -> Array:
-    """[TILE / GROUP, GROUP] float32."""
+    """Return the noise: [TILE / GROUP, GROUP] float32."""
     wide: Array = (tile().astype(np.uint32) << 16).view(np.float32).reshape(-1, GROUP)
     return wide
 
 
 @cache
 def quantised_noise(kind: Kind) -> Array:
-    """[TILE / GROUP, bytes of a group]."""
+    """Return the noise quantised: [TILE / GROUP, bytes of a group]."""
     data: Array = gguf.quants.quantize(noise(), kind)
     return data.view(np.uint8)
 
 
-_given: dict[str, Path] = {}  # tensors that are no noise: files of bfloat16 items
+_given: dict[str, Path] = {}  # tensors that are not noise: files of bfloat16 items
 
 
 def plain(name: str, count: int) -> Array:
-    """The items of a tensor as float32."""
+    """Return the items of a tensor as float32."""
     if name in _given:
         bits = np.fromfile(_given[name], np.uint16, count).astype(np.uint32)
         return (bits << 16).view(np.float32)
@@ -67,7 +69,7 @@ def plain(name: str, count: int) -> Array:
 
 
 def stored(name: str, shape: tuple[int, ...], kind: Kind) -> Array:
-    """The bytes of a tensor of type `kind`; its rows are whole groups unless it is F32."""
+    """Return the bytes of a tensor of type `kind`; rows are whole groups unless it is F32."""
     count = int(np.prod(shape))
     span = span_of(name, count)
     if kind == Kind.F32:
@@ -80,7 +82,7 @@ def stored(name: str, shape: tuple[int, ...], kind: Kind) -> Array:
 
 
 def _q6_k(rows: Array) -> Array:
-    """By ggml itself, whose Python package cannot."""
+    """Quantise by ggml itself; its Python package has no Q6_K."""
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     folder = Path(llama_cpp.__file__).parent / "lib"
@@ -96,7 +98,7 @@ def _q6_k(rows: Array) -> Array:
 
 
 def kind_of(name: str, sides: int, wanted: Kind) -> Kind:
-    """What llama-quantize would store the tensor as."""
+    """Return the type that llama-quantize would store the tensor in."""
     if sides == 1 or name.endswith("ffn_gate_inp.weight"):
         return Kind.F32
     if name == "output.weight" and wanted == Kind.Q4_0:
@@ -107,7 +109,7 @@ def kind_of(name: str, sides: int, wanted: Kind) -> Kind:
 def write(
     out: Path, config: dict[str, Any], names: list[tuple[str, tuple[int, ...]]], to: Kind
 ) -> None:
-    """Streams the file tensor by tensor."""
+    """Write the file tensor by tensor."""
     architecture = _ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     _describe(writer, config)
@@ -131,7 +133,7 @@ def write(
 def _merged(
     config: dict[str, Any], names: list[tuple[str, tuple[int, ...]]]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Any]]]:
-    """(GGUF name, shape, where the bytes come from): experts stacked, MLA's kv_b split in two."""
+    """Yield (GGUF name, shape, sources of the bytes): experts stacked, MLA's kv_b split in two."""
     known = gguf.get_tensor_name_map(
         _ARCHITECTURES[config["model_type"]], config["num_hidden_layers"]
     )
@@ -151,7 +153,7 @@ def _merged(
 def _split_kv_b(
     config: dict[str, Any], name: str, shape: tuple[int, ...], known: Any
 ) -> Iterator[tuple[str, tuple[int, ...], list[Any]]]:
-    """As llama.cpp's converter does it: keys transposed per head, for the absorbed product."""
+    """Split kv_b like llama.cpp's converter: keys transposed per head, for the absorbed product."""
     heads, nope, value = (
         config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
     )
@@ -174,7 +176,7 @@ def _named(known: Any, name: str) -> str:
 
 
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The keys that llama.cpp reads, and a vocabulary without texts."""
+    """Write the keys that llama.cpp reads, and a vocabulary without texts."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     experts = next(config[name] for name in _EXPERTS if name in config)
     writer.add_block_count(config["num_hidden_layers"])

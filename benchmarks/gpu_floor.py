@@ -1,12 +1,12 @@
-"""How fast a machine with a GPU can be at best, and what a token must take there at least.
+"""The highest speeds of a machine with a GPU, and the shortest time of a token there.
 
-Does not know rows or engines. All speeds are measured before an engine takes its part of the
-device's memory: these measurements need some of it themselves.
+All speeds are measured before an engine takes its part of the device's memory, because these
+measurements need some of it themselves.
 
-The floor of a token is that of the simulator (docs/study.md): dense weights and the KV cache come
-first, where they lie; then the device computes the experts it holds while bus and CPU divide the
-others in the best way, and the longer of the two counts. What must be read from disk may come
-beside all of it, but takes its time as well.
+The floor of a token is that of the simulator (docs/study.md). Dense weights and the KV cache come
+first, in the memory where they are. Then the device computes its resident experts while bus and CPU
+divide the others in the best way; the longer of the two counts. Disk reads may overlap all of it,
+but the floor is never below their time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _BYTES, _SUMS, _ROUNDS = 512 << 20, 16, 3
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes per second: over the bus with nothing else going on, of RAM by all threads, and of
-    experts, all three ways at once."""
+    """Bytes per second of the idle bus, of RAM, and of experts.
+
+    RAM is read by all threads. The experts' three speeds are measured for all three ways at once.
+    """
 
     bus_bytes_per_s: float
     ram_bytes_per_s: float
@@ -39,8 +41,11 @@ class Speeds:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """What a decoded token has read: dense weights and KV cache, experts in device slots, the other
-    experts, and from the disk."""
+    """Bytes read per decoded token.
+
+    dense: dense weights and KV cache; hits: experts in device slots; missed: the other experts;
+    disk: from the disk.
+    """
 
     dense: int
     hits: float
@@ -54,17 +59,20 @@ class Floor:
 
     dense_s: float
     device_s: float  # its experts
-    experts_s: float  # those and the others, which bus and CPU divide
+    experts_s: float  # those, and the misses that bus and CPU divide
     disk_s: float
 
     @property
     def seconds(self) -> float:
-        """The least that a token takes."""
+        """The shortest time of a token."""
         return max(self.dense_s + self.experts_s, self.disk_s)
 
 
 def floor(took: TokenBytes, speeds: Speeds, inside: bool, disk_bytes_per_s: float | None) -> Floor:
-    """inside: dense weights and KV cache lie on the device. None: nothing was read from disk."""
+    """Return the floor; inside: dense weights and KV cache are on the device.
+
+    disk_bytes_per_s: None when nothing was read from disk.
+    """
     device = speeds.experts.device_bytes_per_s
     return Floor(
         took.dense / (device if inside else speeds.ram_bytes_per_s),
@@ -75,7 +83,7 @@ def floor(took: TokenBytes, speeds: Speeds, inside: bool, disk_bytes_per_s: floa
 
 
 def measured(context: DeviceContext, manifest: Manifest, threads: int) -> Speeds:
-    """Of this machine, for the experts of a model and an engine of so many threads."""
+    """Measure this machine, for a model's experts and an engine of `threads` threads."""
     device = device_ceiling()
     set_compute_threads(threads)
     bus, both = (
@@ -87,8 +95,10 @@ def measured(context: DeviceContext, manifest: Manifest, threads: int) -> Speeds
 
 
 def device_ceiling() -> float:
-    """Bytes per second that the device reads from its own memory, by sums over half a GiB that are
-    queued together."""
+    """Return the bytes per second that the device reads from its own memory.
+
+    Measured by sums over half a GiB that are queued together.
+    """
     device = gpus.torch_device()
     x = torch.ones(_BYTES // 4, device=device.place)
     best = 0.0

@@ -1,9 +1,8 @@
-"""Another program in a row of the GPU table: the same weights, text and bytes of the device.
+"""Another program in a row of the GPU table: the same weights, text and device bytes.
 
-Does not know how a program is driven (peers/, worker.py), nor ours. Of the row's memory a program
-gets for its weights what ours has for them: all but what CUDA, a prefill chunk and the KV cache
-are counted at (runtime/placement/gpu_plan.py). What it really held of the device is seen from
-outside.
+peers/ and worker.py drive a program. Its weights get the same part of the row's memory as ours: all
+except the bytes planned for CUDA, a prefill chunk and the KV cache
+(runtime/placement/gpu_plan.py). The device memory that it really held is measured from outside.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ PROGRAMS = {
     "llama.cpp": PEERS["llama.cpp gpu"],
     "moe-infinity": PEERS["MoE-Infinity"],
 }
-_WARM_TOKENS = 2  # of a first answer, which does not count: some take seconds for a token
-_SPARE_S = 20.0  # of the row's time, to end in
-_EVERY_S = 0.02  # between two looks at the device's memory
+_WARM_TOKENS = 2  # of a first answer, the warm-up: some programs take seconds for a token
+_SPARE_S = 20.0  # of the row's time, for cleanup
+_EVERY_S = 0.02  # between two readings of the device's memory
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A row for a program. python: where it is installed; library: the libcuda that is asked.
+    """One row for a program.
 
-    end_at: of time.monotonic(); an answer that is not done shortly before ends there, and its
-    tokens so far are what is measured.
+    python: the interpreter that has the program; library: the libcuda to ask. end_at is a time of
+    time.monotonic(). An answer that is not done shortly before ends there, and the tokens so far
+    are measured.
     """
 
     program: str
@@ -61,14 +61,16 @@ class Asked:
 
 
 def weight_bytes(manifest: Manifest, budget_bytes: int, context: int) -> int:
-    """What weights may take of a budget, dense ones included."""
+    """Return the bytes of a budget for weights, dense ones included."""
     besides = dense_workspace_bytes(manifest, context) + manifest.kv_bytes(context)
     return budget_bytes - CONTEXT_BYTES - besides
 
 
 def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
-    """Makes the program's weights and measures it. SystemExit where it is not here, cannot run, or
-    fails."""
+    """Make the program's weights and measure it.
+
+    Raises SystemExit when the program is absent, cannot run, or fails.
+    """
     peer = PROGRAMS[asked.program]
     try:
         driver = Driver(asked.library or DRIVER_LIBRARY)
@@ -132,14 +134,14 @@ def run(asked: Asked, model: RaceModel, stages: Stages) -> dict[str, Any]:
 
 @dataclass
 class Most:
-    """0: nobody says."""
+    """The most bytes seen; 0 when no reading is available."""
 
     bytes: int = 0
 
 
 @contextmanager
 def seen(held: HeldMemory) -> Iterator[Most]:
-    """The most that the device held more than at first, whoever holds it, while within."""
+    """Track the peak of `held.now_bytes()` inside the block."""
     most, over = Most(), threading.Event()
 
     def look() -> None:

@@ -1,12 +1,16 @@
-"""The expert kernels beside the read ceiling and torch's int4 product, in one run.
+"""Compare the expert kernels with the read ceiling and torch's int4 product, in one run.
 
 Run: python -m benchmarks.kernels [--shape olmoe] [--megabytes 400] [--rounds 8]
-Does not know models. Every round measures, one after the other: six read loops (1 and 2 threads,
-plain, with prefetch, and that on huge pages), the q4 and q8 experts of one token, eight to a
-call, over a working set far above the caches, the same right after a product of torch on one
-thread, as while decoding, and on all its threads, and torch's `_weight_int4pack_mm_for_cpu` over as
-many bytes. Prints medians in GB/s of weights, and the medians of each round's ratios, to the best
-of its six loops and to torch: other programs make memory twice as fast a minute later.
+Every round measures, one after the other:
+
+- six read loops: 1 and 2 threads, plain, with prefetch, and with prefetch on huge pages
+- the q4 and q8 experts of one token, eight to a call, over a working set far above the caches
+- the same right after a product of torch on one thread, as in decoding, and on all its threads
+- torch's `_weight_int4pack_mm_for_cpu` over the same number of bytes
+
+Prints medians in GB/s of weights, and the medians of each round's ratios to the best of its six
+loops and to torch. Ratios are per round because other programs change memory speed by a factor of
+two within a minute.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Experts:
-    """As many experts of random codes as fit, visited in a fixed random order."""
+    """Experts of random codes that fill `size` bytes, visited in a fixed random order."""
 
     def __init__(self, form: str, hidden: int, inner: int, size: int) -> None:
         layout = ExpertLayout(hidden, inner, form.upper())
@@ -73,7 +77,7 @@ class Experts:
 
 
 def read_loops(size: int) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Six named loops, as `moeinf devices` runs them."""
+    """Yield six named loops, the same as `moeinf devices` runs."""
     kinds = (("", False, False), (", prefetch", True, False), (", huge pages", True, True))
     for threads, (suffix, prefetch, huge) in itertools.product((1, 2), kinds):
         name = f"read, {threads} thread{'s' * (threads - 1)}{suffix}"
@@ -81,7 +85,10 @@ def read_loops(size: int) -> Iterator[tuple[str, Callable[[], float]]]:
 
 
 def torch_int4(hidden: int, inner: int, size: int) -> Callable[[], float]:
-    """torch's product with packed int4 weights [F, D], groups of 32, over `size` bytes of them."""
+    """Return a timed torch product with packed int4 weights [F, D], groups of 32.
+
+    Its weights take `size` bytes.
+    """
     codes = torch.randint(0, 16, (inner, hidden), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     one = packed.numel() * packed.element_size()

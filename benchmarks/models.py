@@ -1,6 +1,6 @@
-"""Makes the models of a race in a cache folder: ours through the ordinary repack, peers' as GGUF.
+"""The models of a race in a cache folder: ours from the ordinary repack, peers' as GGUF.
 
-Does not know how they are raced.
+The folder holds:
 
     CACHE/noise-<items>.bin          the weights of everything here
     CACHE/checkpoints/<name>/        config.json and a tokenizer; its tensors are spans of the noise
@@ -41,7 +41,7 @@ _SPARE_BYTES = 2 << 30  # never filled
 class RaceModel:
     """One shape in a cache folder: its name there, and its config.
 
-    given: tensors that are not noise, by checkpoint name: files of their bfloat16 items alone.
+    given: files of the tensors that are not noise, by checkpoint name; bfloat16 items only.
     """
 
     cache: Path
@@ -60,11 +60,11 @@ class RaceModel:
         return Library(self.settings).folder(ModelName(self.name, tag))
 
     def weights(self) -> int:
-        """Parameters."""
+        """Return the number of parameters."""
         return sum(_count(shape) for _, shape in tensors_of(self.config))
 
     def ours(self, tag: str) -> Manifest:
-        """Makes our model unless it is there. OSError (ENOSPC) before anything is written."""
+        """Make our model unless it exists. Raises OSError (ENOSPC) before anything is written."""
         folder = self.folder(tag)
         if not (folder / "manifest.json").exists():
             library, name = Library(self.settings), ModelName(self.name, tag)
@@ -72,11 +72,11 @@ class RaceModel:
         return read_manifest(folder)
 
     def prospect(self, tag: str) -> Manifest:
-        """What `ours` will be, but for its files: sizes. Makes the noise, no weights."""
+        """Return the manifest that `ours` will have, except for its files; makes only the noise."""
         return prospects(self._source(), ModelName(self.name, tag))[tag]
 
     def peer(self, kind: str, python: str) -> Path:
-        """Makes the GGUF file unless it is there; `python` has gguf and llama_cpp."""
+        """Make the GGUF file unless it exists; `python` must have gguf and llama_cpp."""
         path = self.gguf(kind)
         if path.exists():
             return path
@@ -92,7 +92,7 @@ class RaceModel:
         return path
 
     def huggingface(self) -> Path:
-        """A folder that other programs can load: real files, in bfloat16."""
+        """Return a folder that other programs can load: real files, in bfloat16."""
         checkpoint = self._checkpoint()
         path = checkpoint.folder / SINGLE
         if not path.exists():
@@ -119,7 +119,7 @@ class RaceModel:
         return LocalSource(self._checkpoint(), "benchmarks: random weights")
 
     def _checkpoint(self) -> Checkpoint:
-        """The checkpoint that is nowhere: headers that point into the noise."""
+        """Return a checkpoint without weight files: its headers point into the noise."""
         folder = self.cache / "checkpoints" / self.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
@@ -149,7 +149,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError (ENOSPC), naming what is needed and what is there."""
+    """Raise OSError (ENOSPC), with the needed and the free bytes, when the disk is too full."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SPARE_BYTES:
         text = f"{format_bytes(needed_bytes)} are needed, the disk has {format_bytes(free)} free"
@@ -157,12 +157,12 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or all files below a folder."""
+    """Return the file itself, or all files below a folder."""
     return [path] if not path.is_dir() else sorted(p for p in path.rglob("*") if p.is_file())
 
 
 def bits_per_weight(path: Path, weights: int) -> float:
-    """Of everything on disk, headers included."""
+    """Return the bits on disk per weight, headers included."""
     return 8 * sum(p.stat().st_size for p in files_of(path)) / weights
 
 

@@ -1,7 +1,7 @@
 """Random weights without their volume: every tensor is a span of one block of noise.
 
-Does not know models. A checkpoint of 60 GB is thus a list of offsets into a file of a few hundred
-MB, and what is made from it (shards, GGUF files) is as large as the real thing.
+A checkpoint of 60 GB is a list of offsets into a file of a few hundred MB. The files made from it
+(shards, GGUF files) have their real size.
 
 The file `noise.bin`, in bfloat16:
 
@@ -31,7 +31,7 @@ _DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class Span:
-    """One tensor: `count` items of noise from `start` on (items of the endless tiling), or ones."""
+    """One tensor: `count` items of the endless tiling of noise from `start` on, or ones."""
 
     start: int
     count: int
@@ -39,12 +39,12 @@ class Span:
 
     @property
     def item(self) -> int:
-        """Where it begins in the file."""
+        """The tensor's first item in the file."""
         return 0 if self.ones else ONES + self.start
 
 
 def span_of(name: str, count: int) -> Span:
-    """The span of the tensor `name`: always the same, and another for every name."""
+    """Return the span of the tensor `name`: reproducible, and different for every name."""
     if name.endswith("norm.weight"):  # and layernorm.weight
         if count > ONES:
             raise ValueError(f"{name} of {count} items is no norm")
@@ -53,14 +53,14 @@ def span_of(name: str, count: int) -> Span:
 
 
 def tile() -> NDArray[np.uint16]:
-    """[TILE] the noise, as bfloat16 bits."""
+    """Return the noise as bfloat16 bits: [TILE]."""
     random = np.random.default_rng(0)
     values = random.standard_normal(TILE, np.float32) * np.float32(_DEVIATION)
     return (values.view(np.uint32) >> 16).astype(np.uint16)  # rounded towards zero
 
 
 def write_noise(path: Path, largest: int) -> None:
-    """Writes a file in which tensors of up to `largest` items have their spans."""
+    """Write a file that holds the spans of tensors of up to `largest` items."""
     need, noise = TILE + largest, tile()
     with path.open("wb") as file:
         np.full(ONES, 0x3F80, np.uint16).tofile(file)
@@ -70,7 +70,7 @@ def write_noise(path: Path, largest: int) -> None:
 
 
 def cut(tiled: NDArray[np.generic], start: int, count: int) -> NDArray[np.generic]:
-    """Rows start … start + count of the endless repetition of `tiled`."""
+    """Return rows start … start + count of the endless repetition of `tiled`."""
     rows = [tiled[start : start + count]]
     missing = count - len(rows[0])
     while missing > 0:

@@ -1,6 +1,6 @@
-"""The worker that runs moeinf: python -m benchmarks.ours HOME MODEL --threads 2 --context 1024
+"""The worker that runs moeinf, measured with the functions of `moeinf bench`.
 
-Measures with the functions of `moeinf bench`.
+Run: python -m benchmarks.ours HOME MODEL --threads 2 --context 1024
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EngineRunner:
     def turn(
         self, prompts: list[list[int]], answers: list[list[int]], limit_s: float
     ) -> dict[str, Any]:
-        """A request per conversation, as a server runs them; they leave no trace in the EAMC."""
+        """Run one request per conversation, like a server; none is added to the EAMC."""
         engine, missing = self._engine, len(prompts) - 1 - len(self._others)
         self._others += [engine.new_state() for _ in range(missing)]
         states = [self._state, *self._others]

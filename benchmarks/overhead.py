@@ -1,15 +1,15 @@
-"""python -m benchmarks.overhead: what tracing, matching and deciding cost a token that decodes.
+"""python -m benchmarks.overhead: measure the cost per decoded token of tracing and deciding.
 
-Does not know other programs. One engine decodes with all experts in memory, as it is by default,
-and the seconds inside these pieces are counted in the very run:
+One engine decodes with all experts in memory and its default settings. The seconds inside these
+pieces are counted in the same run:
 
-    tracing    the recorder's calls less those of the store that it passes on to
-    deciding   the policy's calls and the books of who is there, matching with past requests
+    tracing    the recorder's calls, minus the store's calls inside them
+    deciding   the policy's calls and the bookkeeping of residents, matching with past requests
                included (`StoreStats.decode_policy_seconds`)
 
-A cost of a few percent does not show in the difference of two ways of decoding on a machine whose
-tokens take 10 % more or less from one moment to the next; a share counted within one way does. The
-clock's own calls are counted too, some 0.1 us each.
+Token times vary by 10 % from one moment to the next on such a machine. A cost of a few percent does
+not show in the difference of two runs, but a share counted within one run does. The clock's own
+calls are counted too, some 0.1 us each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Result = dict[str, Any]
 
 
 class Counted:
-    """`Experts`, with the seconds inside its calls added up."""
+    """`Experts`, with the seconds inside its calls summed."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
@@ -72,7 +72,7 @@ class Counted:
 
 
 def measure(engine: Engine, text: list[int], every: int) -> Result:
-    """Decodes `text` in slices of `every` tokens after a prompt of 64; the first slice warms up."""
+    """Decode `text` in slices of `every` tokens after a prompt of 64; the first is a warm-up."""
     inner = Counted(engine.store)
     outer = Counted(Recorder(inner, routing_shape(engine.info.manifest)))
     with engine.routed_through(lambda _: outer):

@@ -1,7 +1,7 @@
-"""The race itself: two workers in alternation, and between them the speed of memory.
+"""The race itself: two workers in alternation, and the speed of memory measured between them.
 
-Does not know how models are made, nor how results are shown. Only ratios taken within one round are
-kept as results: the machine may be twice as fast a minute later.
+Only ratios taken within one round are kept as results: the machine may be twice as fast a minute
+later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rounds:
-    """How much is measured."""
+    """The number of rounds and tokens to measure."""
 
     prompt: int = 512  # tokens of prefill
     prefills: int = 2
@@ -32,12 +32,12 @@ class Rounds:
 
     @property
     def context(self) -> int:
-        """Tokens that a worker needs room for."""
+        """The tokens that a worker needs room for."""
         return self.prompt + (self.decodes + 1) * self.slice + 8
 
 
 class Tokens:
-    """The same random tokens for both sides, so that routing does not repeat itself."""
+    """Random tokens, the same for both sides, so that routing does not repeat itself."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self._random, self._vocab = random.Random(seed), vocab
@@ -47,7 +47,7 @@ class Tokens:
 
 
 def race_prefill(ours: Worker, peer: Worker, tokens: Tokens, rounds: Rounds) -> Result:
-    """Prefill of the same prompts, alternating; the first, which warms both up, does not count."""
+    """Race the prefill of the same prompts, alternating; the first pair is the warm-up."""
     seconds: list[tuple[float, float]] = []
     for number in range(rounds.prefills + 1):
         prompt = tokens.draw(rounds.prompt)
@@ -61,7 +61,7 @@ def race_prefill(ours: Worker, peer: Worker, tokens: Tokens, rounds: Rounds) -> 
 def race_decode(
     ours: Worker, peer: Worker, tokens: Tokens, rounds: Rounds, ceiling: Ceiling
 ) -> Result:
-    """Slices of decoding, alternating, after a prefill of the same length; with the floor."""
+    """Race slices of decoding, alternating, after a prefill of the same length; add the floor."""
     prompt = tokens.draw(rounds.prompt)
     for side in (ours, peer):
         side.ask("reset")
@@ -75,7 +75,7 @@ def race_decode(
         sliced = _alternate(number, partial(_decode, ours, ids), partial(_decode, peer, ids))
         speed = max(before, ceiling())
         if number == 0:
-            continue  # warms up
+            continue  # warm-up
         needed = ours.ask("about")["token_bytes"]
         pairs.append((statistics.median(sliced[0]), statistics.median(sliced[1])))
         floors.append(needed / speed)
@@ -91,7 +91,7 @@ def race_decode(
 
 
 def _alternate(number: int, ours: Callable[[], T], peer: Callable[[], T]) -> tuple[T, T]:
-    """(ours, peer), the order of the two changing from round to round."""
+    """Return (ours, peer); the order of the two calls changes from round to round."""
     if number % 2:
         theirs = peer()
         return ours(), theirs
@@ -108,7 +108,7 @@ def _decode(side: Worker, ids: list[int]) -> list[float]:
 
 
 def _compare(pairs: list[tuple[float, float]]) -> Result:
-    """Times of both, and how many times as fast as the peer we are, round by round."""
+    """Return the times of both, and the peer's time over ours, round by round."""
     return {
         "ours_ms": [_ms(mine) for mine, _ in pairs],
         "peer_ms": [_ms(theirs) for _, theirs in pairs],
@@ -129,7 +129,7 @@ def _ms(seconds: float) -> float:
 
 
 def alone(ours: Worker, tokens: Tokens, rounds: Rounds, ceiling: Ceiling) -> Result:
-    """Ours without a peer: prefill, decode and the floor."""
+    """Measure ours without a peer: prefill, decode and the floor."""
     prefills, pairs = [], []
     for _ in range(rounds.prefills + 1):
         ours.ask("reset")

@@ -1,13 +1,13 @@
-"""Prints the README's table: which published models run in how much free memory, and how fast.
+"""Print the README's table: the published models that fit in free memory, and their speed.
 
-Does not load or fetch anything. Sizes are those that `moeinf plan` derives from a checkpoint's
+Nothing is loaded or fetched. Sizes are those that `moeinf plan` derives from a checkpoint's
 headers; here the headers come from the published config.json (`benchmarks/shapes.py`).
 
     python -m benchmarks.ram_table
 
 The tokens/s are bounds from memory traffic alone, for RAM and a drive of the speeds below. The
-lower one counts a cache miss wherever uniformly random routing has one; the upper one counts none.
-Both leave out what computing costs.
+lower one counts the cache misses of uniformly random routing; the upper one counts no miss. Both
+leave out the cost of computing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Published:
-    """What `pull` fetches of a published checkpoint, in bytes, and what it writes."""
+    """The bytes that `pull` fetches of a published checkpoint, and the manifest that it writes."""
 
     download_bytes: int
     manifest: Manifest

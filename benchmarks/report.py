@@ -1,4 +1,4 @@
-"""A race's result as Markdown. Does not know how it was measured."""
+"""Format a race's result as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = dict[str, Any]
 
 
 def markdown(result: Result) -> str:
-    """Machine, models, and a table per measurement."""
+    """Return machine, models, and a table per measurement."""
     about, ours, peer = result["machine"], result["ours"], result.get("peer")
     lines = [
         f"### {result['shape']}, {result['layers']} layers, {result['tag']}",
@@ -102,7 +102,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def capped_markdown(results: list[Result]) -> str:
-    """A row per share and peer."""
+    """Return a table with a row per share and peer."""
     head = "limit|experts|peer|ours tok/s|its|times as fast|first 32|hits|MB/token ours, its|floor"
     lines = [f"| {head.replace('|', ' | ')} |", "|" + "---|" * (head.count("|") + 1)]
     for found in results:

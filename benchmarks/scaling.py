@@ -1,15 +1,15 @@
-"""python -m benchmarks.scaling: what a token costs as one size grows, all others kept.
+"""python -m benchmarks.scaling: measure the cost of a token as one size grows, others fixed.
 
-Does not know other programs. Sizes, each a curve (--what takes some of them; --out keeps the rest):
+Sizes, each a curve (--what selects curves; --out keeps the others from an earlier run):
 
     context   tokens in the KV cache (benchmarks/context.py)
     layers    of MoE
-    experts   per layer, of which a token takes as many as ever
-    eamc      requests in the collection: matching alone, and all that `adaptive` decides
+    experts   per layer; the number of experts per token stays the same
+    eamc      requests in the collection: matching alone, and all decisions of `adaptive`
     budget    share of the experts that fit
 
 Models are a middle-sized shape with random weights, q4, made for a curve and deleted after it; the
-budget's has calibrated routing. Times are medians; beside each stands the floor, measured with it.
+budget's has calibrated routing. Times are medians. The floor is measured with each of them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def of_experts(cache: Path, o: argparse.Namespace) -> Curve:
 
 
 def of_budget(cache: Path, o: argparse.Namespace) -> Curve:
-    """With reads past the page cache, which holds the whole file otherwise."""
+    """Measure with O_DIRECT, because the page cache would hold the whole file."""
     model = calibrated(cache, "budget", middle(8), Calibration())
     manifest, found = model.ours("q4"), Curve()
     text = tokens(Calibration(), MIDDLE["vocab_size"], 32 + (o.rounds + 2) * o.slice)
@@ -104,7 +104,7 @@ def of_budget(cache: Path, o: argparse.Namespace) -> Curve:
 
 
 def of_eamc(_: Path, o: argparse.Namespace) -> Curve:
-    """At OLMoE's routing shape: microseconds of a token, without any model."""
+    """Measure at OLMoE's routing shape, without a model: microseconds per token."""
     sizes: RoutingShape = SHAPES["OLMoE"]
     drawn = routing(sizes, 40 * o.rounds, 0)
     found = Curve()
@@ -134,7 +134,7 @@ _LABELS = {
 
 
 def _resident(model: RaceModel, o: argparse.Namespace) -> Point:
-    """All experts in memory, uniform tokens."""
+    """Measure with all experts in memory and uniform tokens."""
     manifest = model.ours("q4")
     text = Tokens(MIDDLE["vocab_size"], 0).draw(256 + (o.rounds + 2) * o.slice)
     config = EngineConfig(
@@ -145,7 +145,7 @@ def _resident(model: RaceModel, o: argparse.Namespace) -> Point:
 
 
 def _decoded(engine: Engine, text: list[int], o: argparse.Namespace) -> Point:
-    """Slices of `text` after the rest of it as a prompt; the first one does not count."""
+    """Decode the last slices of `text` after the rest as a prompt; the first slice is a warm-up."""
     count = (o.rounds + 1) * o.slice
     state = engine.new_state()
     engine.begin_request(state)
@@ -188,7 +188,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 
 
 def table(curves: dict[str, Curve]) -> str:
-    """Markdown: a line per curve and size."""
+    """Return Markdown with a line per curve and size."""
     lines = ["| grows | size | ms a token | floor ms | else |", "|---|---|---|---|---|"]
     for name, curve in curves.items():
         for size in sorted(curve, key=int):

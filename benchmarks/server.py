@@ -1,13 +1,13 @@
-"""python -m benchmarks.server start | memory | throughput: `moeinf serve` as its clients see it.
+"""python -m benchmarks.server start | memory | throughput: measure `moeinf serve` from a client.
 
-Does not know how it works inside: it starts real processes and speaks HTTP. Sides take turns, and
-a ratio is that of one round, as the machine may be busy.
+It starts real processes and speaks HTTP. Sides take turns, and a ratio is taken within one round,
+because the machine may be busy.
 
     start       from the start of the process to an answered /health, against one that only
                 imports fastapi and uvicorn
-    memory      resident bytes before a model was asked for, with it, and after it was unloaded
-    throughput  tokens per second of n clients at once against the same requests one after the
-                other; every answer must be the same in both
+    memory      resident bytes before the first request for a model, with it, and after unloading
+    throughput  tokens per second of n clients at once against the same requests in sequence; every
+                answer must be the same in both
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Result = dict[str, Any]
 
 @dataclass
 class Server:
-    """One that runs. started_s: until /health was answered."""
+    """A running server. started_s: seconds until /health was answered."""
 
     process: subprocess.Popen[str]
     address: str
     started_s: float
 
     def ask(self, path: str, body: Result | None = None) -> Result:
-        """POST where there is a body."""
+        """Send a POST with `body`, or a GET without one, and return the answer."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = Request(self.address + path, data, headers)  # our own http://
@@ -69,7 +69,7 @@ class Server:
 
 @contextmanager
 def serving(home: Path, arguments: Sequence[str] = (), parallel: int = 1) -> Iterator[Server]:
-    """A server on a free port that answers. RuntimeError when it ends instead."""
+    """Yield a server on a free port that answers. Raises RuntimeError when it exits instead."""
     variables = {"MOEINF_HOME": os.fspath(home), "MOEINF_NUM_PARALLEL": str(parallel)}
     command = [*_COMMAND, "--port", "0", *arguments]
     begin = time.perf_counter()
@@ -98,7 +98,7 @@ def serving(home: Path, arguments: Sequence[str] = (), parallel: int = 1) -> Ite
 
 
 def start(rounds: int) -> Result:
-    """The first round reads the files and does not count."""
+    """Measure the start; the first round reads the files and does not count."""
     ours, imports = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as home:
         for _ in range(rounds + 1):
@@ -116,7 +116,7 @@ def start(rounds: int) -> Result:
 
 
 def memory(home: Path, model: str) -> Result:
-    """Twice: a first load leaves libraries, and what the second adds would be lost."""
+    """Measure twice: the first load keeps libraries resident, and only the second shows leaks."""
     with serving(home, ["--memory", "100%"]) as server:
         found = {"before": server.resident_bytes()}
         for which in ("first", "second"):
@@ -130,7 +130,7 @@ def memory(home: Path, model: str) -> Result:
 
 
 def throughput(home: Path, model: str, o: argparse.Namespace) -> Result:
-    """By share of memory, then by number of clients."""
+    """Return the throughput by share of memory, then by number of clients."""
     return {share: _throughput(home, model, share, o) for share in o.shares}
 
 
@@ -139,10 +139,10 @@ def _throughput(home: Path, model: str, share: str, o: argparse.Namespace) -> Re
     tasks = [_request(model, text, number, o.tokens) for number, text in enumerate(texts)]
     found: Result = {}
     options = ["--memory", share, "--threads", str(o.threads)]
-    if o.shape != "demo":  # whose own context is shorter
+    if o.shape != "demo":  # the demo's own context is shorter
         options += ["--ctx", "1024"]
     with serving(home, options, max(o.clients)) as server:
-        for task in tasks:  # loads the model, and fills the cache with what these texts use
+        for task in tasks:  # load the model and fill the cache with the experts of these texts
             server.ask("/api/generate", task)
         speeds = {count: (list[float](), list[float]()) for count in o.clients}
         for number in range(o.rounds):
@@ -164,7 +164,7 @@ def _throughput(home: Path, model: str, share: str, o: argparse.Namespace) -> Re
 
 
 def _rate(server: Server, tasks: Sequence[Result], threads: int) -> tuple[float, list[str]]:
-    """Tokens per second of all together, prefill included; the answers."""
+    """Return the tokens per second of all together, prefill included, and the answers."""
     begin = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         answers = list(pool.map(lambda task: server.ask("/api/generate", task), tasks))
@@ -178,7 +178,7 @@ def _request(model: str, text: str, seed: int, tokens: int) -> Result:
 
 
 def _spread(ratios: Sequence[float]) -> Result:
-    """Ratios of rounds."""
+    """Return the median and the range of the rounds' ratios."""
     return {
         "ratio": round(statistics.median(ratios), 2),
         "range": [round(min(ratios), 2), round(max(ratios), 2)],

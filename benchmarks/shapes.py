@@ -1,7 +1,4 @@
-"""The shapes that are raced, as their published config.json files have them.
-
-Does not know weights or files.
-"""
+"""The shapes that are raced, with the values of their published config.json files."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from moeinf.runtime.checkpoints.inventory import WantedParts
 Config = dict[str, Any]
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_NAMES = {  # where a layer's experts are, and their matrices
+_NAMES = {  # the place of a layer's experts, and the names of their matrices
     "": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
@@ -138,7 +135,7 @@ SHAPES: Mapping[str, Config] = {
 
 
 def shape(name: str, layers: int | None = None, experts: int | None = None) -> Config:
-    """The config of a shape, with fewer layers or experts where asked. KeyError for a name."""
+    """Return the config of a shape, with fewer layers or experts if given; may raise KeyError."""
     config = dict(SHAPES[name])
     if layers is not None:
         config["num_hidden_layers"] = layers
@@ -148,7 +145,7 @@ def shape(name: str, layers: int | None = None, experts: int | None = None) -> C
 
 
 def tensors_of(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of every tensor of a checkpoint with this config, layer by layer."""
+    """Yield the name and shape of every tensor of a checkpoint with this config, by layer."""
     family = family_of(config)
     parsed, wanted = family.parse(config), WantedParts()
     moe = family.build(parsed, wanted).moe

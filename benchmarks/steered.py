@@ -1,22 +1,23 @@
-"""python -m benchmarks.steered: a real trace's routing on a real disk, against the simulator.
+"""python -m benchmarks.steered: race policies on a real trace and disk, against the simulator.
 
-Does not know how a policy decides. The model has random weights; a recording says what each layer
-chooses (runtime/jobs/forced_routing.py). Several engines with the same memory, one per *way*, take
-turns every few tokens, so that all meet the same disk and the same neighbours:
+The model has random weights; a recording sets the experts of each layer
+(runtime/jobs/forced_routing.py). Several engines with the same memory, one per *way*, take turns
+every few tokens, so that all have the same disk and the same load from other processes:
 
-    lru               the yardstick
+    lru               the baseline
     adaptive          without hints
     adaptive R        hints of a modelled gate of recall and precision R; 1 is the oracle
 
-All reads are O_DIRECT. Each way is then simulated with the bandwidths of this very run:
+All reads are O_DIRECT. Each way is then simulated with the bandwidths of the same run:
 
-    RAM     what a token reads ÷ the time it took less its waits: what computing really took
+    RAM     the bytes a token reads ÷ (its time - its stalls): the real time of computing
     link    expert-sized O_DIRECT reads of the model's own shards, between the turns: `stream` keeps
-            several in flight all the time, `burst` makes two at a time out of idleness, as a
-            layer's misses come
+            several in flight all the time, `burst` starts two at a time on an idle disk, like the
+            misses of a layer
 
-and the same with the read loops' RAM ceiling, which no engine reaches. The simulator spreads dense
-weights evenly over the layers; the head comes after them, so its time is added to every token.
+It is also simulated with the read loops' RAM ceiling, which no engine reaches. The simulator
+spreads dense weights evenly over the layers. The head comes after them, so its time is added to
+every token.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from moeinf.runtime.library.manifest import DENSE, Manifest
 from moeinf.runtime.machine.disk_bench import WHOLE_BLOCKS, FileRange, read_once
 from moeinf.runtime.sizes import parse_memory
 
-_BURST = 2  # misses of a layer at LRU's hit rate, about
+_BURST = 2  # about the misses of a layer at LRU's hit rate
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A policy and the recall of its hints; None: without."""
+    """A policy, and the recall of its hints; None: without hints."""
 
     policy: str
     recall: float | None = None
@@ -69,17 +70,17 @@ class Way:
         return self.policy if self.recall is None else f"{self.policy} {self.recall:g}"
 
     def hints(self, experts: int) -> HintSource | None:
-        """Anew for each replay: the same seed, the same hints."""
+        """Return a new source for a replay; the same seed gives the same hints."""
         return None if self.recall is None else ModelledHints(self.recall, self.recall, experts)
 
 
 @dataclass
 class Side:
-    """One engine that replays a request, and what its decode passes took."""
+    """One engine that replays a request, and the seconds of its decode passes."""
 
     way: Way
     engine: Engine
-    forced: ForcedRouting  # that the engine's passes go through
+    forced: ForcedRouting  # the engine's passes run through it
     request: Request
     seconds: list[float] = field(default_factory=list)
 
@@ -90,7 +91,7 @@ class Side:
         engine.begin_request(self._state)
 
     def run(self, passes: int) -> float:
-        """Runs so many of the passes that are left; seconds of decoding."""
+        """Run the next `passes` passes and return the seconds of decoding."""
         taken = 0.0
         for done in islice(self._passes, passes):
             self.forced.play(done)
@@ -103,7 +104,7 @@ class Side:
 
 
 class Disk:
-    """The link: random O_DIRECT reads of a model's shards, as many at once as it is told."""
+    """The link: random O_DIRECT reads of a model's shards, with a given number in flight."""
 
     def __init__(self, folder: Path, manifest: Manifest, pieces: int) -> None:
         shards = random.Random(0).sample(list(manifest.shards()), pieces)
@@ -113,11 +114,11 @@ class Disk:
         memoryview(self._arena).cast("B")[::4096] = bytes(self._arena.bytes // 4096)
 
     def stream(self, in_flight: int) -> float:
-        """Bytes per second with so many in flight from the first piece to the last."""
+        """Return bytes per second with `in_flight` reads in flight, first piece to last."""
         return self._read(self._pieces, in_flight)
 
     def burst(self, size: int) -> float:
-        """Bytes per second of reading `size` pieces together, from idleness each time."""
+        """Return bytes per second of reading `size` pieces together, each time on an idle disk."""
         seconds = 0.0
         for start in range(0, len(self._pieces), size):
             pieces = self._pieces[start : start + size]
@@ -132,8 +133,10 @@ class Disk:
 
 
 def dense_and_head(folder: Path) -> tuple[int, int]:
-    """Bytes of the layers' dense weights, and of what follows them. Of the embedding one row is
-    read per token."""
+    """Return the bytes of the layers' dense weights, and of the dense weights after them.
+
+    The embedding counts in neither: a token reads one row of it.
+    """
     sizes = {name: tensor.size_bytes for name, tensor in read_header(folder / DENSE).items()}
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
     embedding = sum(size for name, size in sizes.items() if ".embed_tokens." in name)
@@ -143,7 +146,7 @@ def dense_and_head(folder: Path) -> tuple[int, int]:
 def simulated(
     recording: Recording, way: Way, slots: int, ram: float, link: float
 ) -> tuple[float, float, float]:
-    """Seconds and stall per token, and the hit rate, of a replay with these bandwidths."""
+    """Return the seconds and stall per token, and the hit rate, of a replay."""
     eamc = Eamc.automatic(recording.shape.layers, recording.shape.experts)
     conditions = Conditions(slots, TimeModel(ram / link, ram), way.hints(recording.shape.experts))
     outcome = Replay(recording, POLICIES[way.policy], conditions, eamc).run()
@@ -155,7 +158,7 @@ def simulated(
 
 
 def race(sides: list[Side], every: int, disk: Disk, depth: int) -> tuple[Result, Result]:
-    """All decode, taking turns: (what was measured of each side, of the machine)."""
+    """Let all sides decode in turns; return the measurements of the sides and of the machine."""
     for side in sides:
         side.run(1)  # the prompt
     before = [side.engine.store.stats.copy() for side in sides]
@@ -194,9 +197,9 @@ def race(sides: list[Side], every: int, disk: Disk, depth: int) -> tuple[Result,
 
 def compare(measured: Result, recording: Recording, ways: list[Way], slots: int,
             speeds: Result, head_bytes: int) -> Result:  # fmt: skip
-    """Per bandwidths: what the simulator says of each way, beside what was measured.
+    """Return, for each pair of bandwidths, the simulated values of each way beside the measured.
 
-    The first way is the yardstick. head_bytes: read after the last layer.
+    The first way is the baseline. head_bytes: read after the last layer.
     """
     yardstick = ways[0].name
     shape = recording.shape

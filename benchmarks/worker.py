@@ -1,28 +1,29 @@
-"""The processes of a race, driven from one: each loads a model once and then does as it is told.
+"""The processes of a race, driven from one: each loads a model once and then serves requests.
 
-Knows neither moeinf nor any peer. A worker prints one JSON object per line on its standard output:
-first what it is and when it was ready, then one answer per request line. Requests:
+It imports neither moeinf nor any peer. A worker prints one JSON object per line on its standard
+output: first a greeting with the time when it was ready, then one answer per request line. The
+requests are:
 
     {"do": "reset"}                     -> {}                   an empty context
-    {"do": "prefill", "tokens": [...]}  -> {"seconds": s}       until its logits are there
+    {"do": "prefill", "tokens": [...]}  -> {"seconds": s}       until its logits are ready
     {"do": "decode", "tokens": [...]}   -> {"seconds": [...]}   one pass for each token
     {"do": "logits"}                    -> {"logits": [...]}    of the last token
-    {"do": "about"}                     -> what the worker has to say
+    {"do": "about"}                     -> the worker's own facts
     {"do": "turn", "prompts": [[...]], "answers": [[...]], "limit_s": s}
                                         -> {"first": s, "steps": [s...], "forced": bool,
                                             "first_disk_bytes": n}
 
 A *turn* appends a prompt to each of several conversations, all at once, and decodes an answer to
-each, a token of every one per step; it ends early when `limit_s` is over. `forced`: the answers'
-tokens were fed; a program that chooses for itself only takes their number. `first_disk_bytes`:
-`disk_bytes` (see below) when the first step began, where that is known.
+each, one token of each per step. It ends early after `limit_s`. `forced`: the answers' tokens were
+fed; a program that chooses its own tokens uses only their number. `first_disk_bytes`: `disk_bytes`
+(see below) when the first step began, where that is known.
 
-Every answer also says when it was given (`at`), what the process has read from disk so far
-(`disk_bytes`, page faults included; 0 where the system does not count it), the most memory that it
-has held (`peak_bytes`, likewise), and the processor time that it has used (`cpu_s`).
+Every answer also has its time (`at`), the bytes that the process has read from disk so far
+(`disk_bytes`, page faults included; 0 where the system does not count them), its peak memory
+(`peak_bytes`, likewise), and its processor time (`cpu_s`).
 
-Times of day are those of time.monotonic(), which all processes of a machine share. A worker that is
-not asked anything sleeps, so that two can live side by side.
+Times are those of time.monotonic(), which all processes of a machine share. A worker without a
+request sleeps, so that two can run on one machine.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _ROOT = Path(__file__).parents[1]
 
 
 class WorkerFailed(RuntimeError):
-    """A worker ended before it answered; what it wrote to its standard error is in the message."""
+    """A worker exited before it answered; the message has its standard error."""
 
 
 class Talker(Protocol):
-    """What a worker of the suite does with requests."""
+    """The requests that a worker of the suite serves."""
 
     def reset(self) -> None: ...
     def turn(
@@ -58,7 +59,7 @@ class Talker(Protocol):
 
 
 class Runner(Talker, Protocol):
-    """What a worker of a race does besides: everything by hand, for one conversation."""
+    """The further requests of a worker of a race: pass by pass, for one conversation."""
 
     def prefill(self, tokens: list[int]) -> float: ...
     def decode(self, tokens: list[int]) -> list[float]: ...
@@ -71,8 +72,11 @@ def forced_turn(
     answers: list[list[int]],
     limit_s: float,
 ) -> dict[str, Any]:
-    """The clock of a turn whose answers are given: `first` reads the prompts, `step` takes the
-    next token of every answer. Both return when their logits are there."""
+    """Time a turn whose answers are given.
+
+    `first` reads the prompts, `step` takes the next token of every answer. Both must return when
+    their logits are ready.
+    """
     start = time.perf_counter()
     first()
     now = time.perf_counter()
@@ -89,9 +93,9 @@ def forced_turn(
 
 
 def claim_stdout() -> TextIO:
-    """A file on the standard output; what others print from here on goes to standard error.
+    """Return a file on the standard output and redirect later prints to standard error.
 
-    For workers whose libraries talk, which would be taken for answers.
+    For workers whose libraries print: their lines would be taken for answers.
     """
     mine = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -99,7 +103,7 @@ def claim_stdout() -> TextIO:
 
 
 def serve(runner: Talker, greeting: dict[str, Any], out: TextIO = sys.stdout) -> None:
-    """The loop of a worker: until its standard input ends."""
+    """Serve requests until the standard input ends."""
     _say(out, greeting)
     for line in sys.stdin:
         request = json.loads(line)
@@ -130,7 +134,7 @@ def _say(out: TextIO, answer: dict[str, Any]) -> None:
 
 
 def _counted(file: str, name: str) -> int:
-    """A number of /proc/self; 0 where there is none."""
+    """Return a number of /proc/self; 0 where it is missing."""
     with suppress(OSError):
         text = Path("/proc/self", file).read_text()
         match = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
@@ -143,11 +147,14 @@ def _peak_bytes() -> int:
 
 
 class Worker:
-    """A worker's process, seen from the race. Use as a context manager."""
+    """A worker's process, seen from the race. It is a context manager."""
 
     def __init__(self, command: Sequence[str], limit_s: float | None = None) -> None:
-        """Returns when the worker is ready. limit_s: how long any answer, this one included, may
-        take; then the worker is killed. Raises WorkerFailed."""
+        """Start the worker and wait until it is ready.
+
+        limit_s: the most seconds for any answer, the greeting included; then the worker is killed.
+        Raises WorkerFailed.
+        """
         self.started_at = time.monotonic()
         self._limit_s = limit_s
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a full pipe would stop it
@@ -167,10 +174,10 @@ class Worker:
             raise
 
     def ask(self, do: str, tokens: Sequence[int] = (), **more: object) -> dict[str, Any]:
-        """One request and its answer. Raises WorkerFailed."""
+        """Send one request and return its answer. Raises WorkerFailed."""
         assert self._process.stdin is not None
         request = {"do": do, **more} | ({"tokens": list(tokens)} if tokens else {})
-        with suppress(BrokenPipeError):  # it has ended: reading says how
+        with suppress(BrokenPipeError):  # it has exited: _answer reports how
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._answer()
@@ -184,7 +191,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A worker that is at something is let end it, unless we are to end at once ourselves."""
+        """Let the worker finish its request; kill it when this process itself must end."""
         if kind is not None and not issubclass(kind, Exception):
             self._process.kill()
         self.close()
@@ -201,7 +208,7 @@ class Worker:
         if self._limit_s is not None:
             timer.start()
         while (line := self._process.stdout.readline()) and not line.startswith("{"):
-            pass  # what a library said while it was imported
+            pass  # a line that a library printed during its import
         timer.cancel()
         if line:
             answer: dict[str, Any] = json.loads(line)

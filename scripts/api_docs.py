@@ -1,6 +1,6 @@
-"""Writes docs/api.md: every endpoint, its fields and their defaults, from what the server checks.
+"""Write docs/api.md: every endpoint, its fields and their defaults, from the server's checks.
 
-Does not start a server. A test compares the file with what this would write.
+It starts no server. A test compares the file with the text written here.
 
     python scripts/api_docs.py
 """
@@ -54,7 +54,7 @@ top_p 0.9 and a repeat_penalty of 1.1 over 64 tokens.
 
 
 def written() -> str:
-    """What docs/api.md should hold."""
+    """Return the text of docs/api.md."""
     with tempfile.TemporaryDirectory() as home:
         app = create_app(Settings(Path(home)), ServerSettings(), EngineConfig())
     document = app.openapi()
@@ -74,7 +74,7 @@ def written() -> str:
                 parts.append(_table(schemas[name], used))
             if path == "/metrics":
                 parts.append(_metrics(app.state.metrics))
-    for name in used:  # grows while it is read
+    for name in used:  # grows during the loop
         parts.append(f"### {_title(name)}\n")
         if schemas[name].get("description"):
             parts.append(" ".join(schemas[name]["description"].split()) + "\n")
@@ -94,7 +94,7 @@ answered 400. An answer that follows a schema has at most one space between its 
 
 
 def _metrics(metrics: Metrics) -> str:
-    """A row per metric, from the text that names them all before any model is loaded."""
+    """Return a row per metric, from the exposition before any model is loaded."""
     lines = ["| metric | type | meaning |", "|---|---|---|"]
     texts: dict[str, str] = {}
     for line in metrics.exposition().splitlines():
@@ -129,14 +129,14 @@ def _table(schema: dict[str, Any], used: list[str]) -> str:
 
 
 def _title(name: str) -> str:
-    """Two APIs have a Message: what tells them apart is the module, which FastAPI puts in front."""
+    """Return the title of a schema; its module tells apart equal names, like the APIs' Message."""
     *modules, last = name.split("__")
     title = last.removeprefix("_")
     return f"{title} of {modules[-1].removesuffix('_api')}" if modules else title
 
 
 def _shown(about: dict[str, Any]) -> str:
-    """An absent default is null, or made anew: an empty object or list."""
+    """Return the default as JSON; an absent one is null, or a new empty object or list."""
     empty = {"object": {}, "array": []}.get(about.get("type", ""))
     return json.dumps(about.get("default", empty))
 

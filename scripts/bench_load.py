@@ -1,7 +1,7 @@
-"""What the checksum of every load costs: experts read past the page cache, with it and without.
+"""Measure the cost of every load's checksum: read experts with O_DIRECT, with it and without.
 
 Run: python scripts/bench_load.py [--folder .] [--megabytes 12.6] [--experts 160] [--readers 4]
-Writes shards of random bytes, then reads all of them in waves, alternating, and prints the time of
+Writes shards of random bytes, then reads all of them in waves, alternating. Prints the speed of
 both and the median ratio.
 """
 
@@ -24,7 +24,7 @@ _SLOTS = 16
 
 
 def read_all(folder: Path, records: list[FileRecord], readers: int) -> float:
-    """Seconds to read every shard once, O_DIRECT where the disk allows it."""
+    """Return the seconds to read every shard once, with O_DIRECT where the disk allows it."""
     pool = SlotPool(_SLOTS, records[0].data_bytes)
     transfer = Transfer(folder, records, pool, readers=readers, direct_io=True)
     start = time.perf_counter()

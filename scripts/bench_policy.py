@@ -1,9 +1,9 @@
-"""Measures what `adaptive` costs per decoded token: matching, deciding, and what traces it.
+"""Measure the cost of `adaptive` per decoded token: matching, deciding and tracing.
 
 Run: python scripts/bench_policy.py [--entries 0,120,1000]
-Routing is drawn: each layer's experts by Zipf's law, half of a token's as the token before. A tenth
-of the experts fits; misses and reads ahead are told as an engine tells them, and cost no time.
-Medians of a token; every shape alternates between the numbers of entries.
+Routing is drawn: each layer's experts by Zipf's law, half of a token's from the previous token. A
+tenth of the experts fits. Misses and prefetches are reported to the policy like an engine does, and
+cost no time. Prints medians per token; every shape alternates between the numbers of entries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ ROW = np.zeros(1, np.int64)
 
 
 def routing(shape: RoutingShape, tokens: int, seed: int) -> NDArray[np.int64]:
-    """[tokens, L, 1, K]: Zipf's law, a random order per layer; half stay from the token before."""
+    """Return [tokens, L, 1, K] ids by Zipf's law, in a random order of experts per layer.
+
+    Half of a token's experts stay from the previous token.
+    """
     random = np.random.default_rng(seed)
     weight = 1 / np.arange(1, shape.experts + 1)
     ids = np.empty((tokens, shape.layers, 1, shape.top_k), np.int64)
@@ -45,7 +48,7 @@ def routing(shape: RoutingShape, tokens: int, seed: int) -> NDArray[np.int64]:
 
 
 def collection(shape: RoutingShape, entries: int) -> Eamc:
-    """As many requests as that, of 32 decode tokens each."""
+    """Return a collection of `entries` requests of 32 decode tokens each."""
     random = np.random.default_rng(1)
     eamc = Eamc(max(1, entries), shape.layers, shape.experts)
     weight = 1 / np.arange(1, shape.experts + 1)
@@ -58,7 +61,7 @@ def collection(shape: RoutingShape, entries: int) -> Eamc:
 def deciding(
     shape: RoutingShape, eamc: Eamc, tokens: NDArray[np.int64], hints: bool
 ) -> list[float]:
-    """Seconds per token in the policy."""
+    """Return the seconds per token in the policy."""
     slots = shape.layers * shape.experts // 10
     policy = POLICIES["adaptive"](Setup(shape, slots, eamc))
     resident, spent = set[int](), list[float]()
@@ -84,7 +87,10 @@ def deciding(
 
 
 def matching(shape: RoutingShape, eamc: Eamc, tokens: NDArray[np.int64]) -> list[float]:
-    """Seconds per token, cosine and best match after every layer, as the policy `eamc` does."""
+    """Return the seconds per token of matching.
+
+    Cosine and best match run after every layer, like in the policy `eamc`.
+    """
     matcher, spent = Matcher(eamc, "decode"), []
     for ids in tokens:
         start = time.perf_counter()
@@ -97,7 +103,7 @@ def matching(shape: RoutingShape, eamc: Eamc, tokens: NDArray[np.int64]) -> list
 
 
 def tracing(shape: RoutingShape, tokens: NDArray[np.int64]) -> list[float]:
-    """Seconds per token to write routing down."""
+    """Return the seconds per token to record routing."""
     spent = []
     for ids in tokens:
         start = time.perf_counter()

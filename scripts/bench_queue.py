@@ -1,9 +1,9 @@
-"""The copy queue against the drive: random expert-sized reads, floor and ceiling in the same run.
+"""Compare the copy queue with the drive: random expert-sized reads, floor and ceiling in one run.
 
 Run: python scripts/bench_queue.py [--folder .] [--megabytes 4] [--experts 128] [--rounds 7]
-Floor: one preadv after the other. Ceiling: the best cell of the sweep that `moeinf devices` makes
-(plain threads and preadv, 1 to 32 in flight, both ways of reading), measured anew in every round.
-The queue reads as that sweep has chosen, with and without the checksum of every expert.
+Floor: one preadv after the other. Ceiling: the best cell of the sweep of `moeinf devices` (plain
+threads and preadv, 1 to 32 in flight, direct and buffered reads), measured again in every round.
+The queue reads with the settings that the sweep chose, with and without each expert's checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SLOTS = 32
 
 
 def queue_speed(pieces: list[FileRange], crcs: list[int] | None, reading: Reading) -> float:
-    """Bytes per second of demanding every expert once, in random order; a window of slots."""
+    """Return bytes per second of demanding every expert once, in random order, over 32 slots."""
     records = [
         FileRecord(p.path.name, p.size_bytes, "", None if crcs is None else crcs[i])
         for i, p in enumerate(pieces)
@@ -65,7 +65,7 @@ def queue_speed(pieces: list[FileRange], crcs: list[int] | None, reading: Readin
 
 
 def nobody(*_: int) -> None:
-    """Progress that is not shown."""
+    """Ignore progress."""
 
 
 def main() -> None:

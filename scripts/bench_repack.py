@@ -1,10 +1,10 @@
-"""How fast a checkpoint is repacked, beside what copying it takes on the same disk in the same run.
+"""Compare the speed of repacking a checkpoint with copying it, on the same disk in the same run.
 
 Run: python scripts/bench_repack.py [--gigabytes 6] [--rounds 3] [--folder .] [--tags q4,q8]
-Each round, in turn: `cp` of the checkpoint's files and a sync of the disk, and `moeinf pull` of it,
-as processes of their own, with the page cache of the checkpoint dropped before each. Prints bytes
+Each round runs `cp` of the checkpoint's files with a sync of the disk, then `moeinf pull` of it.
+Both are processes of their own; the checkpoint's page cache is dropped before each. Prints bytes
 per second of both and the ratio, round by round, and the median ratio. With --tags, a round also
-pulls the checkpoint as those, and their ratios are to the pull in bf16; all count source bytes.
+pulls the checkpoint in those tags; their ratios are to the pull in bf16. All count source bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOEINF = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
 
 
 def forget(folder: Path) -> None:
-    """Drops the files of a folder from the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,7 +1,7 @@
-"""Compiles the native code for 64-bit Arm, and runs its portable path there, in an emulator.
+"""Compile the native code for 64-bit Arm, and run its portable path there, in an emulator.
 
-Does not build a wheel: what is shown is that the code has no x86 in it that it cannot do without,
-that the queue's and the pool's drivers pass, and that the kernels give the same bits as here.
+It builds no wheel. It shows that the code compiles without x86 features, that the queue's and the
+pool's drivers pass, and that the kernels give the same bits as on this machine.
 
     apt install g++-aarch64-linux-gnu qemu-user-static && python scripts/check_aarch64.py
 """
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compile_module(source: Path, folder: Path) -> None:
-    """One file of the module. Python's headers are this machine's: sizes of pointers agree."""
+    """Compile one file of the module, with this machine's Python headers: pointer sizes agree."""
     includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
     target = folder / f"{source.parent.name}-{source.stem}.o"
     command = [COMPILER, *FLAGS, "-fPIC", *includes, "-c", str(source), "-o", str(target)]
@@ -68,10 +68,10 @@ def compile_module(source: Path, folder: Path) -> None:
 def run(
     driver: str, folder: Path, sources: list[str], *arguments: str, compiler: str = COMPILER
 ) -> str:
-    """Builds a driver and returns what it says; an exception when it fails."""
+    """Build a driver, run it and return its output; raise an exception when it fails."""
     path = folder / f"{driver}-{compiler}"
     files = [str(DRIVERS / f"{driver}.cpp"), *(str(NATIVE / source) for source in sources)]
-    # GCC 12 warns of its own AVX-512 intrinsics; the build of the module knows where.
+    # GCC 12 warns about its own AVX-512 intrinsics; the module's build silences that where needed.
     options = [*FLAGS, "-pthread", "-w" if compiler == "g++" else "-static"]
     subprocess.run(
         [compiler, *options, f"-I{NATIVE}", f"-I{DRIVERS}", "-o", str(path), *files], check=True

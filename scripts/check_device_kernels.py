@@ -1,12 +1,12 @@
-"""Compiles every device kernel for GPUs that need not be here, and prints what each one takes.
+"""Compile every device kernel for GPUs that may be absent, and print the resources of each.
 
     python scripts/check_device_kernels.py [--only REGEX] [sm_80 sm_86 sm_90 …]
 
-Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. A line per kernel and variant:
-registers per thread, bytes spilled to local memory, bytes of shared memory, warps; in the PTX,
-products on tensor cores, and copies to shared memory that may be under way while others are waited
-for. It does not know how fast a kernel is. Ends with 1 when a kernel spills more than two
-registers, or one for many rows has no such product.
+Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. Prints a line per kernel and
+variant: registers per thread, bytes spilled to local memory, bytes of shared memory, warps; in the
+PTX, products on tensor cores, and copies to shared memory that may be in flight during a wait. It
+measures no speed. Exits with 1 when a kernel spills more than two registers, or when one for many
+rows has no product on tensor cores.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from moeinf.offload.gpu_kernels import prefill_attention as prefill
 from moeinf.offload.gpu_kernels import router
 from moeinf.offload.gpu_kernels.tiles import FUSION
 
-DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, Blackwell of desks
-SPILLED_BYTES = 8  # three blocks of 32 rows do so on sm_120
+DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, desktop Blackwell
+SPILLED_BYTES = 8  # three blocks of 32 rows spill that on sm_120
 FORMS = ("q4", "q8", "mxfp4", "bf16")
 POINTERS = {
     "ids": "*i64", "table": "*i32", "words": "*i32", "plain": "*bf16",
@@ -49,7 +49,7 @@ POINTERS = {
     "k_eps": "fp32", "clip": "fp32", "jitter": "fp32",
 }  # fmt: skip
 PLAIN = [name for name, pointer in POINTERS.items() if pointer == "*bf16"]  # of a model in float32
-# What a model's shapes make multiples of 16, and Triton then takes for granted.
+# Sizes that are multiples of 16 in all models; Triton then assumes it.
 ROUND = (
     "slot_words",
     "hidden",
@@ -73,7 +73,7 @@ ROUND = (
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """What to call it, the kernel, its constants, its warps."""
+    """Yield the name, the kernel, its constants and its number of warps."""
     for form in FORMS:
         common = {"FORM": form, "STAGES": 4, "EMULATE": False}
         for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
@@ -103,8 +103,10 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 
 
 def of_many_rows() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """The same of a prefill chunk's attention: with sinks, and where every head has its own keys,
-    which makes per_group a 1 that Triton takes for a constant."""
+    """Yield the same for a prefill chunk's attention: with sinks, and with keys for every head.
+
+    The latter makes per_group 1, which Triton treats as a constant.
+    """
     for dtype, width, values in (
         (torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128), (torch.bfloat16, 192, 128),
         (torch.bfloat16, 256, 256), (torch.bfloat16, 512, 512), (torch.float32, 128, 128),
@@ -121,7 +123,7 @@ def of_many_rows() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 
 
 def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """The same of what stands between the products of a decode step."""
+    """Yield the same for the kernels between the products of a decode step."""
     for name, more in (("", {}), (" fp32", {"TYPE": "*fp32"})):
         for wide in (False, True):
             constants = {"PIECE": 2048, "WIDE": wide, **more}
@@ -129,7 +131,7 @@ def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             constants = {"COLUMNS": 256, "NORMED": True, "WIDE": wide, "CLIPPED": True, **more}
             yield f"gqa_row{name}{' wide' * wide}", between.gqa_row, constants, 1
         constants = {"COLUMNS": 128, "NORMED": False, "WIDE": False, "CLIPPED": False, **more}
-        constants["groups"] = 1  # which Triton takes for a constant, as every 1 of a launch
+        constants["groups"] = 1  # Triton treats it as a constant, like every 1 of a launch
         yield f"gqa_row{name} plain", between.gqa_row, constants, 1
         yield f"mla_row{name}", between.mla_row, {"COLUMNS": 64, "LATENT": 512, **more}, 2
         yield f"gated_rows{name}", between.gated_rows, {"COLUMNS": 1024, **more}, 4
@@ -150,7 +152,7 @@ def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 
 
 def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """The same of kernels for many rows."""
+    """Yield the same for kernels of many rows."""
     for rows, warps in ((16, 4), (32, 4), (64, 8)):
         common = {"FORM": form, "STAGES": 4, "ROWS": rows}
         for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
@@ -163,7 +165,7 @@ def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:
-    """The kernel for one GPU, with types and alignments as expert_ffn.py passes them."""
+    """Return the kernel for one GPU, with the types and alignments that expert_ffn.py passes."""
     constants = dict(constants)
     form, plain = constants.get("FORM"), constants.pop("TYPE", None)
     staged = constants.pop("STAGED", None)
@@ -193,7 +195,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> A
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread, and bytes of stack, where spilled registers go."""
+    """Return registers per thread, and bytes of stack, which holds spilled registers."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -207,13 +209,13 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def products(ptx: str) -> int:
-    """Instructions that multiply 8-bit integers on tensor cores."""
+    """Return the number of instructions that multiply 8-bit integers on tensor cores."""
     found = r"^\s*(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k32\S*\.s32\.s8\.s8"
     return len(re.findall(found, ptx, re.M))
 
 
 def groups_ahead(ptx: str) -> int:
-    """Groups of copies that may be under way beyond those that are waited for."""
+    """Return the groups of copies that may stay in flight during a wait for older ones."""
     return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
 
 

@@ -1,15 +1,17 @@
-"""transformers with accelerate's offload: python -m benchmarks.peers.accelerate CHECKPOINT …
+"""transformers with accelerate's offload.
 
-    --setting disk  --folder F    layers lie on disk and are brought when they run, as `device_map`
-                                  with "disk" does it; embedding and head stay in memory
-    --setting cpu                 weights lie in memory and are brought to the device that computes
-                                  (`accelerate.cpu_offload`): the GPU where there is one
-    --setting gpu  --device-bytes N   as many layers as N bytes hold stay on the GPU, the others are
-                                  brought from memory (`device_map="auto"` with `max_memory`, which
-                                  keeps room in N for the largest of them); without a GPU, to try it
-                                  out: as many stay in memory, the others come from disk, --folder F
+Run: python -m benchmarks.peers.accelerate CHECKPOINT …
 
-Knows torch, transformers and accelerate.
+    --setting disk  --folder F    layers are on disk and loaded when they run (`device_map` with
+                                  "disk"); embedding and head stay in memory
+    --setting cpu                 weights are in memory and copied to the computing device
+                                  (`accelerate.cpu_offload`): the GPU if there is one
+    --setting gpu  --device-bytes N   layers stay on the GPU up to N bytes, the others are copied
+                                  from memory (`device_map="auto"` with `max_memory`, which
+                                  reserves room in N for the largest of them); without a GPU, for a
+                                  trial: N bytes stay in memory, the others are on disk, --folder F
+
+Imports torch, transformers and accelerate.
 """
 
 from __future__ import annotations

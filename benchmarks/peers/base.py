@@ -1,10 +1,10 @@
-"""What the peers' workers have in common: options, start, and the clock of streamed answers.
+"""The common part of the peers' workers: options, start, and the clock of streamed answers.
 
-Does not know any peer, nor moeinf: it runs in the peer's Python.
+It runs in the peer's Python, so it imports neither a peer nor moeinf.
 
-A peer's file defines one class with `reset`, `turn` and `about` (worker.Talker) and hands it to
-`main`. Answers are fed token by token where the peer lets one (worker.forced_turn); else the peer
-chooses, and what is measured is when each token arrived.
+A peer's file defines one class with `reset`, `turn` and `about` (worker.Talker) and passes it to
+`main`. Where the peer allows it, answers are forced token by token (worker.forced_turn). Otherwise
+the peer chooses, and the arrival time of each token is measured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _IMPORTED_AT = time.monotonic()
 
 
 class Enough(Exception):
-    """A turn's time is over."""
+    """The time of a turn is over."""
 
 
 class Clock:
-    """When tokens arrived: a streamer as `generate` of transformers wants it.
+    """The arrival times of tokens: a streamer for `generate` of transformers.
 
     `put` is called with the prompt first and then once per step, for all conversations.
     """
@@ -36,7 +36,7 @@ class Clock:
         self._end = self.start + limit_s
 
     def put(self, _: object) -> None:
-        """Raises Enough."""
+        """Record the time of a token. Raises Enough after the time limit."""
         self.times.append(time.perf_counter())
         if self.times[-1] > self._end:
             raise Enough
@@ -44,14 +44,14 @@ class Clock:
     def end(self) -> None: ...
 
     def turn(self) -> dict[str, Any]:
-        """The turn's answer; the prompt's own call does not count."""
+        """Return the turn's answer, without the call for the prompt."""
         return streamed(self.start, [self.times[1:]])
 
 
 def streamed(start: float, arrivals: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """A turn's answer from the times at which each conversation's tokens arrived.
+    """Return a turn's answer from the arrival times of each conversation's tokens.
 
-    A step is over when every conversation has its token. RuntimeError when one has none.
+    A step ends when every conversation has its token. Raises RuntimeError when one has no token.
     """
     if not all(arrivals):
         raise RuntimeError("a conversation was given no token")
@@ -61,7 +61,7 @@ def streamed(start: float, arrivals: Sequence[Sequence[float]]) -> dict[str, Any
 
 
 def options() -> argparse.ArgumentParser:
-    """Those of every worker; a peer reads the ones that it has a use for."""
+    """Return the parser of the options of every worker; a peer reads those that it needs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", help="a file, a folder, or the name that a server knows")
     parser.add_argument("--threads", type=int, required=True)
@@ -76,7 +76,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(load: Callable[[argparse.Namespace], Talker]) -> None:
-    """A peer's worker: loads, then does as it is told."""
+    """Run a peer's worker: load, then serve commands."""
     out = claim_stdout()
     runner = load(options().parse_args())
     serve(runner, {"imported_at": _IMPORTED_AT, "ready_at": time.monotonic()}, out)

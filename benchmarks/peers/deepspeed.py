@@ -1,9 +1,11 @@
-"""DeepSpeed's ZeRO inference: python -m benchmarks.peers.deepspeed CHECKPOINT --setting cpu|nvme …
+"""DeepSpeed's ZeRO inference.
 
-Knows torch, transformers and deepspeed: stage 3 with parameters offloaded to memory, or to
-`--folder` on a drive, as DeepSpeedExamples/inference/huggingface/zero_inference runs it. Computes
-on a GPU where there is one. The drive is read by a part of it that is compiled when it is first
-used, which takes minutes and wants libaio's headers.
+Run: python -m benchmarks.peers.deepspeed CHECKPOINT --setting cpu|nvme …
+
+Imports torch, transformers and deepspeed: stage 3 with parameters offloaded to memory, or to
+`--folder` on a drive, as in DeepSpeedExamples/inference/huggingface/zero_inference. It computes on
+a GPU if there is one. The drive's reader is compiled on first use, which takes minutes and needs
+libaio's headers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from benchmarks.peers.base import main
 from benchmarks.peers.torch_talkers import Generating, best_device
 
 _BUFFER_STEP = 1 << 20
-# What its launcher would say of the only process; it asks MPI otherwise.
+# The variables that its launcher sets for a single process; without them it asks MPI.
 _ALONE = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
@@ -31,8 +33,10 @@ _ALONE = {
 def config_of(
     hidden: int, largest: int, batch: int, setting: str, folder: str | None
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration, with its example's numbers; but a buffer of its drive holds the
-    `largest` parameter and no more, since five of the example's are 20 GiB of memory."""
+    """Return DeepSpeed's configuration, with its example's numbers except the drive's buffers.
+
+    A buffer holds the `largest` parameter and no more: five of the example's take 20 GiB of memory.
+    """
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     more: dict[str, Any] = {}
     if setting == "nvme":
@@ -72,7 +76,7 @@ def load(o: argparse.Namespace) -> Generating:
         largest = max(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
     setting = "cpu" if o.setting == "default" else o.setting
     config = config_of(shape.hidden_size, largest, o.batch, setting, o.folder)
-    told = HfDeepSpeedConfig(config)  # from_pretrained asks whether there is one
+    told = HfDeepSpeedConfig(config)  # from_pretrained looks for a live one
     model = AutoModelForCausalLM.from_pretrained(o.model, dtype=torch.bfloat16)
     engine = deepspeed.initialize(model=model.eval(), config_params=config)[0]
     del told

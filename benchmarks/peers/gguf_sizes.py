@@ -1,7 +1,4 @@
-"""Which layers of a GGUF file have their experts on a GPU, by the sizes of its tensors.
-
-Does not know files.
-"""
+"""The layers of a GGUF file whose experts are on a GPU, by the sizes of its tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +7,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:up|down|gate|gate_up)_exps\.")
-_IN_RAM = "token_embd.weight"  # llama.cpp looks rows up where they are: never on a GPU
+_IN_RAM = "token_embd.weight"  # llama.cpp looks up rows in place: never on a GPU
 
 
 def layers_below(sizes: Mapping[str, int], device_bytes: int) -> list[int]:
-    """Layers whose experts stay in RAM, the first ones: of the others as many as device_bytes hold
-    beside the dense weights. sizes: bytes by name. SystemExit where those have no room."""
+    """Return the layers, the first ones, whose experts stay in RAM.
+
+    The last layers' experts fill device_bytes beside the dense weights. sizes: bytes by name.
+    Raises SystemExit when the dense weights do not fit.
+    """
     experts, dense = Counter[int](), 0
     for name, size in sizes.items():
         match = _EXPERTS.match(name)

@@ -1,6 +1,8 @@
-"""KTransformers by HTTP: python -m benchmarks.peers.ktransformers MODEL --server URL …
+"""KTransformers by HTTP.
 
-Knows the OpenAI words that both of its servers speak (`python -m sglang.launch_server` with
+Run: python -m benchmarks.peers.ktransformers MODEL --server URL …
+
+Uses the OpenAI format that both of its servers speak (`python -m sglang.launch_server` with
 --kt-weight-path, and the older `ktransformers` server): /v1/chat/completions, server-sent events.
 """
 

@@ -1,10 +1,12 @@
-"""llama.cpp: python -m benchmarks.peers.llama_cpp FILE.gguf --setting default …
+"""llama.cpp through its low-level Python calls.
 
-    --setting experts --device-bytes N      on a GPU: all dense weights, and the experts of as many
-                                            layers as there is room for in N bytes of weights; the
-                                            CPU computes the others (its --n-cpu-moe)
+Run: python -m benchmarks.peers.llama_cpp FILE.gguf --setting default …
 
-Knows numpy, gguf and llama_cpp (its low-level calls, so that nothing of its Python part counts).
+    --setting experts --device-bytes N      on a GPU: all dense weights, and the experts of all
+                                            layers that fit in N bytes of weights; the CPU computes
+                                            the others (its --n-cpu-moe)
+
+Imports numpy, gguf and llama_cpp. The low-level calls exclude the cost of its Python layer.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ class LlamaRunner:
         model = api.llama_model_default_params()
         known = {name for name, *_ in model._fields_}
         for field, value in SETTINGS[o.setting].items():
-            assert field in known, field  # ctypes would take any other, and do nothing
+            assert field in known, field  # ctypes accepts unknown fields and ignores them
             setattr(model, field, value)
         if o.setting == "experts":
             if not api.llama_supports_gpu_offload():
                 raise SystemExit("this llama.cpp was built without CUDA")
             assert o.device_bytes is not None, "--device-bytes"
-            self._places = experts_on_cpu(o.model, o.device_bytes)  # read while it loads
+            self._places = experts_on_cpu(o.model, o.device_bytes)  # read during the load
             model.tensor_buft_overrides = ctypes.cast(self._places, ctypes.c_void_p)
         self._model = api.llama_model_load_from_file(o.model.encode(), model)
         if not self._model:
@@ -105,7 +107,7 @@ class LlamaRunner:
         self._decode(api.llama_batch_get_one(ids, len(tokens)))
 
     def _rows(self, rows: list[tuple[int, int]]) -> None:
-        """One pass of (conversation, token); logits of the last row of each conversation."""
+        """Run one pass of (conversation, token) rows, with logits of each conversation's last."""
         last = {number: row for row, (number, _) in enumerate(rows)}
         batch = self._batch
         batch.n_tokens = len(rows)
@@ -126,14 +128,16 @@ class LlamaRunner:
 
 
 class Place(ctypes.Structure):
-    """llama_model_tensor_buft_override: where tensors whose name matches are to lie."""
+    """llama_model_tensor_buft_override: the memory for tensors whose name matches."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 def experts_on_cpu(path: str, device_bytes: int) -> ctypes.Array[Place]:
-    """The experts of the first layers in RAM, so many that the other weights fit in device_bytes.
-    SystemExit where the dense ones do not."""
+    """Place the experts of the first layers in RAM, so that all other weights fit in device_bytes.
+
+    Raises SystemExit when the dense weights do not fit.
+    """
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
     below = layers_below(sizes, device_bytes)
     base = ctypes.CDLL(str(next(Path(api.__file__).parent.glob("lib/libggml-base.so"))))

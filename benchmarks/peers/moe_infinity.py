@@ -1,10 +1,12 @@
-"""MoE-Infinity: python -m benchmarks.peers.moe_infinity CHECKPOINT --folder F --device-bytes N …
+"""MoE-Infinity (github.com/EfficientMoE/MoE-Infinity); needs a GPU.
 
-Knows torch and moe_infinity (github.com/EfficientMoE/MoE-Infinity): `MoE(checkpoint, config)` with
-`offload_path` and `device_memory_ratio`, and its `generate`. The ratio is one of the whole card's
-memory, and is what weights may take there: DeviceMemoryPool::SetMemoryRatio. Newer versions have an
-engine of their own, which takes 15 % of the card for its KV cache and streams no tokens: where
-there is a choice, transformers' `generate` is called. Needs a GPU.
+Run: python -m benchmarks.peers.moe_infinity CHECKPOINT --folder F --device-bytes N …
+
+Imports torch and moe_infinity: `MoE(checkpoint, config)` with `offload_path` and
+`device_memory_ratio`, and its `generate`. The ratio is the part of the whole card's memory that
+weights may take (DeviceMemoryPool::SetMemoryRatio). Newer versions have an engine of their own. It
+takes 15 % of the card for its KV cache and streams no tokens, so it is turned off there and
+transformers' `generate` is called.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def load(o: argparse.Namespace) -> Generating:
     _, total_bytes = torch.cuda.mem_get_info()
     ratio = min(1.0, o.device_bytes / total_bytes)
     config: dict[str, Any] = {"offload_path": o.folder, "device_memory_ratio": ratio}
-    with suppress(ImportError):  # older versions have no such choice
+    with suppress(ImportError):  # older versions lack this option
         from moe_infinity.utils.config import (  # pyright: ignore[reportMissingImports]
             ArcherConfig,
         )

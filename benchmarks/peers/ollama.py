@@ -1,6 +1,8 @@
-"""Ollama by HTTP: python -m benchmarks.peers.ollama MODEL --server http://127.0.0.1:11434 …
+"""Ollama by HTTP.
 
-Knows Ollama's /api/generate (docs.ollama.com/api): raw prompts, a line of JSON per piece.
+Run: python -m benchmarks.peers.ollama MODEL --server http://127.0.0.1:11434 …
+
+Uses Ollama's /api/generate (docs.ollama.com/api): raw prompts, a line of JSON per piece.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What ollama.py and ktransformers.py share: a server of its own that streams text over HTTP.
+"""The common part of ollama.py and ktransformers.py: a server that streams text over HTTP.
 
-Does not know its words. Such a server takes text, not token ids, and runs a model of its own: its
-prompts are so many short words, and what it makes of them is its own count.
+Such a server takes text, not token ids, and runs a model of its own. Prompts are one short word per
+token asked for, and the server counts its own tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.peers.base import streamed
 _WORDS = (
     "one day old sea big map red cat new sun low hill far road dry leaf her hand his door".split()
 )
-Stream = Callable[[str, int], Iterator[str]]  # text so far, most tokens -> pieces as they arrive
+Stream = Callable[[str, int], Iterator[str]]  # text so far, most tokens -> pieces in order
 
 
 class Served:
-    """See worker.Talker. `stream` asks the server; conversations are asked at the same time."""
+    """See worker.Talker. `stream` asks the server; conversations run at the same time."""
 
     def __init__(self, stream: Stream, about: Callable[[], dict[str, Any]]) -> None:
         self._stream, self._about = stream, about
@@ -56,12 +56,12 @@ class Served:
 
 
 def words(tokens: list[int]) -> str:
-    """As many words as tokens."""
+    """Return one short word per token."""
     return "".join(f" {_WORDS[token % len(_WORDS)]}" for token in tokens)
 
 
 def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
-    """Lines of the answer to a POST, as they arrive."""
+    """Yield the lines of the answer to a POST as they arrive."""
     data = json.dumps(body).encode()
     request = Request(address, data, {"Content-Type": "application/json"})
     with urlopen(request, timeout=600) as response:
@@ -70,7 +70,7 @@ def lines(address: str, body: dict[str, Any]) -> Iterator[str]:
 
 
 def get(address: str) -> dict[str, Any]:
-    """The answer to a GET."""
+    """Return the answer to a GET."""
     with urlopen(address, timeout=10) as response:
         found: dict[str, Any] = json.loads(response.read())
     return found

@@ -1,6 +1,6 @@
-"""The peers by name: what each needs, and whether it is here. A peer is one file and one line.
+"""The peers by name, their requirements, and a check of them. A peer is one file and one line.
 
-Does not know how a peer is used; nothing of a peer is imported here.
+Nothing of a peer is imported here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from urllib.error import URLError
 from urllib.request import urlopen
 
-# A peer's weights: our GGUF file, our checkpoint in bfloat16, or a model of the server's own.
+# A peer's weights: our GGUF file, our checkpoint in bfloat16, or a model that its server has.
 Weights = Literal["gguf", "checkpoint", "served"]
 # Everything in memory; memory for a share of the experts, enforced; a GPU for a share of them.
 Place = Literal["ram", "limited", "gpu"]
@@ -20,13 +20,13 @@ Place = Literal["ram", "limited", "gpu"]
 
 @dataclass(frozen=True)
 class Peer:
-    """A program to compare with, or one way of using it.
+    """A program to compare with, or one way to use it.
 
-    needs       packages that its Python must have; install: how to get them
-    places      the scenarios in which it makes sense
-    setting     which of the peer's own ways this is
-    late        it cannot load within a memory limit: the limit comes when it has loaded
-    alive       what a running server answers
+    needs       packages that its Python must have; install: the way to get them
+    places      the scenarios for it
+    setting     the peer's own mode
+    late        it cannot load within a memory limit: the limit is set after the load
+    alive       the path that a running server answers
     """
 
     name: str
@@ -41,7 +41,7 @@ class Peer:
     alive: str = ""
 
     def problem(self, python: str, server: str | None, model: str | None, gpu: bool) -> str | None:
-        """Why it cannot run here; None when it can. `model`: the name of a server's model."""
+        """Return why it cannot run here, or None. `model`: the name of a server's model."""
         if self.alive:
             try:
                 with closing(urlopen(f"{server}{self.alive}", timeout=5)):

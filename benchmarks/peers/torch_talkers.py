@@ -1,6 +1,6 @@
-"""What peers on torch share: two ways to talk to a model of transformers.
+"""The common part of peers on torch: two ways to talk to a model of transformers.
 
-Does not know how the model was loaded, nor where its weights are.
+The peer's file loads the model and places its weights.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ def versions(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def placed(model: Any) -> dict[str, Any]:
-    """How many pieces of a model with a device map are where; nothing where all are on one device,
-    of which transformers makes no map."""
+    """Return the number of pieces of a model per place in its device map.
+
+    Empty when all pieces are on one device: transformers makes no map then.
+    """
     places = getattr(model, "hf_device_map", {})
     return {"placed": Counter(str(place) for place in places.values())}
 
 
 class CausalLm:
-    """See worker.Runner: pass by pass. Conversations, all of one length, lie in one tensor."""
+    """See worker.Runner: pass by pass. Conversations, all of one length, share one tensor."""
 
     def __init__(
         self, model: Any, device: str, packages: Sequence[str], more: Mapping[str, Any] = {}
     ) -> None:
-        """more: what `about` says besides."""
+        """Keep the model. more: further items for `about`."""
         self._model, self._device, self._packages, self._more = model, device, packages, more
         self.reset()
 
@@ -72,7 +74,7 @@ class CausalLm:
         return {**versions(self._packages), **self._more}
 
     def _pass(self, rows: list[list[int]]) -> None:
-        """Appends rows [B][t] to the conversations; the logits of the last of each."""
+        """Append rows [B][t] to the conversations and keep the logits of each last token."""
         with torch.inference_mode():
             found = self._model(
                 torch.tensor(rows, device=self._device),
@@ -86,7 +88,7 @@ class CausalLm:
 class Generating:
     """See worker.Talker: by `generate(input_ids, **options)`, which returns prompts and answers.
 
-    A turn hands over whole conversations again: no KV cache is kept between calls.
+    A turn passes whole conversations again: no KV cache is kept between calls.
     """
 
     def __init__(self, generate: Any, device: str, packages: Sequence[str]) -> None:

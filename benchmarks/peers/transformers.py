@@ -1,6 +1,6 @@
-"""transformers, everything in memory: python -m benchmarks.peers.transformers CHECKPOINT …
+"""transformers, with everything in memory.
 
-Knows torch and transformers.
+Run: python -m benchmarks.peers.transformers CHECKPOINT …
 """
 
 from __future__ import annotations

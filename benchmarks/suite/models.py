@@ -1,7 +1,7 @@
-"""The model of a suite in every format that its programs read, as large as the disk affords.
+"""The model of a suite in every format that its programs read, at the size that the disk allows.
 
-Does not know scenarios. Routing is calibrated (benchmarks/calibrated.py) where the shape is a real
-one; the quick suite takes a thin shape, which only shows that everything works.
+Routing is calibrated (benchmarks/calibrated.py) for a real shape. The quick suite takes a thin
+shape, which only shows that everything works.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class SuiteModel:
         return self.race.ours(self.tag)
 
     def file(self, weights: Weights) -> Path:
-        """What a peer reads, made unless it is there. OSError (ENOSPC)."""
+        """Return the file that a peer reads, made if absent. Raises OSError (ENOSPC)."""
         if weights == "gguf":
             return self.race.peer(GGUF_OF_TAG[self.tag], self.python)
         return self.race.huggingface()
 
     def bits(self, weights: Weights | None) -> float:
-        """Per weight, about; None: ours."""
+        """Return the bits per weight, about; None: ours."""
         if weights is None:
             return _BITS_OF_TAG[self.tag]
         return GGUF_BITS[GGUF_OF_TAG[self.tag]] if weights == "gguf" else 16.0
@@ -64,7 +64,7 @@ class SuiteModel:
 def make(
     cache: Path, name: str, layers: int | None, tag: str, formats: set[Weights], python: str
 ) -> SuiteModel:
-    """The model of shape `name` ("thin" too), with as many layers as fit where None are asked."""
+    """Return the model of shape `name` (or "thin"); layers None: the most layers that fit."""
     if name == "thin":
         config = {**shape("olmoe", layers, experts=16), **THIN}
         return SuiteModel(RaceModel(cache, "thin", config), tag, python)
@@ -74,7 +74,7 @@ def make(
 
 
 def _shape(name: str, layers: int) -> Config:
-    """With room for the longest conversation, which OLMoE's 4,096 tokens have not."""
+    """Return the config with a longer context than OLMoE's 4,096 tokens, which are too few."""
     return shape(name, layers) | {"max_position_embeddings": _CONTEXT}
 
 
@@ -83,9 +83,9 @@ def _named(name: str, layers: int) -> str:
 
 
 def layers_that_fit(cache: Path, name: str, tag: str, formats: set[Weights]) -> int:
-    """The most layers, by halves of the real shape, for which disk and memory suffice.
+    """Return the most layers, halving from the real shape, for which disk and memory suffice.
 
-    What lies in the cache already is not needed again. SystemExit when even two are too many.
+    Files that are already in the cache need no space. Raises SystemExit when two layers do not fit.
     """
     layers: int = shape(name)["num_hidden_layers"]
     while layers >= 2:

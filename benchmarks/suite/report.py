@@ -1,6 +1,6 @@
 """The suite's results: one JSON that grows row by row, one Markdown table, one picture.
 
-Does not know how anything is measured. matplotlib is imported where a picture is drawn.
+matplotlib is imported where a picture is drawn.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _HEAD = (
 
 
 class OtherModel(ValueError):
-    """The JSON is of another model or machine: its rows cannot stand beside new ones."""
+    """The JSON is of another model or machine: its rows are not comparable with new ones."""
 
 
 class Results:
-    """The JSON file: about, and rows by scenario and program. Every new row is written at once."""
+    """The JSON file: about, and rows by scenario and program. A new row is written at once."""
 
     def __init__(self, path: Path, about: Result) -> None:
-        """Raises OtherModel."""
+        """Read the file if it exists. Raises OtherModel."""
         self.path, self.about = path, about
         self._rows: dict[str, Row] = {}
         if not path.exists():
@@ -42,11 +42,11 @@ class Results:
         self._rows = found["rows"]
 
     def has(self, scenario: Scenario, program: str) -> bool:
-        """Whether that was measured, not only found to be impossible."""
+        """Return True when the row was measured, not only marked as impossible."""
         return bool(self._rows.get(_key(scenario, program), {}).get("ran"))
 
     def is_noisy(self, scenario: Scenario, program: str, cores: float) -> bool:
-        """Whether others used more processors than that while it was measured; or it failed."""
+        """Return True when the row failed, or others used more than `cores` processors in it."""
         row = self._rows.get(_key(scenario, program), {})
         failed = row.get("status", "ok") != "ok" and cores < float("inf")
         return failed or (row.get("others_cores") or 0.0) > cores
@@ -62,13 +62,13 @@ class Results:
         partial.replace(self.path)
 
     def rows(self, scenario: Scenario) -> list[Row]:
-        """What there is of a scenario, ours first."""
+        """Return the rows of a scenario, ours first."""
         found = [row for row in self._rows.values() if scenario == _scenario(row)]
         return sorted(found, key=lambda row: row["program"] != OURS)
 
 
 def markdown(results: Results, scenarios: Sequence[Scenario]) -> str:
-    """A heading per scenario with rows; below, what did not run and why."""
+    """Return a table of the rows; below it, the programs without a row and the reasons."""
     about = results.about
     lines = [
         f"`{about['command']}`, {about['when']}, {about['machine']['cpu']}, "
@@ -116,7 +116,7 @@ def _or_dash(value: Any, text: Any) -> str:
 
 
 def draw(results: Results, scenarios: Sequence[Scenario], path: Path) -> None:
-    """Tokens per second by scenario, by memory, and the time to the first token by prompt."""
+    """Draw tokens per second by scenario and by memory, and the time to first token by prompt."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,24 +1,24 @@
-"""One program in one scenario: a process is started, warmed, measured, and described in a row.
+"""One program in one scenario: start a process, warm it up, measure it, describe it in a row.
 
-Does not know options or reports. The keys of a row that was measured:
+The keys of a measured row:
 
     ttft_ms          until the last conversation has its first token (cold: from the imports on);
                      the median of its rounds
     tpot_ms_median   of all steps, each of which gives every conversation a token; _p95
     tokens_per_s     of all conversations together, first tokens not counted
-    hit_rate         share of expert events that found their expert (ours)
-    bytes_per_token  read from disk meanwhile, as the kernel counts it
-    peak_bytes       the most memory that the process has held
-    floor_ms         the least that a step can take in *our* format: the bytes it must read from
+    hit_rate         share of expert events that are hits (ours)
+    bytes_per_token  read from disk during the steps, by the kernel's count
+    peak_bytes       the peak memory of the process
+    floor_ms         the shortest time of a step in *our* format: the bytes it must read from
                      RAM, or those that ours read from disk, ÷ the speed measured beside this row
-                     (in a batch: all KV caches, but no more experts than one conversation needs);
+                     (in a batch: all KV caches, but only the experts of one conversation);
                      not on a GPU
-    forced           whether it was fed the scenario's tokens, or chose its own
-    others_cores     processors that everything else on the machine used meanwhile, time that a
-                     host took away included: a row where it is large says little
+    forced           true when it was fed the scenario's tokens, false when it chose its own
+    others_cores     processors that everything else on the machine used meanwhile, stolen time of
+                     a host included; a row with a large value is unreliable
 
-A limit is our dense weights + KV cache + 300 MB + the share of our experts; a program whose weights
-have more bits gets a limit that is larger by as much.
+A limit is our dense weights + KV cache + 300 MB + the share of our experts. A program with more
+bits per weight gets a proportionally larger limit for its weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Here:
-    """What there is on this machine. pythons, servers, served: by a peer's module."""
+    """The resources of this machine. pythons, servers, served: by a peer's module."""
 
     gpu: bool
     pythons: dict[str, str]
@@ -65,7 +65,7 @@ class Here:
         return self.pythons.get(peer.module, sys.executable)
 
     def problem(self, peer: Peer | None, scenario: Scenario) -> str | None:
-        """Why this row cannot be; None when it can. No peer: ours. Each peer is asked once."""
+        """Return why this row cannot run, or None. No peer: ours. Each peer is checked once."""
         if peer is not None:
             if peer.name not in self._known:
                 server, model = self.servers.get(peer.module), self.served.get(peer.module)
@@ -79,7 +79,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all rows of a suite share."""
+    """The values that all rows of a suite share."""
 
     model: SuiteModel
     threads: int
@@ -88,9 +88,9 @@ class Bench:
 
 
 def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | None) -> Row:
-    """Measures a row for which there is no problem. token_bytes: what ours said that a step reads.
+    """Measure a row without a known problem. token_bytes: the bytes that our step reads.
 
-    A program that ends, or takes too long, gives a row that says so.
+    When a program exits or takes too long, the row's status is the reason.
     """
     begin = time.monotonic()
     late = False
@@ -116,7 +116,7 @@ def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | 
     needed = found.pop("token_bytes", token_bytes)
     ram = read_ceiling(bench.threads)
     found |= {"token_bytes": needed, "ram_bytes_per_s": round(ram)}
-    if needed is not None and scenario.gpu is None:  # whose own memory was not measured
+    if needed is not None and scenario.gpu is None:  # a GPU's own memory was not measured
         disk = measure(
             bench.model.race.settings,
             bench.model.race.folder(bench.model.tag),
@@ -129,7 +129,7 @@ def run(bench: Bench, peer: Peer | None, scenario: Scenario, token_bytes: int | 
 
 
 def limit_bytes(bench: Bench, peer: Peer | None, scenario: Scenario) -> int | None:
-    """All memory that a program may use; None: no limit."""
+    """Return the memory that a program may use, in bytes; None: no limit."""
     if scenario.memory is None:
         return None
     manifest, model = bench.model.manifest(), bench.model
@@ -140,14 +140,14 @@ def limit_bytes(bench: Bench, peer: Peer | None, scenario: Scenario) -> int | No
 
 
 def device_bytes(bench: Bench, peer: Peer, share: int) -> int:
-    """Of a peer's weights on a GPU: those that ours has there, in as many bits as the peer's."""
+    """Return the bytes of a peer's weights on a GPU: ours there, at the peer's bits per weight."""
     manifest, model = bench.model.manifest(), bench.model
     wider = model.bits(peer.weights) / model.bits(None)
     return round(wider * (manifest.dense_bytes + manifest.slots.max_bytes * share / 100))
 
 
 def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
-    """How it is started, and the files that it reads."""
+    """Return the command that starts it, and the files that it reads."""
     sizes = ["--threads", str(bench.threads), "--context", str(scenario.context)]
     sizes += ["--batch", str(scenario.batch)]
     if peer is None:
@@ -181,7 +181,7 @@ def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
 
 
 def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -> Row:
-    """Up to _ROUNDS turns, each of other texts in empty conversations; a cold start has one."""
+    """Measure up to _ROUNDS turns of different texts in empty conversations; cold: one turn."""
     limit = limit_bytes(bench, peer, scenario)
     vocab, begin = bench.model.race.config["vocab_size"], time.monotonic()
     rounds: list[_Round] = []
@@ -195,7 +195,7 @@ def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -
         if scenario.moment != "cold":
             turn(*_warm(vocab, scenario))
         most = 1 if scenario.moment == "cold" else _ROUNDS
-        # One in any case: a program may have taken most of its time to start.
+        # Always run one: a program may have used most of its time to start.
         while not rounds or (len(rounds) < most and time.monotonic() - begin < bench.limit_s / 3):
             worker.ask("reset")
             texts = _texts(vocab, scenario, len(rounds))
@@ -215,7 +215,7 @@ def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -
 
 @dataclass(frozen=True)
 class _Round:
-    """A measured turn, and what the worker said about itself before and after."""
+    """A measured turn, and the worker's answers to "about" before and after it."""
 
     before: Row
     taken: Row
@@ -227,7 +227,7 @@ class _Round:
 
     @property
     def read_bytes(self) -> int:
-        """From disk, by the steps alone where that is known."""
+        """The bytes read from disk, by the steps alone where the worker reports that."""
         begin = self.taken.get("first_disk_bytes", self.before["disk_bytes"])
         return int(self.taken["disk_bytes"] - begin)
 
@@ -263,13 +263,13 @@ def _row(
         events = sum(one.grown("decode_events") for one in rounds)
         hits = sum(one.grown("decode_hits") for one in rounds)
         found["hit_rate"] = round(hits / events, 4) if events else None
-        kv = last.after["state_bytes"] * (scenario.batch - 1)  # the first one's is in it
+        kv = last.after["state_bytes"] * (scenario.batch - 1)  # token_bytes has the first one's
         found["token_bytes"] = last.after["token_bytes"] + kv
     return found
 
 
 def _busy_s() -> float:
-    """Processor seconds that the machine has used so far, stolen ones too; 0 where unknown."""
+    """Return the processor seconds that the machine has used so far, stolen included; or 0."""
     with suppress(OSError):
         user, nice, system, _, _, *rest = Path("/proc/stat").read_text().split(None, 9)[1:9]
         ticks = sum(map(int, (user, nice, system, *rest)))
@@ -278,14 +278,14 @@ def _busy_s() -> float:
 
 
 def _texts(vocab: int, scenario: Scenario, number: int) -> list[list[int]]:
-    """A calibrated text for every conversation of a round."""
+    """Return a calibrated text for every conversation of a round."""
     length = scenario.prompt + 2 * scenario.decode + SECOND_PROMPT
     seeds = range(number * scenario.batch, (number + 1) * scenario.batch)
     return [tokens(Calibration(), vocab, length, seed) for seed in seeds]
 
 
 def _warm(vocab: int, scenario: Scenario) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and answers that touch every expert where all fit, else a little of another text."""
+    """Return warm-up prompts and answers: they touch every expert if all fit, else a few."""
     if scenario.memory is None:
         draw = Tokens(vocab, seed=1)
         count = min(_WARM_TOKENS, scenario.prompt + scenario.decode - _WARM_STEPS)

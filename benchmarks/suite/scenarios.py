@@ -1,7 +1,4 @@
-"""What the suite measures: places, lengths, batches, and three moments of a conversation.
-
-Does not know programs or models.
-"""
+"""The scenarios of the suite: places, lengths, batches, and three moments of a conversation."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import Literal
 
 from benchmarks.peers.table import Place
 
-# warm: what will be needed has been read; cold: the process has just started, its files are not in
-# the page cache, and the time to the first token counts from its imports on; second: the second
-# turn of a conversation whose first one was the scenario's prompt and answer.
+# warm: the files have been read; cold: the process has just started, its files are not in the page
+# cache, and the time to first token counts from its imports on; second: the second turn of a
+# conversation, after a first turn with the scenario's prompt and answer.
 Moment = Literal["warm", "cold", "second"]
 SHARES = (60, 35, 18, 10)
 PROMPTS, DECODES, BATCHES = (32, 512, 4096), (32, 256), (1, 2, 4)
@@ -23,7 +20,7 @@ SECOND_PROMPT = 32
 
 @dataclass(frozen=True)
 class Scenario:
-    """One of them. memory, gpu: per cent of the experts that it holds; None: no limit, no GPU."""
+    """One scenario. memory, gpu: per cent of the experts that fit; None: no limit, no GPU."""
 
     memory: int | None = None
     gpu: int | None = None
@@ -51,13 +48,13 @@ class Scenario:
 
     @property
     def context(self) -> int:
-        """Tokens of one conversation in all."""
+        """All tokens of one conversation."""
         second = SECOND_PROMPT + self.decode if self.moment == "second" else 0
         return self.prompt + self.decode + second + 8
 
 
 def default() -> list[Scenario]:
-    """What ends within two hours: each thing is varied alone, around 512 + 32 tokens."""
+    """Return scenarios for two hours: each size is varied alone, around 512 + 32 tokens."""
     ram = [
         Scenario(),
         Scenario(prompt=32),
@@ -80,7 +77,7 @@ def default() -> list[Scenario]:
 
 
 def quick() -> list[Scenario]:
-    """Every kind once, short: whether everything works."""
+    """Return every kind once, short, to check that everything works."""
     short = {"prompt": 32, "decode": 8}
     kinds = (
         {},
@@ -94,7 +91,7 @@ def quick() -> list[Scenario]:
 
 
 def everything() -> list[Scenario]:
-    """The full product."""
+    """Return the full product."""
     return list(_product())
 
 
