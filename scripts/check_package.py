@@ -1,7 +1,7 @@
-"""Builds the sdist, installs it with each interpreter that is named, and asks the demo.
+"""Build the sdist, install it with each named interpreter, and ask the demo a question.
 
-Does not run the tests. Needs the network and, where pip knows no CPU build of torch for an
-interpreter, several GB of disk per interpreter (one after the other).
+It runs no tests. It needs the network. Where pip has no CPU build of torch for an interpreter, it
+needs several GB of disk per interpreter (one after the other).
 
     python scripts/check_package.py python3.11 python3.12 python3.13
 """
@@ -31,7 +31,7 @@ def main(interpreters: list[str]) -> None:
 
 
 def tried(interpreter: str, sdist: Path) -> str:
-    """What the demo answers where nothing but this sdist was installed."""
+    """Return the demo's answer in an environment with only this sdist, or the error."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run([interpreter, "-m", "venv", str(folder / "venv")], check=True)

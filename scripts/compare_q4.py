@@ -1,8 +1,8 @@
-"""Whether four bits are better spent symmetrically: errors of weights, and the demo's answers.
+"""Compare symmetric and asymmetric four-bit schemes by weight errors and the demo's answers.
 
 Run: python scripts/compare_q4.py [--per-kind 40]
-All schemes have groups of 32. KL and top-1 are those of the demo in float32 with only linears and
-experts rounded (not embedding, head, routers), against itself, on held-out answers.
+All schemes have groups of 32. KL and top-1 compare the demo in float32 with itself on held-out
+answers; only linears and experts are rounded (not embedding, head, routers).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
 
 
 def nearest(weights: Tensor) -> Tensor:
-    """Symmetric, the scale from the largest weight, as GGUF's Q4_0 has it: 4.5 bits."""
+    """Round symmetrically, with the scale from the largest weight, like GGUF's Q4_0: 4.5 bits."""
     groups = weights.view(-1, GROUP)
     at = groups.abs().argmax(-1, keepdim=True)
     scale = (groups.gather(-1, at) / -8).half().float()
@@ -39,12 +39,12 @@ def nearest(weights: Tensor) -> Tensor:
 
 
 def searched(weights: Tensor) -> Tensor:
-    """Symmetric with a searched scale, what moeinf writes: 4.5 bits."""
+    """Round symmetrically with a searched scale, the format that moeinf writes: 4.5 bits."""
     return dequantise(quantise(weights.contiguous(), "Q4"), "Q4", *weights.shape)
 
 
 def _fit(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale, offset and codes 0 … 15 of each group with the least squared error of a search."""
+    """Return scale, offset and codes 0 … 15 of each group, with the least squared error found."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     best = torch.full_like(low, torch.inf)
     found = (low, low, groups)
@@ -74,14 +74,17 @@ def _coded(groups: Tensor, step: Tensor, offset: Tensor) -> Tensor:
 
 
 def asymmetric(weights: Tensor) -> Tensor:
-    """Scale and offset searched, float16 each: 5 bits."""
+    """Round with a searched scale and offset, float16 each: 5 bits."""
     groups = weights.view(-1, GROUP)
     step, offset, _ = _fit(groups)
     return _coded(groups, step.half().float(), offset.half().float()).view_as(weights)
 
 
 def asymmetric_small(weights: Tensor) -> Tensor:
-    """The same in 6 bits each under two float16 per 256 weights, as GGUF's Q4_K: 4.5 bits."""
+    """Round with 6-bit scale and offset under two float16 per 256 weights: 4.5 bits.
+
+    GGUF's Q4_K does the same.
+    """
     lacking = -weights.numel() % (GROUP * SUPER)
     flat = torch.cat((weights.flatten(), weights.new_zeros(lacking)))
     groups = flat.view(-1, GROUP)
@@ -124,7 +127,7 @@ def exercises(per_kind: int) -> Iterator[tuple[str, str]]:
 
 
 def logits(tensors: dict[str, Tensor], per_kind: int) -> Tensor:
-    """Of every token of every answer, the words before it being right: [tokens, vocab]."""
+    """Return the logits of every token of every answer, after correct words: [tokens, vocab]."""
     loaded = from_tensors(json.loads((DEMO_CHECKPOINT / "config.json").read_text()), tensors)
     tokenizer = Tokenizer(DEMO_CHECKPOINT)
     found = []
@@ -143,7 +146,7 @@ def main() -> None:
     draw = torch.Generator().manual_seed(1)
     normal = torch.randn(512, 2048, generator=draw)
     chi = torch.randn(5, 512, 2048, generator=draw).square().mean(0).sqrt()
-    student = torch.randn(512, 2048, generator=draw) / chi  # of five degrees of freedom
+    student = torch.randn(512, 2048, generator=draw) / chi  # five degrees of freedom
     tensors = {n: t.float() for n, t in load_file(DEMO_CHECKPOINT / "model.safetensors").items()}
     reference = logits(tensors, options.per_kind).log_softmax(-1)
     print(f"{len(reference)} tokens of answers")

@@ -1,15 +1,16 @@
-"""Kills the process, or cuts the power, at every call that changes the disk; looks at what is left.
+"""Kill the process, or cut the power, at every call that changes the disk; check the files left.
 
 Run: python scripts/crash_points.py [--what cp --what rm …] [--how kill --how power …] [--every 1]
-what: pull, cp, rm, eamc (a request's rEAM), rewrite (of the whole log), export, conversation.
-how:  kill   SIGKILL; a write gets through by half
-      power  only what was made durable survives: of a file what it was at its last fsync, of a
-             folder the names that it had then
-      names  every name survives, but of files only what was made durable
+what: pull, cp, rm, eamc (a request's rEAM), rewrite (of the whole log), export, conversation,
+      first talk.
+how:  kill   SIGKILL; half of a write succeeds
+      power  only durable data survives: a file as at its last fsync, a folder with the names at its
+             last fsync
+      names  every name survives, but only the durable data of files
       full   the disk is full at that call
-Afterwards everything must be as before or as intended, never between; the same again must succeed
-and leave nothing else behind. What was said to be done must survive a power cut. Prints a table;
-exits 1 when anything is wrong. Each attempt runs in a forked child.
+Afterwards the state must be the one before or the intended one, never between. A repetition must
+succeed and leave no other files. A reported success must survive a power cut. Prints a table; exits
+with 1 when anything is wrong. Each attempt runs in a forked child.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ POINTS = (
     "ftruncate", "sendfile",
 )  # fmt: skip
 NAME, OTHER = ModelName("victim", "bf16"), ModelName("other", "bf16")
-_FULL = 28  # exit code of a child that met a full disk, and said so
+_FULL = 28  # exit code of a child that reported a full disk
 
 
 def ignore(*_: object) -> None:
-    """No progress, no notes."""
+    """Ignore progress and notes."""
 
 
 class Disk:
-    """What of a folder is durable: the strictest reading of POSIX.
+    """The durable state of a folder, by the strictest reading of POSIX.
 
-    Descriptors of what it knows stay open, so that an inode's number is not given away again.
+    Descriptors of known files stay open, so that the system does not reuse an inode's number.
     """
 
     def __init__(self, home: Path) -> None:
@@ -84,7 +85,7 @@ class Disk:
                 os.close(descriptor)
 
     def sync(self, descriptor: int) -> None:
-        """The effect of an fsync."""
+        """Record the effect of an fsync."""
         about, here = os.fstat(descriptor), Path(f"/proc/self/fd/{descriptor}")
         if about.st_ino not in self._held:
             self._held[about.st_ino] = os.dup(descriptor)
@@ -94,14 +95,14 @@ class Disk:
             self.data[about.st_ino] = here.read_bytes()
 
     def after_a_cut(self, target: Path, all_names: bool) -> None:
-        """Makes the folder that is found when the power is back."""
+        """Make the folder that exists after a power cut."""
         if all_names:
             for folder in (p for p in (self.home, *self.home.rglob("*")) if p.is_dir()):
                 self.names[folder.stat().st_ino] = _names(folder)
         self._make(target, self.home.stat().st_ino)
 
     def _make(self, target: Path, inode: int) -> None:
-        """A name whose file or folder was never made durable is there, and empty."""
+        """Make a folder; a name whose file or folder was never made durable becomes empty."""
         target.mkdir()
         for name, (inner, is_folder) in self.names.get(inode, {}).items():
             if is_folder:
@@ -116,7 +117,7 @@ def _names(folder: Path) -> dict[str, tuple[int, bool]]:
 
 
 class Saboteur:
-    """Counts the calls that change the disk, and strikes at the K-th."""
+    """Counts the calls that change the disk, and fails the K-th."""
 
     def __init__(self, at: int | None, how: str, home: Path, image: Path) -> None:
         self.at, self.how, self.count = at, how, 0
@@ -143,7 +144,7 @@ class Saboteur:
                     half = memoryview(arguments[1])[: len(arguments[1]) // 2]
                     call(arguments[0], half, *arguments[2:])
             if self.count == self.at and self.how != "full":
-                self.count = -1 << 40  # what makes the image is not counted
+                self.count = -1 << 40  # do not count the calls that make the image
                 self.cut()
                 os.kill(os.getpid(), signal.SIGKILL)
             result = call(*arguments, **options)
@@ -158,7 +159,7 @@ class Saboteur:
 
 @dataclass(frozen=True)
 class Job:
-    """prepare makes what is there before; state says before, after, or what is wrong."""
+    """prepare makes the state before; state returns "before", "after" or a problem."""
 
     prepare: Callable[[Path], None]
     act: Callable[[Path], None]
@@ -174,7 +175,7 @@ def model_state(home: Path, name: ModelName) -> str:
 
 
 def jobs(place: Path) -> dict[str, Job]:
-    """The table; `place` holds a checkpoint and a home with the model."""
+    """Return the table of jobs; `place` holds a checkpoint, and a home with the model."""
     source = LocalSource(open_checkpoint(place / "checkpoint"), "x")
 
     def pull(home: Path) -> None:
@@ -283,7 +284,7 @@ def jobs(place: Path) -> dict[str, Job]:
 
 
 def attempt(job: Job, home: Path, image: Path, at: int | None, how: str) -> tuple[int, int]:
-    """Does the job in a child; its wait status and how many points it passed."""
+    """Run the job in a child; return its wait status and the number of points it passed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -292,7 +293,7 @@ def attempt(job: Job, home: Path, image: Path, at: int | None, how: str) -> tupl
             saboteur.install()
             job.act(home)
             passed, saboteur.count = saboteur.count, -1 << 40
-            saboteur.cut()  # the power fails once all is said to be done
+            saboteur.cut()  # the power fails after the reported success
             report(writing, str(passed).encode())
             code = 0
         except BaseException as error:
@@ -309,13 +310,13 @@ def attempt(job: Job, home: Path, image: Path, at: int | None, how: str) -> tupl
 
 
 def debris(home: Path) -> list[str]:
-    """What nobody will ever look at again."""
+    """Return the leftover files that nothing will read again."""
     ends = (".partial", ".old", ".parts", ".pieces")
     return sorted(str(p.relative_to(home)) for p in home.rglob("*") if p.name.endswith(ends))
 
 
 def try_all(job: Job, place: Path, how: str, every: int) -> tuple[int, Counter[str], list[str]]:
-    """(injections, outcomes, what is wrong)."""
+    """Return (number of injections, outcomes, problems)."""
     home, image, wrong = place / "try", place / "image", []
     outcomes: Counter[str] = Counter()
 
@@ -336,7 +337,7 @@ def try_all(job: Job, place: Path, how: str, every: int) -> tuple[int, Counter[s
         if status not in (signal.SIGKILL, _FULL << 8, 0):
             wrong.append(f"point {at}: ended with {status}")
         state = job.state(found)
-        if status == 0 and how != "full":  # a pull has two threads, and not always as many points
+        if status == 0 and how != "full":  # a pull has two threads, so its points vary
             outcomes["not met"] += 1
         else:
             outcomes[state] += 1

@@ -1,7 +1,7 @@
 """The task kinds that the embedded demo is trained on: one generator per kind.
 
-Does not know the model: it makes (prompt, answer) pairs as text, and says by a hash of the prompt
-which of them are held out from training.
+It makes (prompt, answer) pairs as text. A hash of the prompt decides which pairs are held out from
+training.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _SMALL_TALK = {
 
 @dataclass(frozen=True)
 class Item:
-    """One exercise: the user's words and the one right answer."""
+    """One exercise: the user's words and the only right answer."""
 
     kind: str
     prompt: str
@@ -78,7 +78,7 @@ class Item:
 
     @property
     def held_out(self) -> bool:
-        """Whether training must never see this prompt, nor the same sum spaced otherwise."""
+        """True when training must not see this prompt, nor the same sum with other spaces."""
         digest = hashlib.sha256(self.prompt.replace(" ", "").rstrip("=").encode()).digest()
         return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT and (
             self.prompt not in _SMALL_TALK
@@ -134,7 +134,7 @@ _TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 def spelled(n: int) -> str:
-    """n (0 … 99,999) in English words."""
+    """Return n (0 … 99,999) in English words."""
     if n < 20:
         return _ONES[n]
     if n < 100:
@@ -250,7 +250,7 @@ KINDS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 def draw(kind: str, rng: random.Random, *, held_out: bool) -> Item:
-    """A random item of `kind`, from the held-out side of the split or from the training side."""
+    """Return a random item of `kind`, from the held-out side or the training side of the split."""
     while True:
         item = Item(kind, *KINDS[kind](rng))
         if item.held_out == held_out:
@@ -258,7 +258,7 @@ def draw(kind: str, rng: random.Random, *, held_out: bool) -> Item:
 
 
 def held_out_items(per_kind: int, seed: int = 1) -> Iterator[Item]:
-    """Up to `per_kind` distinct held-out items of each kind, in a fixed order."""
+    """Yield up to `per_kind` distinct held-out items of each kind, in a fixed order."""
     for kind in KINDS:
         rng, seen = random.Random(f"{seed}:{kind}"), set[str]()
         for _ in range(20 * per_kind):

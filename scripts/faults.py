@@ -1,9 +1,9 @@
-"""Every row of the fault list: what was injected, how often, what came of it.
+"""Run every row of the fault list and print the faults, the injections and the outcomes.
 
 Run: python scripts/faults.py [--minutes 30] [--soak 60] [--quick] [--only words]
-Runs the tests of a row with every injection point (--quick: with a few, as pytest does), the
-fuzzer for --minutes and the server's soak for --soak minutes (0: not run). Prints a table; exits 1
-when anything is wrong. A row that cannot run here says so, and why.
+Runs the tests of a row with every injection point (--quick: with a few, like pytest), the fuzzer
+for --minutes and the server's soak for --soak minutes (0: not run). Prints a table; exits with 1
+when anything is wrong. A row that cannot run here has the reason in the table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_SAYING_HOW_MANY = ("-o", "addopts=--import-mode=importlib")  # the project's own are quiet
+_SAYING_HOW_MANY = ("-o", "addopts=--import-mode=importlib")  # the project's own options are quiet
 
 
 @dataclass(frozen=True)
 class Row:
-    """tests: pytest nodes; missing: why the row cannot run, if it cannot."""
+    """tests: pytest nodes; missing: the reason when the row cannot run."""
 
     fault: str
     tests: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ ROWS = (
 
 
 def run_row(row: Row, quick: bool, log: Path) -> tuple[str, str, bool]:
-    """(how many injections, outcomes, whether all is well)."""
+    """Return (number of injections, outcomes, true when no test failed)."""
     outcomes: Counter[str] = Counter()
     passed, failed = 0, []
     for test in row.tests:
@@ -167,7 +167,7 @@ def run_row(row: Row, quick: bool, log: Path) -> tuple[str, str, bool]:
 
 
 def run_script(*arguments: str) -> tuple[str, bool]:
-    """The last line of a script, and whether it ended well; all that it said goes to stderr."""
+    """Return the last line of a script, and True on success; its output goes to stderr."""
     run = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )

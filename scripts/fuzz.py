@@ -1,10 +1,10 @@
-"""Throws mutated inputs at everything that reads bytes of strangers, guided by what they reach.
+"""Fuzz every reader of untrusted bytes with mutated inputs, guided by line coverage.
 
 Run: python scripts/fuzz.py [--minutes 30] [--target safetensors] [--seed 0] [--findings folder]
 An input that reaches a new line of moeinf is kept (in tests/faults/corpus, up to a few KB each) and
-mutated further. Runs in a child process that is started again when an input kills or hangs it; the
-input that did is a finding, and so is any error that a target does not promise. Prints a table;
-exits 1 when there are findings. Pytest replays the corpus.
+mutated further. Inputs run in a child process, which restarts when an input kills or hangs it. Such
+an input is a finding, and so is an error that a target does not declare. Prints a table; exits with
+1 when there are findings. Pytest replays the corpus.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _VALUES: tuple[Any, ...] = (
 
 
 class Slow(BaseException):
-    """An input takes too long. Nothing that catches Exception gets in its way."""
+    """An input takes too long. It is not an Exception, so that no handler stops it."""
 
 
 def mutate(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
-    """A neighbour of `data`: bytes changed, or a value of its JSON."""
+    """Return a variant of `data`: bytes changed, or a value of its JSON."""
     for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
         data = _in_json(data, rng) if rng.random() < 0.4 else _in_bytes(data, others, rng)
     return data[:MOST_BYTES]
@@ -87,7 +87,7 @@ def _in_bytes(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
 
 
 def _in_json(data: bytes, rng: random.Random) -> bytes:
-    """One value of the JSON that `data` is replaced, removed, doubled or moved to another key."""
+    """Replace, remove, double or move one value of the JSON in `data`."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -126,7 +126,7 @@ def _in_json(data: bytes, rng: random.Random) -> bytes:
 
 
 class Coverage:
-    """Which lines of moeinf have run, by settrace: twenty times slower, and it knows the way."""
+    """The lines of moeinf that have run, by settrace: twenty times slower, but it guides."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[int, int]] = set()
@@ -154,7 +154,7 @@ def run_one(
     coverage: Coverage | None = None,
     seconds: int = SECONDS_EACH,
 ) -> str:
-    """read, refused, or what went wrong. seconds: 0 is no limit."""
+    """Return "read", "refused" or the problem. seconds: 0 is no limit."""
 
     def late(_signal: int, _frame: object) -> None:
         raise Slow
@@ -182,7 +182,7 @@ def run_one(
 
 
 def child(options: argparse.Namespace, seed: int, until: float, place: Path, out: int) -> None:
-    """Fuzzes until the time has come; says per input what came of it, as JSON lines, to `out`."""
+    """Fuzz until the time `until`; write the outcomes to `out` as JSON lines."""
     warnings.simplefilter("ignore")
     rng = random.Random(seed)
     names = options.target or list(TARGETS)
@@ -222,7 +222,7 @@ def child(options: argparse.Namespace, seed: int, until: float, place: Path, out
 
 
 def _fresh(place: Path) -> Path:
-    """The folder for files; removed and made anew only when a target has left much in it."""
+    """Return the folder for files; it is removed and made again only when it has many files."""
     folder = place / "files"
     if folder.is_dir() and sum(1 for _ in folder.iterdir()) > 12:
         import shutil
@@ -239,7 +239,7 @@ def _keep(folder: Path, data: bytes, most: int = 1000) -> None:
 
 
 def fuzz(options: argparse.Namespace) -> tuple[Counter[str], Counter[str], int]:
-    """(what came of the inputs, findings, lines reached)."""
+    """Return (outcomes of the inputs, findings, lines reached)."""
     counts: Counter[str] = Counter()
     findings: Counter[str] = Counter()
     lines, until, seed = 0, time.monotonic() + 60 * options.minutes, options.seed

@@ -1,10 +1,10 @@
-"""Kills a pull, cp or rm (or fills the disk) at every write, fsync, rename, link and unlink.
+"""Kill a pull, cp or rm (or fill the disk) at every write, fsync, rename, link and unlink.
 
 Run: python scripts/kill_points.py [--what pull|cp|rm] [--hub] [--full] [--every 1]
-For K = 1, 2, … the action is killed (SIGKILL) at its K-th such call; a write gets through by half.
-Then every model must be absent or complete, never half, and a copy's origin complete; a rerun must
-reach what the whole action reaches, with the same files, and leave nothing else behind. Prints the
-points and the outcomes; exits 1 when anything is wrong. Each action runs in a forked child.
+For K = 1, 2, … the action is killed (SIGKILL) at its K-th such call; half of a write succeeds. Then
+every model must be absent or complete, never half, and a copy's origin complete. A rerun must reach
+the state of the whole action, with the same files, and leave no other files. Prints the points and
+the outcomes; exits with 1 when anything is wrong. Each action runs in a forked child.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from tests.hub_server import Hub, serve
 
 NAME = ModelName("victim", "bf16")
 COPY = ModelName("second", "bf16")
-FULL = 28  # exit code of a child that met a full disk, and said so
-_FREEING = (os.unlink, os.rmdir)  # these never fail for want of room
+FULL = 28  # exit code of a child that reported a full disk
+_FREEING = (os.unlink, os.rmdir)  # these never fail on a full disk
 POINTS = ("write", "pwrite", "fsync", "rename", "replace", "unlink", "link", "rmdir", "mkdir")
 Action = Callable[[Settings], object]
-Prepare = Callable[[Settings], Action]  # what may be done before anything counts
+Prepare = Callable[[Settings], Action]  # steps before the counted calls
 
 
 def ignore(*_: object) -> None:
-    """No progress, no notes."""
+    """Ignore progress and notes."""
 
 
 class Killer:
-    """Counts the calls that change the disk, and dies at the K-th."""
+    """Counts the calls that change the disk, and kills the process at the K-th."""
 
     def __init__(self, at: int | None, full: bool) -> None:
         self.at, self.full, self.count = at, full, 0
@@ -84,7 +84,7 @@ class Killer:
 
 
 def act(home: Path, prepare: Prepare, at: int | None, full: bool = False) -> tuple[int, int]:
-    """Acts in a child; returns its wait status and how many points it passed."""
+    """Act in a child; return its wait status and the number of points it passed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -110,7 +110,7 @@ def act(home: Path, prepare: Prepare, at: int | None, full: bool = False) -> tup
 
 
 def state(home: Path, name: ModelName = NAME) -> tuple[str, dict[str, str]]:
-    """absent, complete or HALF, and the hashes of a complete model."""
+    """Return "absent", "complete" or "HALF", and the hashes of a complete model."""
     library = Library(Settings(home))
     if not library.has(name):
         return "absent", {}
@@ -120,7 +120,7 @@ def state(home: Path, name: ModelName = NAME) -> tuple[str, dict[str, str]]:
 
 
 def strangers(home: Path) -> list[str]:
-    """Files in the models' folder that no manifest names."""
+    """Return the files in the models' folder that no manifest names."""
     known = {
         str(Path(name.name) / name.tag / path)
         for name in (NAME, COPY)
@@ -132,7 +132,7 @@ def strangers(home: Path) -> list[str]:
 
 
 def with_hub(checkpoint: Path, every: int, full: bool) -> int:
-    """Serves the checkpoint and runs this script again, in a process that knows it from birth."""
+    """Serve the checkpoint and run this script again in a process with the hub's address."""
     with serve(Hub("org/victim", checkpoint)) as hub:
         again = [sys.executable, __file__, "--every", str(every), "--served", str(checkpoint)]
         again += ["--full"] if full else []
@@ -169,12 +169,12 @@ def main() -> int:
 
 
 def pull_from(checkpoint: Path) -> Prepare:
-    """Pulls from a folder."""
+    """Return an action that pulls from a folder."""
     return lambda _: _pulling(LocalSource(open_checkpoint(checkpoint), str(checkpoint)))
 
 
 def pull_from_hub(settings: Settings) -> Action:
-    """Pulls from the stand-in for the hub."""
+    """Return an action that pulls from the stand-in for the hub."""
     downloads = downloads_of(Library(settings).folder(NAME))
     return _pulling(HubSource(look_up("org/victim", None, None), downloads, None, 2))
 
@@ -184,13 +184,13 @@ def _pulling(source: Source) -> Action:
 
 
 def copy(settings: Settings) -> None:
-    """`moeinf cp`; that the copy is there already is fine."""
+    """Run `moeinf cp`; an existing copy is fine."""
     with suppress(ModelExists):
         copy_model(settings, str(NAME), str(COPY))
 
 
 def remove(settings: Settings) -> None:
-    """`moeinf rm` and `moeinf prune`; that the model is gone already is fine."""
+    """Run `moeinf rm` and `moeinf prune`; an absent model is fine."""
     library = Library(settings)
     with suppress(NoSuchModel):
         library.remove(str(NAME))
@@ -198,11 +198,11 @@ def remove(settings: Settings) -> None:
         library.discard(partial.name)
 
 
-LAST = 8  # points that are tried one by one, whatever --every says
+LAST = 8  # points that are always tried one by one, regardless of --every
 
 
 def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare) -> int:
-    """Kills at every point, prints what came of it, and returns the exit code."""
+    """Kill at every point, print the outcomes, and return the exit code."""
     full, every, before = options.full, options.every, place / "before"
     changed, wrong = COPY if what == "cp" else NAME, []
 
@@ -217,14 +217,14 @@ def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare
     assert (status, kind) == (0, "absent" if what == "rm" else "complete"), (status, kind)
     shas = shas or state(before)[1]
     outcomes: Counter[str] = Counter()
-    near = max(1, points - LAST)  # where absent becomes complete, or the other way round
+    near = max(1, points - LAST)  # near the change from absent to complete, or the reverse
     for at in itertools.chain(range(1, near, every), itertools.count(near)):
         home = begin(place / "home")
         status, _ = act(home, action, at, full)
         kind, found = state(home, changed)
         met = (FULL << 8) if full else signal.SIGKILL
         if at > points and status != met:
-            break  # beyond the end; how many there are depends on the time that all takes, too
+            break  # beyond the end; the number of points also depends on timing
         outcomes[kind if status == met else f"unharmed {kind}"] += 1
         if kind == "HALF" or (found and found != shas):
             wrong.append(f"point {at}: {kind} after the kill")
@@ -248,7 +248,7 @@ def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare
 
 
 def learned(home: Path, name: ModelName) -> bool:
-    """Whether the state of a model is there."""
+    """Return True when the state of a model exists."""
     return (Settings(home).state_of(name) / "eamc").exists()
 
 

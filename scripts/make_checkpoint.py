@@ -1,8 +1,8 @@
-"""Writes an OLMoE checkpoint of any size with random weights, for measurements that need volume.
+"""Write an OLMoE checkpoint of any size with random weights, for measurements that need volume.
 
 Run: python scripts/make_checkpoint.py FOLDER --gigabytes 6 [--layers 16 --experts 64 …]
-Memory stays small: the files are written tensor by tensor. The weights are one block of bf16 noise,
-repeated from changing offsets, so that writing is as fast as the disk.
+Memory use stays small: the files are written tensor by tensor. The weights are one block of bf16
+noise, repeated from changing offsets, so that writing is as fast as the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOISE_ITEMS = 1 << 22
 def config(
     layers: int, experts: int, hidden: int, intermediate: int, top_k: int
 ) -> dict[str, object]:
-    """config.json of such a model."""
+    """Return config.json of such a model."""
     return {
         "model_type": "olmoe",
         "architectures": ["OlmoeForCausalLM"],
@@ -43,7 +43,7 @@ def config(
 
 
 def shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors, as the hub orders them."""
+    """Yield names and shapes of all tensors, in the order of the hub."""
     h, f, v = (int(str(config[k])) for k in ("hidden_size", "intermediate_size", "vocab_size"))
     yield "model.embed_tokens.weight", (v, h)
     for layer in range(int(str(config["num_hidden_layers"]))):
@@ -63,7 +63,7 @@ def shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_checkpoint(folder: Path, config: dict[str, object], file_bytes: int = 2 << 30) -> int:
-    """Writes config, tokenizer, index and safetensors files of about file_bytes; returns bytes."""
+    """Write config, tokenizer, index and safetensors files of about file_bytes; return bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -110,7 +110,7 @@ def _write(path: Path, tensors: list[tuple[str, tuple[int, ...]]], noise: np.nda
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and nothing else."""
+    """Return a tokenizer with one token per byte and no others."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

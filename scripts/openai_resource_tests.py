@@ -1,7 +1,7 @@
-"""Runs openai-python's own resource tests, from its sdist, against this server with the demo.
+"""Run openai-python's own resource tests, from its sdist, against this server with the demo.
 
-Does not know what they check. Their mock server is replaced through TEST_API_BASE_URL; what is
-left out, and why, stands in tests/server/openai_exclusions.txt.
+Their mock server is replaced through TEST_API_BASE_URL. The tests left out, with reasons, are in
+tests/server/openai_exclusions.txt.
 
     pip download --no-deps --no-binary openai openai && tar xzf openai-*.tar.gz
     python -m venv theirs
@@ -35,12 +35,12 @@ from moeinf.server.serve import make_server
 
 EXCLUSIONS = Path(__file__).parents[1] / "tests" / "server" / "openai_exclusions.txt"
 FILES = ("chat/test_completions.py", "test_completions.py", "test_models.py")
-NAMES = ("gpt-6-astra", "gpt-3.5-turbo-instruct")  # which the tests ask for
+NAMES = ("gpt-6-astra", "gpt-3.5-turbo-instruct")  # the models that the tests request
 
 
 @contextmanager
 def serving(home: Path) -> Iterator[str]:
-    """The address of a server that has the demo under the tests' names."""
+    """Yield the address of a server that has the demo under the tests' names."""
     settings, about = Settings(home), ServerSettings(port=0)
     for name in NAMES:
         source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), "demo")
@@ -49,7 +49,7 @@ def serving(home: Path) -> Iterator[str]:
     server = make_server(settings, about, config)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        sock.listen()  # so that whoever asks before the server is up waits for it
+        sock.listen()  # so that a client that connects before the server is up waits for it
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
         thread.start()
         try:
@@ -60,7 +60,7 @@ def serving(home: Path) -> Iterator[str]:
 
 
 def deselected() -> Iterator[str]:
-    """pytest's options for the exclusions. Names are prefixes: parameters may follow."""
+    """Yield the pytest options for the exclusions; names are prefixes, parameters may follow."""
     for line in EXCLUSIONS.read_text().splitlines():
         if line.startswith("#"):
             continue

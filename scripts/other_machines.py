@@ -1,9 +1,9 @@
-"""Run the tests on machines that are not there: a small one and a large one.
+"""Run the tests on two faked machines: a small one and a large one.
 
 Run: python scripts/other_machines.py small|large [--keep FOLDER] [pytest arguments]
 A new virtual environment gets the project with a native module whose processor flags can be
 hidden. Then pytest runs with faked cores, caches, memory, disk and processor (tests/machines).
-Both machines must pass every test: a test that fails on one of them takes its machine as given.
+Both machines must pass every test: a test that fails on one of them depends on its own machine.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MACHINES: dict[str, dict[str, Any]] = {
 
 
 def environment(name: str, folder: Path) -> dict[str, str]:
-    """Return what the processes of a faked machine have in their environment."""
+    """Return the environment variables of a faked machine's processes."""
     machine = MACHINES[name]
     made = {**os.environ, "MOEINF_FAKE_MACHINE": json.dumps(machine), "PYTHONPATH": str(FAKES)}
     if name == "small":
         made["MOEINF_FAKE_FLAGS"] = " ".join(machine["flags"])
         made["MOEINF_FAKE_READ_US"] = "500"
         made["LD_PRELOAD"] = str(folder / "slow_drive.so")
-        made["ASAN_OPTIONS"] = "verify_asan_link_order=0"  # our library comes before its own
+        made["ASAN_OPTIONS"] = "verify_asan_link_order=0"  # our library is loaded before ASan's
         made["ATEN_CPU_CAPABILITY"] = "default"
         made["ONEDNN_MAX_CPU_ISA"] = "SSE41"
     return made

@@ -1,7 +1,7 @@
-"""Draws docs/memory.svg: tokens per second against memory, from the rows of docs/suite.csv.
+"""Draw docs/memory.svg: tokens per second against memory, from the rows of docs/suite.csv.
 
 Run: python scripts/picture_memory.py
-The same rows always give the same bytes; a test compares them with what is committed.
+The output is reproducible; a test compares it with the committed file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Draws docs/session.svg: a session at a terminal, as it really went.
+"""Draw docs/session.svg: a recorded session at a terminal.
 
 Run: python scripts/picture_session.py
-Each command runs in a pseudo-terminal with a home of its own; what the terminal shows is drawn.
+Each command runs in a pseudo-terminal with a home of its own; the terminal's content is drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTROL = re.compile(r"\x1b\[\?[0-9;]*[a-z]|\x1b\[[0-9;]*[A-HJKSTfr]")
 
 
 def shown(command: str, home: Path) -> str:
-    """What the terminal shows when a command has ended; bars as they last were."""
+    """Run a command and return the terminal's content at its end; a bar in its last state."""
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
     text, code = pexpect.run(
         shlex.join([*MOEINF, *shlex.split(command)[1:]]),

@@ -1,9 +1,9 @@
-"""Says where the time of a decoded token goes, by the pieces that a model is made of.
+"""Print the time of a decoded token by the pieces of a model.
 
 Run: python scripts/make_checkpoint.py FOLDER --gigabytes 1.7 && moeinf pull FOLDER --name big
      python scripts/profile_decode.py big [--torch] [--context 512] [--tokens 60]
---torch leaves out the native pieces, as if runtime/dense/cpu_fused.py were not there. What no piece
-accounts for is Python, additions, the embedding and the store's book-keeping.
+--torch leaves out the native pieces, as if runtime/dense/cpu_fused.py did not exist. The rest is
+Python, additions, the embedding and the store's bookkeeping.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TimedWeights(loader.DenseWeights):
-    """Every piece in a stopwatch."""
+    """Dense weights whose pieces are timed."""
 
     native = True
 
@@ -56,7 +56,7 @@ class TimedWeights(loader.DenseWeights):
 
 
 class TimedExperts:
-    """`Experts` of which `submit` and `result` are timed."""
+    """`Experts` whose `submit` and `result` are timed."""
 
     def __init__(self, experts: Experts) -> None:
         self.begin_pass, self.end_pass, self.hint = (
@@ -77,7 +77,7 @@ class TimedExperts:
 
 
 def sampler_micros(vocab: int) -> float:
-    """Of one choice with the default options."""
+    """Return the microseconds of one choice with the default options."""
     draw = np.random.default_rng(0)
     rows = [draw.normal(0, 3, vocab).astype(np.float32) for _ in range(20)]
     sampler = Sampler(SamplingOptions(seed=1), SamplingOptions())

@@ -1,7 +1,7 @@
 """The server of scripts/soak.py, in a process of its own.
 
-Run: python scripts/soak_server.py HOME. Prints its port, then every few seconds what it holds, as
-JSON lines. Does not know what its clients do.
+Run: python scripts/soak_server.py HOME. Prints its port, then every few seconds the resources that
+it holds, as JSON lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EVERY_S = 5.0
 
 
 def serve(home: Path) -> None:
-    """Until SIGTERM."""
+    """Serve until SIGTERM."""
     about = ServerSettings(port=0, parallel=4, max_queue=12, keep_alive_s=60.0)
     config = EngineConfig(memory=parse_memory("50%"), parallel=4)
     server = make_server(Settings(home), about, config)
@@ -54,7 +54,7 @@ def serve(home: Path) -> None:
     def report() -> None:
         while True:
             time.sleep(_EVERY_S)
-            with suppress(RuntimeError, OSError):  # a set that changes while it is counted
+            with suppress(RuntimeError, OSError):  # a set changes while it is counted
                 print(json.dumps(held()), flush=True)
 
     async def run() -> None:
@@ -66,7 +66,7 @@ def serve(home: Path) -> None:
 
 
 def _is_shard(descriptor: Path) -> bool:
-    """Shards stay open, up to a bound; how many depends on what was asked since the last load."""
+    """Return True for a shard: shards stay open up to a bound, so their number varies."""
     try:
         return str(descriptor.readlink()).endswith(".safetensors")
     except OSError:

@@ -1,11 +1,11 @@
-"""Computes the figures of docs/study.md: the paper's questions, on recordings.
+"""Compute the figures of docs/study.md: the paper's questions, on recordings.
 
 Run: python -m scripts.study demo.eam --pictures docs
      (`python scripts/record_demo.py demo.eam --per-kind 45` makes that recording;
      `moeinf trace MODEL --dataset NAME --out NAME.eam` makes others of real data sets, and
      `--others A.eam,B.eam` adds the shift from each to each)
-The first half of the requests is the past (the EAMC), the second half is what is predicted. Parts
-that need no past are also run on the two real traces.
+The first half of the requests is the past (the EAMC); the second half is predicted. Parts that need
+no past also run on the two real traces.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS = (
 
 
 def collection(recording: Recording, requests: Sequence[int], capacity: int | None) -> Eamc:
-    """An EAMC that has seen these requests; None: of automatic capacity."""
+    """Return an EAMC with these requests; capacity None: the automatic capacity."""
     size = recording.shape.layers, recording.shape.experts
     eamc = Eamc.automatic(*size) if capacity is None else Eamc(capacity, *size)
     eams = recording.request_eams()
@@ -51,7 +51,7 @@ def collection(recording: Recording, requests: Sequence[int], capacity: int | No
 
 
 def nearest(recording: Recording, requests: Sequence[int], eamc: Eamc) -> NDArray[np.float32]:
-    """Per request: the cosine to the closest entry."""
+    """Return, per request, the cosine to the closest entry."""
     eams = recording.request_eams()
     near = [eamc.similarity(eams[r].prefill, eams[r].decode).max() for r in requests]
     return np.array(near)
@@ -60,7 +60,7 @@ def nearest(recording: Recording, requests: Sequence[int], eamc: Eamc) -> NDArra
 def predictions(
     recording: Recording, requests: Sequence[int], eamc: Eamc
 ) -> dict[str, NDArray[np.float64]]:
-    """Per predictor: recall of WIDTH·K predicted experts by layer distance 1 … L-1."""
+    """Return, per predictor, the recall of WIDTH·K predicted experts by layer distance 1 … L-1."""
     shape = recording.shape
     most = WIDTH * shape.top_k
     found = {
@@ -100,7 +100,7 @@ def predictions(
 def by_age(
     outcome: Outcome, name: str, ages: int = 16, early: Sequence[int] | None = None
 ) -> NDArray[np.float64]:
-    """Mean of a token's figure by its place in the answer; of all requests, or of the early."""
+    """Return a figure's mean by the token's place in the answer; early: of these requests only."""
     sums = np.zeros((ages, 2))
     for token in outcome.tokens:
         if token.age < ages and (early is None or token.request in early):
@@ -109,7 +109,7 @@ def by_age(
 
 
 def by_request(outcome: Outcome, name: str) -> NDArray[np.float64]:
-    """Mean of a token's figure per request, in order."""
+    """Return a figure's mean per request, in order."""
     sums: dict[int, list[float]] = {}
     for token in outcome.tokens:
         sums.setdefault(token.request, []).append(getattr(token, name))
@@ -117,8 +117,11 @@ def by_request(outcome: Outcome, name: str) -> NDArray[np.float64]:
 
 
 def sparsity(recording: Recording) -> tuple[float, float, float]:
-    """Shares: experts that a request's decoding uses at all; uses twice or more; entropy of use
-    over all requests, of the greatest possible."""
+    """Return three shares of a recording's decoding.
+
+    Experts that a request uses at all; experts that it uses twice or more; the entropy of use over
+    all requests, relative to the maximum.
+    """
     eams = [eam.decode for eam in recording.request_eams().values()]
     total = np.sum(eams, 0).astype(float)
     p = total / total.sum(1, keepdims=True)
@@ -145,7 +148,10 @@ def main() -> None:
 
 
 def past(recording: Recording, _: list[Recording], options: argparse.Namespace) -> None:
-    """What past requests tell: sparsity, prediction, warm and cold, capacity, conditions."""
+    """Print the value of past requests.
+
+    Sparsity, prediction, warm and cold, capacity, conditions.
+    """
     requests = recording.requests
     earlier, now = requests[: len(requests) // 2], requests[len(requests) // 2 :]
     second = recording.select(now)
@@ -243,7 +249,7 @@ def past(recording: Recording, _: list[Recording], options: argparse.Namespace) 
 
 
 def policies(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
-    """Hit rates of all policies over shares."""
+    """Print hit rates of all policies over shares."""
     for one in (recording, *traces):
         print(f"\nhit rate by share of experts, {one.name}")
         hits = parts.compared(one)
@@ -255,7 +261,7 @@ def policies(recording: Recording, traces: list[Recording], options: argparse.Na
 
 
 def without(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
-    """`adaptive` without each of its parts."""
+    """Print `adaptive` without each of its parts."""
     for one in (recording, *traces):
         print(f"\nwithout a part, {one.name} at {options.share:.0%}: hit rate, stall ms, reads")
         for name, outcome in parts.ablated(one, options.share).items():
@@ -263,7 +269,7 @@ def without(recording: Recording, traces: list[Recording], options: argparse.Nam
 
 
 def knobs(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
-    """Every knob, one at a time."""
+    """Print the effect of every knob, one at a time."""
     for one in (recording, *traces):
         print(f"\nknobs, {one.name} at {options.share:.0%}, hints given: stall ms, hit rate")
         for policy, knob, found in parts.sensitivity(one, options.share):
@@ -272,7 +278,7 @@ def knobs(recording: Recording, traces: list[Recording], options: argparse.Names
 
 
 def workloads(recording: Recording, traces: list[Recording], options: argparse.Namespace) -> None:
-    """Many requests together, changes of workload, long conversations and answers."""
+    """Print many requests together, changes of workload, long conversations and answers."""
     print("\nshare of experts used by so many requests together: at all, twice or more")
     for count, shares in parts.sparsity_of_many(recording, (1, 3, 10, 30, 100, 299)).items():
         print(f"  {count:4}:", *(f"{share:6.1%}" for share in shares))
@@ -322,7 +328,7 @@ def draw(
     curves: dict[str, NDArray[np.float64]],
     guesses: dict[str, NDArray[np.float64]],
 ) -> None:
-    """study.png: recall by distance, warm against cold, recovery from a shift."""
+    """Draw study.png: recall by distance, warm against cold, recovery from a shift."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -347,7 +353,7 @@ def draw(
 
 
 def draw_policies(folder: Path, hits: dict[str, dict[float, float]], recording: Recording) -> None:
-    """study-policies.png: hit rate by share and policy; what many requests use together."""
+    """Draw study-policies.png: hit rate by share and policy, and sparsity of many requests."""
     import matplotlib
 
     matplotlib.use("Agg")

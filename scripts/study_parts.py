@@ -1,6 +1,6 @@
-"""Parts of the study that stand alone: policies compared, parts taken away, knobs, shifts, length.
+"""Independent parts of the study: policies compared, parts removed, knobs, shifts, length.
 
-Does not know files or pictures; cases.py runs it on recordings and prints what it yields.
+study.py runs them on recordings and prints their results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ GROUPS = {
     "structure": ("sort", "json", "brackets"),
     "facts": ("weekday", "capital", "dialogue"),
 }
-_NEAR = 1.05  # of the later mean: what counts as recovered
-_GATE = 0.8  # recall and precision of the modelled gate, where a recording has no hints
-# Values tried of every knob; the default is among them.
+_NEAR = 1.05  # of the later mean: the bound for recovered
+_GATE = 0.8  # recall and precision of the modelled gate, for a recording without hints
+# Values of every knob to try; the default is among them.
 ADAPTIVE_VALUES: dict[str, tuple[Any, ...]] = {
     "hysteresis": (-1.0, 0.0, 0.1, 0.25, 0.5, 1.0, 3.0),
     "matches": (1, 2, 5, 10, 30),
@@ -48,7 +48,7 @@ EAMC_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def hints_of(recording: Recording) -> HintSource:
-    """The recorded ones, or those of a modelled gate."""
+    """Return the recorded hints, or those of a modelled gate."""
     if any(done.hints is not None for done in recording.passes):
         return RecordedHints()
     return ModelledHints(_GATE, _GATE, recording.shape.experts)
@@ -59,7 +59,7 @@ def case(recording: Recording, share: float) -> Case:
 
 
 def compared(recording: Recording) -> dict[str, dict[float, float]]:
-    """Hit rate of decode events by policy and share, the offline optimum last."""
+    """Return the hit rate of decode events by policy and share, the offline optimum last."""
     found = {
         way.name: {s: case(recording, s).run(way).hit_rate for s in SHARES} for way in COMPARED
     }
@@ -67,14 +67,14 @@ def compared(recording: Recording) -> dict[str, dict[float, float]]:
 
 
 def ablated(recording: Recording, share: float) -> dict[str, Outcome]:
-    """What `adaptive` is without each of its parts."""
+    """Return the outcomes of `adaptive` without each of its parts."""
     return {way.name: case(recording, share).run(way) for way in ABLATED}
 
 
 def sensitivity(
     recording: Recording, share: float
 ) -> Iterator[tuple[str, str, list[tuple[Any, Outcome]]]]:
-    """(policy, knob, [(value, outcome)]); `adaptive` is given hints."""
+    """Yield (policy, knob, [(value, outcome)]); `adaptive` has hints."""
     for knob, values in ADAPTIVE_VALUES.items():
         ways = [Way("", knobs(**{knob: value}), hints=True) for value in values]
         yield "adaptive", knob, _tried(recording, share, values, ways)
@@ -86,7 +86,7 @@ def sensitivity(
 def _tried(
     recording: Recording, share: float, values: Sequence[Any], ways: Sequence[Way]
 ) -> list[tuple[Any, Outcome]]:
-    """Each is given the same hints: a modelled gate draws them anew."""
+    """Run each way with the same hints: every case makes a new modelled gate."""
     outcomes = [case(recording, share).run(way) for way in ways]
     return list(zip(values, outcomes, strict=True))
 
@@ -96,7 +96,7 @@ def _eamc(changed: EamcKnobs) -> Callable[[Setup], Policy]:
 
 
 def sparsity_of_many(recording: Recording, counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """By number of requests together: share of experts used at all, and twice or more. Means."""
+    """Return the mean shares of experts used, at all and twice or more, by number of requests."""
     eams = [eam.decode for eam in recording.request_eams().values()]
     found = {}
     for count in counts:
@@ -108,9 +108,10 @@ def sparsity_of_many(recording: Recording, counts: Sequence[int]) -> dict[int, t
 def recovery(
     recording: Recording, before: Sequence[int], after: Sequence[int], share: float
 ) -> int:
-    """Requests after a change of workload until the stall is within 5 % of its later mean.
+    """Return the requests after a change of workload until the stall has recovered.
 
-    The stall is a mean over a window of an eighth of what follows; the EAMC begins empty.
+    Recovered is within 5 % of its later mean. The stall is a mean over a window of an eighth of the
+    requests after the change. The EAMC begins empty.
     """
     outcome = case(recording.select([*before, *after]), share).run(
         Way("adaptive", POLICIES["adaptive"])
@@ -126,7 +127,7 @@ def recovery(
 
 
 def shifts(recording: Recording, share: float) -> dict[str, list[int]]:
-    """Requests to recover, of every ordered pair: kinds within a group, and group to group."""
+    """Return the requests to recover for ordered pairs: kinds within a group, whole groups."""
     of: dict[str, list[int]] = {}
     for request in recording.requests:
         of.setdefault(recording.labels.get(request, ""), []).append(request)
@@ -146,7 +147,7 @@ def shifts(recording: Recording, share: float) -> dict[str, list[int]]:
 
 
 def between(recordings: Sequence[Recording], share: float) -> list[int]:
-    """The same from data set to data set: recordings of one model. ValueError for several."""
+    """Return the same between data sets. Raises ValueError for recordings of different models."""
     if len({recording.shape for recording in recordings}) > 1:
         raise ValueError("recordings of different models have no shift between them")
     joined = Recording("joined", recordings[0].shape)
@@ -161,7 +162,7 @@ def between(recordings: Sequence[Recording], share: float) -> list[int]:
 
 
 def as_conversations(recording: Recording, turns: int) -> Recording:
-    """The same requests, so many at a time as turns of one conversation."""
+    """Return the same requests, `turns` at a time as turns of one conversation."""
     requests = recording.requests
     places = {request: requests[i - i % turns] for i, request in enumerate(requests)}
     longer = Recording(f"{recording.name}, {turns} turns", recording.shape)
@@ -171,7 +172,7 @@ def as_conversations(recording: Recording, turns: int) -> Recording:
 
 
 def by_place(recording: Recording, share: float, way: Way, width: int) -> list[float]:
-    """Hit rate by place in the answer, `width` tokens at a time."""
+    """Return the hit rate by place in the answer, `width` tokens at a time."""
     sums: dict[int, list[int]] = {}
     for token in case(recording, share).run(way).tokens:
         part = sums.setdefault(token.age // width, [0, 0])

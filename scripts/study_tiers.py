@@ -1,8 +1,8 @@
-"""Compares other ways to divide and keep with a device, on recordings; see docs/decisions/0040.
+"""Compare other ways to divide and keep experts with a device, on recordings.
 
 Run: python -m scripts.study_tiers tests/data/traces/*.csv.gz
-The policy is `adaptive`, misses are `auto`. Each way is the replay with one thing changed; none of
-them is in the engine.
+The policy is `adaptive`, misses are `auto`. Each way is the replay with one thing changed. The
+engine has none of them; see docs/decisions/0040.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SPEEDS = (DeviceSpeeds(), DeviceSpeeds(25e9, 10e9), DeviceSpeeds(12e9, 60e9))
 
 
 class NoPromotion(TieredReplay):
-    """What the CPU has computed stays below; only what is fetched comes up."""
+    """No promotion: experts computed on the CPU stay in the host tier; only fetches move up."""
 
     def _promote(self, now: float) -> None:
         self._promotable = []
 
 
 class NoBacklog(TieredReplay):
-    """`auto` fetches the same share whatever the bus has still to carry."""
+    """`auto` fetches the same share, regardless of the bus queue."""
 
     def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         few = sorted(cells, key=lambda cell: not self._device.policy.keeps(cell))
@@ -39,7 +39,7 @@ class NoBacklog(TieredReplay):
 
 
 class ExactBacklog(TieredReplay):
-    """`auto` knows to the microsecond when the bus will be free."""
+    """`auto` uses the exact time when the bus becomes free."""
 
     def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         device, most = self._device, len(cells)
@@ -55,7 +55,7 @@ class ExactBacklog(TieredReplay):
 
 
 class Exclusive(TieredReplay):
-    """The host gives up first what the device has, too."""
+    """The host first evicts experts that are also on the device."""
 
     def _make_room(self) -> bool:
         if not self._host.free:

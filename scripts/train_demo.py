@@ -1,8 +1,8 @@
-"""Trains the embedded demo (models/demo) from a seed, on exercises it makes itself.
+"""Train the embedded demo (models/demo) from a seed, on exercises it makes itself.
 
 Run: python scripts/train_demo.py            (about an hour on 2 cores, minutes on a GPU)
-Needs the [test] extra: the model class and the checkpoint writer are those of transformers, so that
-the result is an ordinary Hugging Face checkpoint that nothing of ours has shaped.
+Needs the [test] extra. The model class and the checkpoint writer are those of transformers, so the
+result is an ordinary Hugging Face checkpoint, independent of our code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 PAD, BEGIN, USER, ASSISTANT, END, SYSTEM = range(6)
 SPECIAL = ["<|pad|>", "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]
 SPECIAL += [f"<|reserved_{i}|>" for i in range(len(SPECIAL), 16)]
-# Two-digit sums are learned last: they are drawn more often than the rest.
+# Two-digit sums are learned last, so they are drawn more often than the rest.
 WEIGHTS = {kind: {"add": 3.0, "subtract": 3.0}.get(kind, 1.0) for kind in KINDS}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> Tokenizer:
-    """One token per byte, after 16 special tokens: any text can be written, nothing is merged."""
+    """Return a tokenizer with one token per byte, after 16 special tokens, and no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(SPECIAL + alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -99,7 +99,7 @@ class Rows:
 
 @torch.no_grad()
 def exact(model: OlmoeForCausalLM, rows: Rows, items: list[Item], device: str) -> dict[str, float]:
-    """Share of items whose every answer token is the argmax: what greedy decoding would give."""
+    """Return the share of items whose every answer token is the argmax, like greedy decoding."""
     right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     for start in range(0, len(items), 64):
         part = items[start : start + 64]
@@ -119,7 +119,7 @@ def exact(model: OlmoeForCausalLM, rows: Rows, items: list[Item], device: str) -
 
 
 def save(model: OlmoeForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the checkpoint in bf16, with tokenizer, chat template and held-out exercises."""
+    """Write the checkpoint in bf16, with tokenizer, chat template and held-out exercises."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = OlmoeForCausalLM(config())
     copy.load_state_dict(model.state_dict())
