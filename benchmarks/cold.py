@@ -51,7 +51,7 @@ def start_cold(path: Path, command: Sequence[str], prompt: list[int]) -> tuple[R
 
 
 def read_once(folder: Path, manifest: Manifest, experts: int, readers: int) -> float:
-    """Return the seconds to read dense weights and `experts` shards, cold, the better of two."""
+    """Return the seconds to read dense weights and `experts` shards, cold, in the faster way."""
     shards = manifest.shards()
     paths = [DENSE, *(s.path for s in shards[:: max(1, len(shards) // max(1, experts))][:experts])]
     return min(_read([folder / path for path in paths], readers, flag) for flag in (0, os.O_DIRECT))

@@ -63,8 +63,8 @@ class Stages:
 def ending(limit_s: float) -> Iterator[None]:
     """Raise Ended on the main thread at the end of limit_s, at SIGTERM or at SIGHUP.
 
-    It is raised once, so that nothing disturbs the cleanup after it. The process exits at once when
-    the cleanup takes more than a minute.
+    It is raised once, so that nothing disturbs the cleanup after it. A process that still runs 60 s
+    after limit_s exits at once.
     """
     late, over, lock = False, False, threading.Lock()
 

@@ -41,7 +41,7 @@ class Asked:
     """One row for a program.
 
     python: the interpreter that has the program; library: the libcuda to ask. end_at is a time of
-    time.monotonic(). An answer that is not done shortly before ends there, and the tokens so far
+    time.monotonic(). An answer that is not complete shortly before it is cut off; its tokens so far
     are measured.
     """
 

@@ -45,7 +45,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Experts:
-    """Experts of random codes that fill `size` bytes, visited in a fixed random order."""
+    """Experts of random codes that fill about `size` bytes, visited in a fixed random order."""
 
     def __init__(self, form: str, hidden: int, inner: int, size: int) -> None:
         layout = ExpertLayout(hidden, inner, form.upper())

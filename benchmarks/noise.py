@@ -9,8 +9,8 @@ The file `noise.bin`, in bfloat16:
     item ONES       normal noise of standard deviation 0.02, the TILE repeated; a matrix of D = 2048
                     then maps normed vectors to values near 1, as trained matrices do
 
-Offsets are multiples of GROUP items, so that what is quantised in groups along a row can be cut
-from a quantised tile. TILE is GROUP times a prime: rows of a long tensor never repeat in step.
+Offsets are multiples of GROUP items, so that rows quantised in groups can be cut from a
+quantised tile. TILE is GROUP times a prime: rows of a long tensor never repeat in step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Span:
 
 
 def span_of(name: str, count: int) -> Span:
-    """Return the span of the tensor `name`: reproducible, and different for every name."""
+    """Return the span of the tensor `name`, reproducible; a hash of the name sets its start."""
     if name.endswith("norm.weight"):  # and layernorm.weight
         if count > ONES:
             raise ValueError(f"{name} of {count} items is no norm")

@@ -103,7 +103,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 
 
 def of_many_rows() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """Yield the same for a prefill chunk's attention: with sinks, and with keys for every head.
+    """Yield the same for a prefill chunk's attention: with sinks, or with own keys for every head.
 
     The latter makes per_group 1, which Triton treats as a constant.
     """

@@ -1,8 +1,8 @@
 """Compare symmetric and asymmetric four-bit schemes by weight errors and the demo's answers.
 
 Run: python scripts/compare_q4.py [--per-kind 40]
-All schemes have groups of 32. KL and top-1 compare the demo in float32 with itself on held-out
-answers; only linears and experts are rounded (not embedding, head, routers).
+All schemes have groups of 32. KL and top-1 compare the demo in float32 with the same demo after
+rounding, on held-out answers. Rounding covers linears and experts (not embedding, head, routers).
 """
 
 from __future__ import annotations

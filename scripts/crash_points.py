@@ -117,7 +117,7 @@ def _names(folder: Path) -> dict[str, tuple[int, bool]]:
 
 
 class Saboteur:
-    """Counts the calls that change the disk, and fails the K-th."""
+    """A counter of the calls that change the disk; it interrupts the K-th."""
 
     def __init__(self, at: int | None, how: str, home: Path, image: Path) -> None:
         self.at, self.how, self.count = at, how, 0

@@ -126,7 +126,7 @@ def _in_json(data: bytes, rng: random.Random) -> bytes:
 
 
 class Coverage:
-    """The lines of moeinf that have run, by settrace: twenty times slower, but it guides."""
+    """The lines of moeinf that have run, by settrace: 20 times slower, but it guides the fuzzer."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[int, int]] = set()

@@ -56,7 +56,7 @@ def ignore(*_: object) -> None:
 
 
 class Killer:
-    """Counts the calls that change the disk, and kills the process at the K-th."""
+    """A counter of the calls that change the disk; it kills the process, or fails, at the K-th."""
 
     def __init__(self, at: int | None, full: bool) -> None:
         self.at, self.full, self.count = at, full, 0

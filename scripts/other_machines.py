@@ -3,7 +3,7 @@
 Run: python scripts/other_machines.py small|large [--keep FOLDER] [pytest arguments]
 A new virtual environment gets the project with a native module whose processor flags can be
 hidden. Then pytest runs with faked cores, caches, memory, disk and processor (tests/machines).
-Both machines must pass every test: a test that fails on one of them depends on its own machine.
+Both machines must pass every test: a failing test assumes a particular machine.
 """
 
 from __future__ import annotations

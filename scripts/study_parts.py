@@ -108,7 +108,7 @@ def sparsity_of_many(recording: Recording, counts: Sequence[int]) -> dict[int, t
 def recovery(
     recording: Recording, before: Sequence[int], after: Sequence[int], share: float
 ) -> int:
-    """Return the requests after a change of workload until the stall has recovered.
+    """Return the number of requests from a change of workload until the stall has recovered.
 
     Recovered is within 5 % of its later mean. The stall is a mean over a window of an eighth of the
     requests after the change. The EAMC begins empty.
@@ -127,7 +127,7 @@ def recovery(
 
 
 def shifts(recording: Recording, share: float) -> dict[str, list[int]]:
-    """Return the requests to recover for ordered pairs: kinds within a group, whole groups."""
+    """Return the requests to recovery for ordered pairs: kinds within a group, whole groups."""
     of: dict[str, list[int]] = {}
     for request in recording.requests:
         of.setdefault(recording.labels.get(request, ""), []).append(request)

@@ -64,7 +64,7 @@ def config() -> OlmoeConfig:
 
 
 class Rows:
-    """Packs items as turns of a chat into rows of equal length; labels cover the answers only."""
+    """Rows of equal length, packed with items as turns of a chat; labels cover answers only."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
