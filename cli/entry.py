@@ -1,7 +1,6 @@
-"""Entry point of the console script: Ctrl-C ends it quietly from its first moment to its last.
+"""Start the console script; Ctrl-C ends it quietly at any time.
 
-Does not know commands. Imports nothing heavy, because until a handler stands an interrupt prints a
-traceback.
+Imports nothing heavy: before the handler is set, an interrupt prints a traceback.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the command line of this process and exits with its code."""
-    # Whoever ignores SIGINT for us (nohup, a shell's background job) goes on doing so.
+    """Run the command line of this process and exit with its code."""
+    # If SIGINT was ignored at the start (nohup, a shell's background job), it stays ignored.
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, _leave)
@@ -34,16 +33,16 @@ def main() -> None:
         if ours:
             signal.signal(signal.SIGINT, interrupt)
         code = answer(sys.argv[1:], lambda: pressed)
-    except KeyboardInterrupt:  # around `answer`, whose own boundary sees all others
+    except KeyboardInterrupt:  # outside `answer`, which catches all others
         code = _INTERRUPTED
     if ours:
         signal.signal(signal.SIGINT, _leave)
-        # The interpreter's last steps take our handler away, and the default one kills: the
-        # command has ended by then, with the code that it has.
+        # The interpreter's last steps restore the default handler, which would kill the process
+        # and lose the exit code. The command has ended by then.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> None:
-    """Before a command has begun, and after it has ended, there is nothing to put in order."""
+    """Exit at once: before and after a command there is nothing to clean up."""
     os._exit(_INTERRUPTED)

@@ -1,6 +1,6 @@
-"""The one place where the command line shows an error: its words, or a JSON document.
+"""Show an error of the command line: as text, or as a JSON document.
 
-Does not know which command failed. The traceback of a bug goes to the log.
+The traceback of a bug goes to the log.
 """
 
 from __future__ import annotations

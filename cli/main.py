@@ -1,7 +1,6 @@
-"""The `moeinf` command: which commands there are, and the one boundary that catches errors.
+"""Define the `moeinf` command: its subcommands, and the one boundary that catches errors.
 
-Does not know what any command does. Command modules import torch only when they run, so that
-`--help` and `list` answer at once.
+Command modules import torch only when they run, so that `--help` and `list` answer at once.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="moeinf",
-    help="Runs big Mixture-of-Experts models on machines with little memory.",
+    help="Run big Mixture-of-Experts models on machines with little memory.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -84,10 +83,10 @@ def _root(
 
 
 def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: False) -> int:
-    """Runs one command line and returns its exit code: 0, 1, 2 or 130.
+    """Run one command line and return its exit code: 0, 1, 2 or 130.
 
-    interrupted: whether a KeyboardInterrupt was raised. Libraries that are being imported may
-    swallow it and go on with half of themselves: what they fail with then is not told.
+    interrupted: True after a KeyboardInterrupt. A library may swallow it while it is imported and
+    stay half initialised. The errors that follow are not shown.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows '?'
@@ -97,18 +96,18 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
         code = typer.main.get_command(app)(
             args=list(arguments), prog_name="moeinf", standalone_mode=False
         )
-        flush()  # what fails now is told; at the end of the process it could not be
+        flush()  # a failure is shown here; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
         return tell(out, Usage(error.format_message()))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader of the output has left, so that no error is shown
         sys.stderr.close()
         return 1
     except (SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if _debugging():
             out.trace(error)
         return _INTERRUPTED if interrupted() else tell(out, error)

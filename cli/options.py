@@ -1,7 +1,4 @@
-"""Options that several commands share, and how their text becomes values.
-
-Does not know what any command does with them.
-"""
+"""Define the options that several commands share, and parse their text into values."""
 
 from __future__ import annotations
 
@@ -53,14 +50,14 @@ def _miss(text: str) -> Miss:
 
 
 def policy_name(text: str) -> str:
-    """The name of a policy that there is. Raises BadParameter."""
+    """Return the name if a policy has it. Raises BadParameter."""
     if text not in POLICY_NAMES:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(POLICY_NAMES)}")
     return text
 
 
 def picture_path(text: str) -> Path:
-    """The path of a picture in a format that can be drawn. Raises BadParameter."""
+    """Return the path of a picture in a format that can be drawn. Raises BadParameter."""
     path = Path(text)
     if path.suffix.lower() not in _PICTURES:
         raise typer.BadParameter(f"{text!r} does not end in {', '.join(_PICTURES)}")
@@ -68,9 +65,10 @@ def picture_path(text: str) -> Path:
 
 
 def installed_models(incomplete: str) -> list[str]:
-    """For shell completion: names on this machine; with their tags once a colon is typed.
+    """Return installed models for shell completion; with tags once a colon is typed.
 
-    Never an error: a shell would print it into the line. (bash takes the colon for a new word.)
+    Raises nothing, because a shell would print the error into the line. bash treats the colon as
+    the start of a new word.
     """
     try:
         names = [entry.name for entry in Library(read_environment()).installed()]
@@ -81,7 +79,7 @@ def installed_models(incomplete: str) -> list[str]:
 
 
 def known_models(incomplete: str) -> list[str]:
-    """For shell completion where what is absent can be pulled: short names besides."""
+    """Return installed models and short names that can be pulled, for shell completion."""
     known = {DEMO, *registry()}
     if ":" in incomplete:
         known = {f"{name}:{tag}" for name in known for tag in TAGS}
@@ -144,7 +142,7 @@ OnMiss = Annotated[
         "--miss",
         parser=_miss,
         metavar="|".join(MISSES),
-        help="With --device cuda, what is not in its memory: computed by the CPU, or fetched.",
+        help="With --device cuda: compute missing experts on the CPU, fetch them, or do both.",
     ),
 ]
 Source = Annotated[
@@ -159,7 +157,7 @@ Threads = Annotated[
 ]
 NoTrace = Annotated[
     bool,
-    typer.Option("--no-trace", help="Note nothing of this use: no experts, no speed, no date."),
+    typer.Option("--no-trace", help="Record nothing of this use: no experts, no speed, no date."),
 ]
 
 
@@ -174,7 +172,7 @@ def engine_config(
     device_memory: MemorySize | None = None,
     miss: Miss = "auto",
 ) -> EngineConfig:
-    """An option counts more than the environment, the environment more than the default."""
+    """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
         memory=memory or settings.memory,
         context=context,

@@ -1,7 +1,7 @@
-"""Everything that is printed: results on stdout; progress and diagnostics on stderr.
+"""Print results on stdout, and progress and diagnostics on stderr.
 
-Does not know what commands do. The only file that prints. Text comes from models, hubs, servers and
-file names: its control characters are made visible, and it is never read as markup.
+This is the only file that prints. Text comes from models, hubs, servers and file names: its control
+characters are made visible, and it is never read as markup.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTE_EVERY_S = 10.0
 
 
 class Advance(Protocol):
-    """Tell a bar that so many steps are done."""
+    """Advance a bar by a number of steps."""
 
     def __call__(self, steps: int = 1) -> None: ...
 
@@ -52,7 +52,7 @@ class OutputFailed(Failure, OSError):
 
 
 class Output:
-    """Where a command's words go: as text for people, as one JSON document for scripts."""
+    """The output of a command: text for people, or one JSON document for scripts."""
 
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json = json
@@ -62,7 +62,7 @@ class Output:
 
     @property
     def _bars(self) -> bool:
-        """Bars are for people who look at a terminal; a log would keep their remains."""
+        """True where bars are drawn: on a terminal only, since a log would keep every state."""
         return self.err.is_terminal and not (self.quiet or self.json)
 
     def document(self, value: dict[str, Any]) -> None:
@@ -70,37 +70,37 @@ class Output:
         _write(json_visible(json.dumps(value, ensure_ascii=False, indent=2)) + "\n")
 
     def text(self, text: str) -> None:
-        """Print model text at once: as it is to a file or a pipe, visible to a terminal."""
+        """Print model text at once: unchanged to a file or a pipe, made visible on a terminal."""
         _write(visible(text) if self.console.is_terminal else text)
 
     def thinking(self, text: str) -> None:
-        """What a model only thinks: dimmed, on stderr, so that stdout holds the answer alone."""
+        """Print a model's reasoning dimmed on stderr, so that stdout holds only the answer."""
         self._tell(text, "dim", end="")
 
     def line(self, text: str = "") -> None:
-        """A line of a result."""
+        """Print a line of a result."""
         with _writing():
             self.console.print(Text(visible(text)))
 
     def done(self, text: str) -> None:
-        """That a command has done what it was told to; --quiet leaves it out."""
+        """Print that a command has succeeded; --quiet leaves it out."""
         if not self.quiet:
             self.line(text)
 
     def note(self, text: str) -> None:
-        """One line on what was chosen and why; --quiet leaves it out."""
+        """Print one line on stderr about a choice and its reason; --quiet leaves it out."""
         if not self.quiet:
             self._tell(text, "dim")
 
     def fields(self, pairs: Sequence[tuple[str, str]], to_stderr: bool = False) -> None:
-        """Aligned `label: value` lines."""
+        """Print aligned `label: value` lines."""
         width = max((len(label) for label, _ in pairs), default=0) + 2
         say = self._tell if to_stderr else self.line
         for label, value in pairs:
             say(f"{label + ':':<{width}}{value}")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Columns as Ollama prints them: no lines, capitals on top."""
+        """Print columns as Ollama does: no rules, a header in capitals."""
         lines = [list(columns), *(list(row) for row in rows)]
         widths = [max(len(line[i]) for line in lines) + 4 for i in range(len(columns))]
         for line in lines:
@@ -108,7 +108,7 @@ class Output:
             self.line("".join(cells).rstrip())
 
     def error(self, code: str, message: str, hint: str = "") -> None:
-        """Print what happened and what to type next; on stderr where stdout cannot be written."""
+        """Print an error and its hint; on stderr if stdout cannot be written."""
         if self.json:
             try:
                 self.document({"error": {"code": code, "message": message, "hint": hint}})
@@ -120,7 +120,7 @@ class Output:
             self._tell(f"Try: {hint}")
 
     def trace(self, error: BaseException) -> None:
-        """Print where a bug happened, on stderr."""
+        """Print the traceback of a bug on stderr."""
         self._tell("".join(traceback.format_exception(error)), end="")
 
     def _tell(self, text: str, style: str = "", end: str = "\n") -> None:
@@ -128,9 +128,10 @@ class Output:
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Advance]:
-        """A bar that goes `steps` per call (default: 1), with the time that is left.
+        """Show a bar with the time left; yield a function that advances it (default: by 1).
 
-        Where there are no bars, a note every _NOTE_EVERY_S says both; --json leaves it out.
+        Without bars, print a note with the same facts every _NOTE_EVERY_S seconds; --json leaves
+        it out.
         """
         bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -158,10 +159,11 @@ class Output:
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
-        """Bars with bytes, rate and time left; call what it gives with (phase, done, total).
+        """Show bars with bytes, rate and time left; yield a function of (phase, done, total).
 
-        A phase's bar appears with its first call: what fails before shows its error alone. That of
-        a single file goes when the file is there. Where there are no bars, phases are notes.
+        A phase's bar appears with its first call, so that an earlier failure shows only its error.
+        The bar of a single file disappears when the file is complete. Without bars, print a note
+        per phase.
         """
         bars = Progress(
             TextColumn("{task.description}", markup=False),
@@ -195,7 +197,7 @@ class Output:
 def flush() -> None:
     """Write what standard output still holds. Raises OutputFailed."""
     with _writing():
-        if sys.stdout is not None:  # it may have been closed by the process that started us
+        if sys.stdout is not None:  # the parent process may have closed it
             sys.stdout.flush()
 
 
@@ -208,7 +210,7 @@ def _write(text: str) -> None:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Within, what standard output fails with is OutputFailed; a reader that left stays EPIPE."""
+    """Turn errors of standard output into OutputFailed; keep BrokenPipeError as it is."""
     try:
         yield
     except BrokenPipeError:
@@ -220,7 +222,7 @@ def _writing() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere, so that the end of the process does not fail again."""
+    """Redirect buffered output to /dev/null, so that the end of the process does not fail."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

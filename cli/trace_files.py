@@ -1,7 +1,4 @@
-"""Traces and hints on the command line: which file, and what a next-layer gate is taken to say.
-
-Does not know what is done with them.
-"""
+"""Read the trace files and the `--hints` option of the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +23,10 @@ Hints = Annotated[
 
 
 def read_trace(path: Path) -> Recording:
-    """An .eam recording or a .csv[.gz] route trace. Raises Usage, BadContainer, BadRouteTrace."""
+    """Read an .eam recording or a .csv[.gz] route trace.
+
+    Raises Usage, BadContainer, BadRouteTrace.
+    """
     from moeinf.offload.format.array_file import BadContainer
     from moeinf.offload.routing.recording_file import recording_from_bytes
     from moeinf.offload.routing.route_csv import read_route_csv
@@ -42,7 +42,7 @@ def read_trace(path: Path) -> Recording:
 
 
 def hint_source(text: str, recording: Recording, seed: int = 0) -> HintSource | None:
-    """What `--hints` asks for. Raises Usage."""
+    """Return the source of hints that `--hints` names; None for `none`. Raises Usage."""
     from moeinf.offload.routing.hint_model import ModelledHints, RecordedHints
 
     if text == "none":

@@ -1,1 +1,1 @@
-"""`moeinf run`: the conversation at a terminal, with an engine of this process or a server."""
+"""Hold the conversation of `moeinf run` at a terminal, with a local engine or a server."""

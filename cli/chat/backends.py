@@ -1,7 +1,4 @@
-"""Who answers `run`: an engine of this process, or a server. What a conversation needs of either.
-
-Does not know how answers are made.
-"""
+"""Define the interface that a conversation needs: an engine of this process, or a server."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from moeinf.runtime.sampling.schema_limits import MOST_BYTES, BadFormat, check_s
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]
 Fields = list[tuple[str, str]]
-_MOST_CHARACTERS = 8 * MOST_BYTES  # of a schema, with the white space in it
+_MOST_CHARACTERS = 8 * MOST_BYTES  # of a schema, white space included
 
 
 class Partner(Protocol):
@@ -30,17 +27,17 @@ class Partner(Protocol):
 
     @property
     def dropped(self) -> int:
-        """Messages that no longer fit the context, since the last clear."""
+        """Number of messages dropped since the last clear, because the context was full."""
         ...
 
     @property
     def finish_reason(self) -> str:
-        """Of the last answer: stop, length or interrupted."""
+        """Finish reason of the last answer: stop, length or interrupted."""
         ...
 
     @property
     def choices(self) -> Sequence[str]:
-        """What was chosen for this model and why; known before the first answer."""
+        """Settings chosen for this model, with reasons; known before the first answer."""
         ...
 
     def say(
@@ -51,23 +48,23 @@ class Partner(Protocol):
         stopped: Callable[[], bool],
         raw: bool = False,
     ) -> Pieces:
-        """The answer to a message; raw: what continues `text`, which is no turn then."""
+        """Yield the answer to a message. raw: continue `text`, and add no turn."""
         ...
 
     def clear(self) -> None:
-        """Forgets every turn; the system message stays."""
+        """Remove every turn; the system message stays."""
         ...
 
     def verbose(self) -> Fields:
-        """What the last answer took."""
+        """Return the timings and counters of the last answer."""
         ...
 
     def document(self) -> dict[str, Any]:
-        """The same for scripts: `run --json` without the text."""
+        """Return the same for scripts: the document of `run --json` without the text."""
         ...
 
     def notes(self) -> list[str]:
-        """What went wrong since the last call and stopped nothing."""
+        """Return the problems since the last call that did not stop an answer."""
         ...
 
     def info(self) -> Fields: ...
@@ -80,7 +77,10 @@ class Partner(Protocol):
 
 
 def parse_form(text: str) -> Form:
-    """`json`, a JSON schema as it is, or a file with one. Raises BadFormat or OSError."""
+    """Return the form for `json`, a JSON schema, or the path of a file with a schema.
+
+    Raises BadFormat, OSError.
+    """
     if text == "json":
         return "json"
     try:

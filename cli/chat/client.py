@@ -1,12 +1,11 @@
-"""Talks to a server of ours: one document for another, and answers line by line.
+"""Talk to a moeinf server: exchange JSON documents, and stream answers line by line.
 
-Does not know models or conversations. A waiting read could not notice Ctrl-C, so a thread of its
-own reads; leaving an answer closes its connection, and that is how a server learns that it may
-stop.
+A blocking read cannot notice Ctrl-C, so a separate thread reads. When the caller leaves an answer,
+its connection is closed, and the server stops the answer.
 
-MOEINF_API_KEY goes only to a listener that has proved itself, which is asked before each request:
-a live process has entered the address in $MOEINF_HOME/run, and still holds the lock of its entry.
-Or the user has said that the server is to be trusted.
+MOEINF_API_KEY is sent to a proved listener only. A listener is proved when a live process has
+entered the address in $MOEINF_HOME/run and still holds the lock of that entry. This is checked
+before each request. A server that the user trusts needs no proof.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from moeinf.runtime.sampling.schema_limits import BadFormat
 
 _GOODBYE_SECONDS = 1.0
 _MOST_LINE_BYTES = 16 << 20
-_LOOK_EVERY_S = 0.05  # whether Ctrl-C has been pressed
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # a server's way to say: here
+_LOOK_EVERY_S = 0.05  # between two checks for Ctrl-C
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # any address -> loopback
 
 
 class ServerError(Unavailable, RuntimeError):
     """A server has refused, or its answer was cut off.
 
-    said: the error's code there, if it told one; status: of HTTP, 0 without one.
+    said: the server's error code, empty without one. status: the HTTP status, 0 without one.
     """
 
     code = "server"
@@ -43,27 +42,27 @@ class ServerError(Unavailable, RuntimeError):
         super().__init__(message)
         self.said = said
         self.status = status
-        if said == BadFormat.code:  # wrong usage, here as there
+        if said == BadFormat.code:  # wrong usage, as without a server
             self.code, self.hint = BadFormat.code, BadFormat.hint
             self.exit_code = BadFormat.exit_code
 
 
 @dataclass(frozen=True)
 class Client:
-    """One server. address: where the entry that proves it says that it listens, HOST:PORT."""
+    """One server. address: HOST:PORT in the entry that proves the server; None without one."""
 
     host: str
     port: int
     api_key: str | None = None
     address: str | None = None
     registry: Registry | None = None
-    trusted: bool = False  # the user has said that it gets the key
+    trusted: bool = False  # by the user: it gets the key
 
     @classmethod
     def of(
         cls, host: str, port: int, api_key: str | None, registry: Registry, trusted: bool = False
     ) -> Client:
-        """The server at host and port; where an entry names it, connected in digits."""
+        """Return the client of a server; connect to the numeric address if an entry has it."""
         host = _ANYWHERE.get(host, host)
         for server in registry.servers():
             named, _, number = server.address.rpartition(":")
@@ -75,7 +74,7 @@ class Client:
 
     @property
     def proved(self) -> bool:
-        """Whether a live process of this home listens there."""
+        """True while a live process of this home listens at the address."""
         if self.registry is None or self.address is None:
             return False
         return any(server.address == self.address for server in self.registry.servers())
@@ -84,7 +83,7 @@ class Client:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """Return one JSON document for another. Raises ServerError, OSError."""
+        """Send a JSON document and return the answer's. Raises ServerError, OSError."""
         connection = self.connection(timeout)
         try:
             found = json.loads(self.sent(connection, "POST", path, body).read())
@@ -99,7 +98,10 @@ class Client:
     def lines(
         self, path: str, body: dict[str, Any], stopped: Callable[[], bool]
     ) -> Iterator[dict[str, Any]]:
-        """The documents of a stream, until it ends or `stopped` says so. Raises ServerError."""
+        """Yield the documents of a stream until it ends or `stopped` is true.
+
+        Raises ServerError.
+        """
         connection = self.connection(None)
         arrived: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         reader = threading.Thread(
@@ -118,7 +120,7 @@ class Client:
                     raise found
                 yield found
         finally:
-            with suppress(OSError, AttributeError):  # it may not be connected yet, or no more
+            with suppress(OSError, AttributeError):  # not connected yet, or closed already
                 connection.sock.shutdown(2)
             reader.join(_GOODBYE_SECONDS)
             connection.close()
@@ -155,7 +157,7 @@ class Client:
         path: str,
         body: dict[str, Any] | None = None,
     ) -> http.client.HTTPResponse:
-        """Return the answer to a request. Raises ServerError, OSError, HTTPException."""
+        """Send a request and return its response. Raises ServerError, OSError, HTTPException."""
         headers = {"Content-Type": "application/json"}
         if self.api_key and (self.trusted or self.proved):
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -167,14 +169,14 @@ class Client:
 
 
 def _names_of(host: str) -> tuple[str, ...]:
-    """What a client on this machine may call the host that a server listens at."""
+    """Return the names by which a client on this machine can reach a listening address."""
     if host in ("127.0.0.1", "::1"):
         return (host, "localhost")
     return (host, _ANYWHERE[host], "localhost") if host in _ANYWHERE else (host,)
 
 
 def _error(said: Any, status: int = 0) -> ServerError:
-    """From {"error": words, "code": name}, as it is or as bytes; status: of HTTP."""
+    """Return the error of a {"error": words, "code": name} document or of its bytes."""
     if isinstance(said, bytes):
         try:
             said = json.loads(said)

@@ -1,6 +1,6 @@
-"""A server as the one who answers: `run` uses the one at MOEINF_HOST when it can.
+"""Let a server answer: `run` uses the one at MOEINF_HOST when it can.
 
-Does not know terminals, and imports no torch: the model is loaded somewhere else.
+Imports no torch, because the model is loaded in the server.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _OF_AN_ENGINE = (
 
 
 class RemotePartner:
-    """A `Partner`. about: what /api/show says of the model."""
+    """A `Partner` on a server. about: the document of /api/show for the model."""
 
     def __init__(self, client: Client, about: dict[str, Any], settings: Settings) -> None:
         self._client = client
         self._about = about
-        self._settings = settings  # whose folder `run` the server registers in, if it is here
+        self._settings = settings  # a server on this machine registers in settings.run
         self.model: ModelName = parse_name(str(about["model"]))
         self.system = ""
         self.think: bool | None = None
@@ -53,7 +53,10 @@ class RemotePartner:
         stopped: Callable[[], bool],
         raw: bool = False,
     ) -> Pieces:
-        """Raises ServerError. The oldest turns are dropped when the context would overflow."""
+        """Yield the answer; drop the oldest turns when the context overflows.
+
+        Raises ServerError.
+        """
         body = self._body(options, limits)
         if raw:
             yield from self._stream("/api/generate", {**body, "prompt": text, "raw": True}, stopped)
@@ -95,7 +98,7 @@ class RemotePartner:
         return lines
 
     def document(self) -> dict[str, Any]:
-        """null: what only an engine of this process could tell."""
+        """Return the document; figures that only a local engine has are null."""
         f = self._figures
         steps, seconds = max(0, f.get("eval_count", 0) - 1), f.get("eval_duration", 0) / _NS
         return {
@@ -131,7 +134,7 @@ class RemotePartner:
         ]
 
     def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:
-        """What is set here; the model's own are the server's."""
+        """Return the parameters set here; the server has the model's defaults."""
         return [(f.name, getattr(options, f.name)) for f in fields(options)]
 
     def template(self) -> str | None:
@@ -181,7 +184,7 @@ class RemotePartner:
             raise ServerError(f"the answer of {self._client} has no end")
 
     def _drop_oldest(self) -> bool:
-        """One turn less; False when there is none left."""
+        """Drop the oldest turn; False when no turn is left."""
         if not self.messages:
             return False
         later = [i for i, m in enumerate(self.messages) if m.role == "user" and i > 0]
@@ -191,7 +194,7 @@ class RemotePartner:
         return True
 
     def _engine(self) -> Figures | None:
-        """What the server's engine says of itself."""
+        """Return the figures of the server's engine, or None if it is not on this machine."""
         engines = Registry(self._settings.run).engines()
         return next((e.figures for e in engines if e.model == str(self.model)), None)
 
@@ -204,7 +207,7 @@ def _time(nanoseconds: Any) -> str:
 
 
 def _rate(figures: dict[str, Any], name: str) -> str:
-    """The first token of an answer comes out of prefill."""
+    """Return tokens per second; the first token of an answer counts as prefill."""
     count = figures.get(f"{name}_count", 0) - (name == "eval")
     seconds = figures.get(f"{name}_duration", 0) / _NS
     return f"{count / seconds:.2f} tokens/s" if seconds and count > 0 else "-"

@@ -1,6 +1,6 @@
-"""The conversation at a terminal: prompt, streaming, slash commands.
+"""Hold the conversation at a terminal: prompt, streaming, slash commands.
 
-Does not know how answers are made. Looks and behaves like Ollama's.
+Looks and behaves like Ollama's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BadCommand(UnusableInput, ValueError):
 
 
 class Repl:
-    """One conversation at a terminal; `loop` returns when the person leaves."""
+    """One conversation at a terminal; `loop` returns when the user leaves."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Repl:
         }
 
     def loop(self) -> None:
-        """Reads and answers until /bye or Ctrl-D."""
+        """Read messages and answer them until /bye or Ctrl-D."""
         while True:
             try:
                 text = self._read()
@@ -103,7 +103,7 @@ class Repl:
                 return
             except (SystemExit, GeneratorExit):
                 raise
-            except BaseException as error:  # whatever happened, the conversation goes on
+            except BaseException as error:  # after any error the conversation goes on
                 tell(self._out, error)
 
     def _read(self) -> str:
@@ -116,10 +116,10 @@ class Repl:
         return text[: text.index(_FENCE)]
 
     def _line(self, prompt: str) -> str:
-        """One line that was typed. KeyboardInterrupt for Ctrl-C, from the prompt's first moment on.
+        """Return one typed line. Raises KeyboardInterrupt for Ctrl-C, also while the prompt starts.
 
-        The editor handles the key once it runs; before that, an exception could be raised, and
-        lost, inside any callback of the libraries that start it.
+        The editor handles the key once it runs. Before that, an exception could be raised and lost
+        inside a callback of the libraries that start it.
         """
         with interruptible(signal.SIGINT) as pressed:
 
@@ -188,7 +188,7 @@ class Repl:
     def _set_parameter(self, text: str) -> None:
         try:
             words = shlex.split(text)
-        except ValueError as error:  # a quotation that is not closed
+        except ValueError as error:  # a quotation mark is not closed
             raise BadCommand(f"/set parameter {text}: {error}") from error
         if len(words) < 2:
             raise BadCommand("usage: /set parameter NAME VALUE")
@@ -240,7 +240,7 @@ class Repl:
         self._out.line("Cleared the conversation.")
 
     def _history(self, keep: bool) -> History:
-        """What was typed before, readable by its owner only."""
+        """Open the history of typed lines; only its owner can read the file."""
         if not keep:
             return InMemoryHistory()
         path = self._settings.history

@@ -1,7 +1,7 @@
-"""Whether `run` can use the server at MOEINF_HOST: one look, with one deadline.
+"""Check, with one deadline, if `run` can use the server at MOEINF_HOST.
 
-Anything may listen there: it may say nothing, a byte a second, an endless line, or something else
-than HTTP. Whatever it does, the look ends in time, and its outcome is a server or a reason.
+Any program may listen there. It may send nothing, a byte a second, an endless line, or something
+else than HTTP. In every case the check ends in time, and its outcome is a server or a reason.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LOOK_S = 2.0
 KNOWN_LOOK_S = 30.0  # a process of ours listens: it may be starting, or loading a model
 _HELLO = b"moeinf is running"
 _MOST_BYTES = 4 << 20
-_ABSENT = (NoSuchModel.code, BadName.code)  # a path, say: it will be pulled from here
+_ABSENT = (NoSuchModel.code, BadName.code)  # for example a path, which this process pulls
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a look has found.
+    """The outcome of a check.
 
-    about    what /api/show says of the model; None: the server cannot answer with it
-    reason   why there is no server to use; empty when there is one
-    silent   nothing listens: that is no news
+    about    the document of /api/show for the model; None: the server cannot answer with it
+    reason   why no server can be used; empty when one can
+    silent   nothing listens, so that no note is needed
     """
 
     about: dict[str, Any] | None = None
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass
 class _Look:
-    """The conversation of a look, on a thread of its own."""
+    """The requests of a check, on a separate thread."""
 
     client: Client
     model: str
@@ -58,7 +58,7 @@ class _Look:
             self.error = error
         except ConnectionRefusedError:
             self.found = Found(reason=f"no server at {self.client}", silent=True)
-        except Exception as error:  # whatever it says, it is not what our server says
+        except Exception as error:  # a server of moeinf does not answer like this
             self.found = _other(self.client, type(error).__name__)
         finally:
             self.connection.close()
@@ -91,7 +91,7 @@ class _Look:
             parse_name(about["model"])
         except BadName:
             return _other(client, "its model has no name")
-        return Found(about if "completion" in capabilities else None)  # else: it translates
+        return Found(about if "completion" in capabilities else None)  # else: for translation
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = self.client.sent(self.connection, method, path, body).read(_MOST_BYTES + 1)
@@ -101,15 +101,16 @@ class _Look:
 
 
 def look(client: Client, model: str) -> Found:
-    """Return what listens there, in LOOK_S at most; longer only for a process of this home.
+    """Return what listens there.
 
-    Raises ServerError when our server refuses in words.
+    Takes at most LOOK_S, or KNOWN_LOOK_S for a server that is trusted or of this home. Raises
+    ServerError when a moeinf server refuses.
     """
     seconds = KNOWN_LOOK_S if client.trusted or client.proved else LOOK_S
     one = _Look(client, model, client.connection(seconds))
     threading.Thread(target=one.run, daemon=True).start()
     if not one.ended.wait(seconds):
-        with suppress(OSError, AttributeError):  # it may not be connected yet, or no more
+        with suppress(OSError, AttributeError):  # not connected yet, or closed already
             one.connection.sock.shutdown(socket.SHUT_RDWR)
         return _other(client, f"it does not answer within {seconds:.0f} s")
     if one.error is not None:

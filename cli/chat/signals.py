@@ -1,7 +1,4 @@
-"""Ctrl-C and SIGTERM while a model answers: the first ends the answer, the second the program.
-
-Does not know what is being interrupted.
-"""
+"""Handle Ctrl-C and SIGTERM: the first signal ends the answer, the second the program."""
 
 from __future__ import annotations
 
@@ -12,20 +9,20 @@ from types import FrameType
 
 
 class Leave(KeyboardInterrupt):
-    """The program is to end now, a conversation included."""
+    """The program must end now, a conversation included."""
 
 
 class Insisted(Leave):
-    """Ctrl-C was pressed again while the first was being obeyed."""
+    """Ctrl-C was pressed again before the first one took effect."""
 
 
 class Stopped(Leave):
-    """`moeinf stop`, or the system, has asked this process to end (SIGTERM)."""
+    """`moeinf stop` or the system has sent this process SIGTERM."""
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Within, SIGTERM raises Stopped, so that engines close as after any exception."""
+    """Raise Stopped for SIGTERM inside the block, so that engines close normally."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise Stopped
@@ -39,10 +36,10 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def interruptible(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
-    """Gives a question, "is this to end?", to be asked where stopping is safe.
+    """Yield a function that returns True once a signal has arrived; call it where a stop is safe.
 
-    Yes after the first of the signals `numbers`, Ctrl-C and SIGTERM if none are given; SIGTERM also
-    raises Stopped at the end of the block. A second one raises at once, wherever the program is.
+    numbers: the signals; Ctrl-C and SIGTERM by default. SIGTERM also raises Stopped at the end of
+    the block. A second signal raises at once, wherever the program is.
     """
     first: int | None = None
 

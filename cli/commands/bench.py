@@ -1,4 +1,4 @@
-"""`moeinf bench`: how fast a model answers here, and how far that is from what memory allows."""
+"""Define `moeinf bench`: measure a model's speed here, and the floor that memory sets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bench(
         int | None,
         typer.Option(
             min=1,
-            help="TTFT is the median of all but one. Default: 3; 1 of a replay.",
+            help="TTFT is the median of all but the first. Default: 3; 1 with --replay.",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +82,7 @@ def bench(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measures TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the CPU's floor.
+    """Measure TTFT, TPOT, hit rate, bytes read per token, stalls, memory, and the CPU's floor.
 
     Example: moeinf bench demo --policies lru,adaptive --memory 30% --new-tokens 8
     """
@@ -91,7 +91,7 @@ def bench(
     recording = _recording(replay, hints, take)
     manifest, folder = ensure(model, settings, out)
     load = _workload(manifest, recording, take, prompt_tokens, new_tokens, rounds, hints)
-    traced = recording is None  # forced routing is not the model's
+    traced = recording is None  # forced routing is not the model's own
     config = engine_config(
         settings, memory, load.context, names[0], threads, traced, device, device_memory, miss
     )
@@ -103,7 +103,7 @@ def bench(
 
 
 def _recording(replay: Path | None, hints: str, take: int | None) -> Recording | None:
-    """Read the trace of --replay. Raises Usage for options that only a replay has."""
+    """Read the trace of --replay, or return None. Raises Usage for options that need a replay."""
     if replay is None and hints != "none":
         raise Usage("--hints are those of a --replay; else the model's own gates are asked")
     if replay is None and take is not None:
@@ -113,7 +113,7 @@ def _recording(replay: Path | None, hints: str, take: int | None) -> Recording |
 
 @dataclass(frozen=True)
 class _Workload:
-    """The passes of every engine. recording: routing to force; None: the model's own."""
+    """The passes of each engine. recording: the routing to force; None: the model's own."""
 
     prompt_tokens: int
     new_tokens: int
@@ -133,7 +133,7 @@ def _workload(
     manifest: Manifest, recording: Recording | None, take: int | None, prompt_tokens: int,
     new_tokens: int, rounds: int | None, hints: str,
 ) -> _Workload:  # fmt: skip
-    """Fit a recording to the model. Raises OtherShape."""
+    """Build the workload; fit a recording to the model. Raises OtherShape."""
     if recording is None:
         context = prompt_tokens + new_tokens
         return _Workload(prompt_tokens, new_tokens, rounds or 3, hints, context, None, ())
@@ -150,7 +150,7 @@ def _run(
     manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, load: _Workload,
     out: Output,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure one engine."""
+    """Measure one engine and return its report."""
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.jobs import bench as measuring  # imports torch
     from moeinf.runtime.machine.memory import forget_peak_rss
@@ -214,7 +214,7 @@ def _row(run: dict[str, Any]) -> list[str]:
 
 
 def _foresight(run: dict[str, Any]) -> list[str]:
-    """Shares of hits by cause, share used of what was read ahead, and what deciding took."""
+    """Return hit shares by cause, the share used of prefetched bytes, and the policy's time."""
     hits = max(1, sum(run["hits"].values()))
     used = run["prefetch_accuracy"]
     return [

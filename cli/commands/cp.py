@@ -1,4 +1,4 @@
-"""`moeinf cp`: a second name for a model."""
+"""Define `moeinf cp`: give a model a second name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cp(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Copies a model under a new name; hard links, so it takes no space.
+    """Copy a model under a new name by hard links, which take no space.
 
     Example: moeinf cp demo mine
     """

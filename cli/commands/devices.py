@@ -1,4 +1,4 @@
-"""`moeinf devices`: how fast this machine's memory and drive are, measured and remembered."""
+"""Define `moeinf devices`: measure this machine's memory, drive and bus, and store the speeds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def devices(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measures memory and the drive of the models in some 20 seconds; `plan` and `run` use it.
+    """Measure memory and the models' drive in some 20 seconds; `plan` and `run` use the result.
 
     Example: moeinf devices
     """
@@ -75,8 +75,12 @@ def devices(
 
 @dataclass(frozen=True)
 class _Bus:
-    """To the first GPU. bytes_per_s: None where it cannot be measured. locked: whether the host's
-    memory was page-locked. why: it was not, or nothing could be measured."""
+    """The bus to the first GPU.
+
+    bytes_per_s   None where it cannot be measured
+    locked        True if the host's memory was page-locked
+    why           the reason if it was not, or if nothing could be measured
+    """
 
     bytes_per_s: float | None = None
     locked: bool | None = None
@@ -90,7 +94,7 @@ class _Bus:
 
 
 def _bus(settings: Settings) -> _Bus:
-    """Measured and noted."""
+    """Measure the bus to the first GPU and store its speed."""
     from moeinf.runtime.machine.bus_bench import measure_bus  # imports torch
 
     gpu = find_gpu(settings.libcuda)

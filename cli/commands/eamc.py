@@ -1,4 +1,4 @@
-"""`moeinf eamc`: what a model's EAM collection holds; taking it out, putting it in, emptying it."""
+"""Define `moeinf eamc`: show, export, import and clear a model's EAM collection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moeinf.runtime.eamc.collection_file import EamcState
 
 eamc = typer.Typer(
-    help="Shows, exports, imports or clears what a model remembers of past requests.",
+    help="Show, export, import or clear what a model remembers of past requests.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -42,7 +42,7 @@ def show(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Shows how many requests it holds, which groups they form, and which experts they use.
+    """Show how many requests it holds, which groups they form, and which experts they use.
 
     Example: moeinf eamc show demo
     """
@@ -74,7 +74,7 @@ def show(
 
 @eamc.command("export")
 def export(model: InstalledModel, file: File, json: Json = False, quiet: Quiet = False) -> None:
-    """Writes the collection to a file, which `import` reads on any machine.
+    """Write the collection to a file, which `import` reads on any machine.
 
     Example: moeinf eamc export demo requests.eam
     """
@@ -89,7 +89,7 @@ def export(model: InstalledModel, file: File, json: Json = False, quiet: Quiet =
 
 @eamc.command("import")
 def import_(model: InstalledModel, file: File, json: Json = False, quiet: Quiet = False) -> None:
-    """Adds the requests of an exported file to the collection.
+    """Add the requests of an exported file to the collection.
 
     Example: moeinf eamc import demo requests.eam
     """
@@ -104,7 +104,7 @@ def import_(model: InstalledModel, file: File, json: Json = False, quiet: Quiet 
 
 @eamc.command("clear")
 def clear(model: InstalledModel, json: Json = False, quiet: Quiet = False) -> None:
-    """Forgets all requests of a model.
+    """Remove all requests of a model from its collection.
 
     Example: moeinf eamc clear demo
     """
@@ -133,7 +133,7 @@ def _report(
 
 
 def _figures(manifest: Manifest, summary: Summary, capacity: int) -> dict[str, object]:
-    """The document of `show --json`, without the heat map."""
+    """Return the document of `show --json`, without the heat map."""
     import numpy as np
 
     from moeinf.offload.routing.clustering import nearest

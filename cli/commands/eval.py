@@ -1,4 +1,4 @@
-"""`moeinf eval`: how well a model predicts a text, and how near it is to another."""
+"""Define `moeinf eval`: measure how well a model predicts a text, and compare two models."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def evaluate_text(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prints a model's perplexity on a text; with --against, how often both agree.
+    """Print a model's perplexity on a text; with --against, how often both agree.
 
-    The text is read in windows of 512 tokens, or less: a begin-of-text token begins anew. KL
+    The text is read in windows of at most 512 tokens; a begin-of-text token starts a new window. KL
     divergence is that of the model from the one that --against names, usually itself as bf16.
 
     Example: moeinf eval demo --file text.txt

@@ -1,4 +1,4 @@
-"""`moeinf list`: the models on this machine."""
+"""Define `moeinf list`: list the models on this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moeinf.runtime.config import read_environment
 from moeinf.runtime.library.library import Installed, Library
 from moeinf.runtime.sizes import format_bytes
 
-ID_DIGITS = 12  # of the digest; Ollama shows as many
+ID_DIGITS = 12  # of the digest, as in Ollama
 
 
 def list_models(json: Json = False, quiet: Quiet = False) -> None:
-    """Lists the models on this machine.
+    """List the models on this machine.
 
     Example: moeinf list --json
     """
@@ -55,7 +55,7 @@ def _as_json(entry: Installed) -> dict[str, Any]:
 
 
 def _ago(moment: str) -> str:
-    """How long ago, as Ollama says it: in the largest unit that fits."""
+    """Return how long ago a moment was, in the largest unit that fits, as Ollama does."""
     try:
         then = datetime.datetime.fromisoformat(moment)
         seconds = (datetime.datetime.now(datetime.UTC) - then).total_seconds()
@@ -66,7 +66,7 @@ def _ago(moment: str) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A span of time in the largest unit that fits; empty below a minute."""
+    """Return a span of time in the largest unit that fits; empty below a minute."""
     for unit, length in (("week", 604800), ("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(seconds // length)
         if count:

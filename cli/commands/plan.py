@@ -1,4 +1,4 @@
-"""`moeinf plan`: what running a model here would take, and what to expect."""
+"""Define `moeinf plan`: show the memory that a model needs here, and the expected speed."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def plan(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Shows tiers, slots and the expected speed; loads nothing, and pulls nothing.
+    """Show tiers, slots and the expected speed; load nothing, and pull nothing.
 
-    Of a model that is not here yet it reads the headers, and shows every tag.
+    For a model that is not pulled yet, read its headers and show every tag.
 
     Example: moeinf plan demo --memory 30%
     """
@@ -77,7 +77,7 @@ def plan(
 
 
 def print_plan(model: str, config: EngineConfig, settings: Settings, out: Output) -> None:
-    """The same for `plan` and for `run --dry-run`. Raises NoSuchModel, DoesNotFit, BadContext."""
+    """Print the plan of `plan` and `run --dry-run`. Raises NoSuchModel, DoesNotFit, BadContext."""
     others: dict[str, Manifest] = {}
     try:
         manifest, folder = Library(settings).read(model)
@@ -98,7 +98,7 @@ def print_plan(model: str, config: EngineConfig, settings: Settings, out: Output
 
 @dataclass(frozen=True)
 class _Machine:
-    """What a plan is made for."""
+    """The machine that a plan is made for."""
 
     free_bytes: int
     cores: int
@@ -107,8 +107,12 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a model would do here. tokens_per_s: None with a GPU, whose own time nobody knows.
-    bound: what traffic of RAM, bus and disk alone would allow; None: nearly all is on the GPU."""
+    """The expected speed of a model here.
+
+    tokens_per_s   None with a GPU, whose own time was not measured
+    bound          tokens per second that the traffic of RAM, bus and disk alone allows; None when
+                   nearly all experts are on the GPU
+    """
 
     placement: Placement
     disk_bytes: int
@@ -116,12 +120,12 @@ class _Expected:
     how: str
     bound: float | None
     miss: Miss
-    bus: tuple[float, str] | None = None  # bytes per second, and when that was measured
-    measured: bool = False  # tokens_per_s: not what memory traffic would allow
+    bus: tuple[float, str] | None = None  # bytes per second, and the time of the measurement
+    measured: bool = False  # tokens_per_s is a measurement, not the bound of memory traffic
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was chosen and why, and what would keep `run` from it. May import torch."""
+        """Choices with reasons, and the reason why `run` would refuse. May import torch."""
         gpu = self.placement.on_device
         why = None if gpu is None else why_unusable(gpu.gpu)
         refused = () if why is None else (f"`run` would refuse: {why}",)
@@ -135,7 +139,7 @@ def _look(settings: Settings, folder: Path, manifest: Manifest) -> _Machine:
 
 
 def _prospects(model: str, settings: Settings, out: Output) -> tuple[Manifest, dict[str, Manifest]]:
-    """The manifest that a pull would write, and that of every tag."""
+    """Return the manifest that a pull would write, and that of every tag."""
     from moeinf.runtime.library.repack import prospects  # imports torch
 
     wanted, source = find_source(model, None, settings, out.note)
@@ -165,7 +169,7 @@ def _expect(
 
 @dataclass(frozen=True)
 class _TooBig:
-    """A tag that does not fit: the least of RAM that its experts need, and what is too small."""
+    """A tag that does not fit: the least RAM that its experts need, and what is too small."""
 
     min_memory_bytes: int
     words: str
@@ -224,7 +228,7 @@ def _document(
 
 
 def _row(tag: str, row: _Expected | _TooBig) -> dict[str, Any]:
-    """Of a tag that does not fit only the least memory is known."""
+    """Return a tag's row; for a tag that does not fit, only the least memory is known."""
     if isinstance(row, _TooBig):
         least = row.min_memory_bytes
         return {"tag": tag, "min_memory_bytes": least, "expected_tokens_per_s": None}

@@ -1,4 +1,4 @@
-"""`moeinf prune`: removes what unfinished pulls, copies and removals have left."""
+"""Define `moeinf prune`: remove what unfinished pulls, copies and removals have left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moeinf.runtime.sizes import format_bytes
 
 def prune(
     list_partials: Annotated[
-        bool, typer.Option("--list-partials", help="Only say what there is.")
+        bool, typer.Option("--list-partials", help="List them, and remove nothing.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Removes unfinished pulls, but none that is going on.
+    """Remove unfinished pulls, except those in progress.
 
     Example: moeinf prune --list-partials
     """

@@ -1,4 +1,4 @@
-"""`moeinf ps`: the engines that run now, in whatever process."""
+"""Define `moeinf ps`: show the engines that run now, in any process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def ps(json: Json = False, quiet: Quiet = False) -> None:
-    """Shows which models run, where their experts are, and how often they were there in time.
+    """Show which models run, where their experts are, and their hit rates.
 
     Example: moeinf ps --json
     """
@@ -46,14 +46,17 @@ def _row(engine: LiveEngine) -> list[str]:
 
 
 def _until(expires_at: int | None) -> str:
-    """As Ollama says it; what no server keeps for a time lives as long as its process."""
+    """Return when an engine is unloaded, worded as in Ollama; without a server, never."""
     if expires_at is None:
         return "its process ends"
     return f"{in_words(expires_at - time.time()) or 'less than a minute'} from now"
 
 
 def _as_json(engine: LiveEngine) -> dict[str, Any]:
-    """experts and bytes are null while the engine loads; expires_at, where no server unloads it."""
+    """Return an engine's document.
+
+    experts and bytes are null while the engine loads; expires_at is null if no server unloads it.
+    """
     name, _, tag = engine.model.partition(":")
     f = engine.figures
     experts = size = expires = None

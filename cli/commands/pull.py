@@ -1,4 +1,4 @@
-"""`moeinf pull`: puts a model on this machine, its experts repacked one per file."""
+"""Define `moeinf pull`: put a model on this machine, its experts repacked one per file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pull(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(metavar="NAME[:TAG]", help="What to call it.", show_default=False)
+        str | None, typer.Option(metavar="NAME[:TAG]", help="Its name here.", show_default=False)
     ] = None,
     revision: Revision = None,
     token: Token = None,
@@ -53,12 +53,12 @@ def pull(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fetches a model from the hub, or reads a checkpoint folder, and repacks its experts.
+    """Fetch a model from the hub, or read a checkpoint folder, and repack its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4 (the default), q8, mxfp4 (gpt-oss, whose default it is), bf16 (the
-    demo's default) or f32. An interrupted pull goes on where it was; a model that is up to date
-    is left alone.
+    folder, or demo. TAG is q4 (the default), q8, mxfp4 (the default of gpt-oss), bf16 (the default
+    of demo) or f32. An interrupted pull resumes where it stopped; a model that is up to date is
+    left unchanged.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
     glm4_moe_lite, gpt_oss, granitemoe, mixtral, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,
@@ -86,9 +86,9 @@ def pull(
 
 
 def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]:
-    """The model's manifest and folder; what is absent and can be had is pulled first.
+    """Return the model's manifest and folder; pull a model that is absent and available.
 
-    Without a tag nothing is fetched where another tag of the model is here: NoSuchModel names it.
+    Without a tag nothing is pulled while another tag of the model is here: NoSuchModel names it.
     """
     library = Library(settings)
     try:
@@ -102,7 +102,7 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
         return library.read(str(wanted))
     try:
         _pull(wanted, source, settings, out)
-    except (ModelInUse, PullInProgress):  # somebody else had the same idea
+    except (ModelInUse, PullInProgress):  # another process pulls the same model
         out.note(f"another process is pulling {wanted}; waiting for it")
         library.wait_for_maker(wanted)
     return library.read(str(wanted))
@@ -111,7 +111,7 @@ def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]
 def _pull(
     name: ModelName, source: Source, settings: Settings, out: Output, allow_nan: bool = False
 ) -> Manifest:
-    """Repacks with progress bars; notes on stderr say what is left out or rounded."""
+    """Repack with progress bars; notes on stderr name what is left out or rounded."""
     from moeinf.runtime.library.repack import repack
 
     with out.progress(str(name)) as progress:

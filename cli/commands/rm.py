@@ -1,4 +1,4 @@
-"""`moeinf rm`: deletes a model from this machine."""
+"""Define `moeinf rm`: delete models from this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rm(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Deletes models; refuses while one is in use.
+    """Delete models; refuse while one is in use.
 
     Example: moeinf rm demo
     """

@@ -1,4 +1,4 @@
-"""`moeinf run`: one answer, or a conversation."""
+"""Define `moeinf run`: print one answer, or hold a conversation."""
 
 from __future__ import annotations
 
@@ -60,9 +60,11 @@ def run(
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the best of this mass.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the best tokens up to this probability in sum.")
+    ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Keep what has this share of the best.")
+        float | None, typer.Option(help="Keep tokens of at least this share of the best.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens at most.")] = None,
@@ -80,7 +82,7 @@ def run(
     tgt: Target = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     think: Annotated[
-        bool | None, typer.Option("--think/--nothink", help="Whether to think before answering.")
+        bool | None, typer.Option("--think/--nothink", help="Think before answering, or do not.")
     ] = None,
     hidethinking: Annotated[
         bool, typer.Option("--hidethinking", help="Show only the answer.")
@@ -101,7 +103,7 @@ def run(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Runs a model: with PROMPT (or piped text) one answer, else a conversation.
+    """Run a model: answer PROMPT (or piped text) once, or hold a conversation.
 
     Example: moeinf run demo --memory 30% --verbose "17+25="
     """
@@ -149,7 +151,7 @@ def run(
         if server and found.reason:
             raise ServerError(found.reason)
         manifest, folder = ensure(model, settings, out)
-        if not found.reason:  # it may be the same machine's
+        if not found.reason:  # the server may be on this machine, and have the model now
             found = look(client, model)
     if found.about is not None:
         out.note(f"using the server at {client}")
@@ -160,7 +162,7 @@ def run(
         reason = found.reason or f"the server at {client} does not serve {model}"
         out.note(f"{reason}: the model runs in this process")
 
-    from moeinf.cli.chat.local import LocalPartner  # torch and the tokenizer come in only here
+    from moeinf.cli.chat.local import LocalPartner  # imports torch and the tokenizer
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.generation.seq2seq import Languages, converse
 
@@ -168,7 +170,7 @@ def run(
         partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)
         code = _converse(partner, begun, None if interactive else text, ways, settings, out)
         answer = partner.last
-        alone = engine.gpu is None  # a plan believes the figures to be the CPU's
+        alone = engine.gpu is None  # `plan` reads these figures as the CPU's
         if config.trace and alone and not interactive and answer is not None:
             remember_speed(
                 settings,
@@ -181,7 +183,7 @@ def run(
 
 
 def _client(settings: Settings, trusted: bool) -> Client:
-    """The server at MOEINF_HOST, whether there is one or not."""
+    """Return a client of the address in MOEINF_HOST, where a server may or may not listen."""
     server = read_server_environment()
     registry = Registry(settings.run)
     return Client.of(server.host, server.port, server.api_key, registry, trusted)
@@ -189,7 +191,7 @@ def _client(settings: Settings, trusted: bool) -> Client:
 
 @dataclass(frozen=True)
 class _Ways:
-    """How is asked, and what is shown."""
+    """The options of the request, and what is shown."""
 
     options: SamplingOptions
     limits: Limits
@@ -206,11 +208,11 @@ def _converse(
     settings: Settings,
     out: Output,
 ) -> int:
-    """One answer to `text`, or a conversation; the exit code."""
+    """Answer `text`, or hold a conversation without one; return the exit code."""
     partner.system, partner.think, partner.form = begun
     if partner.think and not (ways.raw or thinks(partner.template())):
         raise Usage(f"{partner.model} cannot think: leave --think away")
-    notes = partner.notes()  # of loading
+    notes = partner.notes()  # from loading
     for note in (*(partner.choices if text is None or ways.verbose else ()), *notes):
         out.note(note)
     if text is None:
@@ -242,7 +244,7 @@ def _converse(
 
 
 def _piped_text() -> str | None:
-    """What was piped or redirected into us; None when standard input is anything else."""
+    """Read piped or redirected standard input; None if it is empty or anything else."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""`moeinf serve`: Ollama's and OpenAI's APIs on this machine."""
+"""Define `moeinf serve`: serve Ollama's and OpenAI's APIs on this machine."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def serve(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Answers over HTTP, until Ctrl-C. MOEINF_HOST says where, 127.0.0.1:11435 by default.
+    """Answer over HTTP until Ctrl-C, at MOEINF_HOST (127.0.0.1:11435 by default).
 
-    Models are loaded when a request names them, and unloaded when nobody has for
-    MOEINF_KEEP_ALIVE (5m). MOEINF_NUM_PARALLEL requests are answered together. What a model's
-    engine has chosen, and what goes wrong with it, is told on stderr.
+    Models are loaded when a request names them, and unloaded after MOEINF_KEEP_ALIVE (5m) without
+    a request. MOEINF_NUM_PARALLEL requests are answered together. The choices and problems of
+    each engine are printed on stderr.
 
     Example: moeinf serve --memory 4GiB
     """
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
     if port is not None:
         server = replace(server, port=port)
-    # What cannot be is said now, not at the first request.
+    # Refuse an unusable device now, not at the first request.
     processor = choose_processor(device, device_memory, settings.libcuda)
     if processor.gpu is not None:
         check_usable(processor.gpu.name)
@@ -66,12 +66,12 @@ def serve(
         miss=miss,
     )
 
-    from moeinf.server.serve import run_server  # FastAPI and uvicorn come in only here
+    from moeinf.server.serve import run_server  # imports FastAPI and uvicorn
 
     opened = ExitStack()
 
     def listening(address: str) -> None:
-        try:  # so that `run` and `stop` know that this process listens there
+        try:  # `run` and `stop` find this server by its entry
             opened.callback(Registry(settings.run).register_server(address).close)
         except OSError as error:
             out.note(f"{settings.run} cannot be written ({error.strerror}): `run` needs --server")
@@ -80,7 +80,7 @@ def serve(
             out.note("anybody who reaches this address may use it: MOEINF_API_KEY sets a key")
 
     def tell(line: str) -> None:
-        with suppress(SystemExit):  # rich's answer to a stderr that nobody reads any more
+        with suppress(SystemExit):  # rich raises it when the reader of stderr has left
             out.note(line)
 
     with opened:

@@ -1,4 +1,4 @@
-"""`moeinf show`: what a model is."""
+"""Define `moeinf show`: describe a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeinf.runtime.sizes import format_bytes
 
 
 def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
-    """Shows a model's shape, sizes and origin.
+    """Show a model's shape, sizes and origin.
 
     Example: moeinf show demo
     """
@@ -60,7 +60,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
 
 
 def _kv(manifest: Manifest) -> str:
-    """What a request remembers, per token and for the longest context."""
+    """Return the size of a request's cache and state, per token and for the longest context."""
     fixed = f"{format_bytes(manifest.state_bytes)} and " if manifest.state_bytes else ""
     whole = format_bytes(manifest.kv_bytes(manifest.max_context))
     per_token = format_bytes(manifest.kv_bytes_per_token)
@@ -68,7 +68,7 @@ def _kv(manifest: Manifest) -> str:
 
 
 def _show_unpulled(entry: Entry, out: Output) -> None:
-    """What the registry knows of a model that is not on this machine."""
+    """Print the registry's facts about a model that is not on this machine."""
     sizes = entry.sizes()
     if out.json:
         about = {key: value for key, value in asdict(entry).items() if key != "aliases"}

@@ -1,4 +1,4 @@
-"""`moeinf simulate`: replays recorded routing against cache policies."""
+"""Define `moeinf simulate`: replay recorded routing against cache policies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def simulate(
         ),
     ] = None,
     ram_over_link: Annotated[float, typer.Option(min=0.01, help="RAM ÷ link bandwidth.")] = 8.0,
-    seed: Annotated[int, typer.Option(help="Of modelled hints.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of modelled hints.")] = 0,
     plot: Annotated[
         Path | None,
         typer.Option(parser=picture_path, metavar="OUT.png", help="A picture.", show_default=False),
@@ -74,7 +74,7 @@ def simulate(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Replays .eam recordings and route CSVs: what would each policy have hit, read, waited for?
+    """Replay .eam recordings and route CSVs; print each policy's hits, reads and stalls.
 
     Example: moeinf simulate demo.eam --capacity 10%,20%
     """
@@ -155,7 +155,7 @@ def simulate(
 
 
 def _settings(sweep: list[str]) -> list[dict[str, Any]]:
-    """Every combination of the swept knobs."""
+    """Return every combination of the swept knobs. Raises Usage."""
     settings: list[dict[str, Any]] = [{}]
     for text in sweep:
         name, separator, values = text.partition("=")

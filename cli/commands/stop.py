@@ -1,4 +1,4 @@
-"""`moeinf stop`: unloads a model, wherever it runs; --all ends every engine and server."""
+"""Define `moeinf stop`: unload a model from every process, or end all engines and servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stop(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Unloads MODEL: a server goes on with its other models, a process of `moeinf run` ends.
+    """Unload MODEL: its server keeps its other models, a process of `moeinf run` ends.
 
     Example: moeinf stop demo
     """
@@ -74,9 +74,9 @@ def _serving(registry: Registry, model: str) -> list[LiveServer]:
 
 
 def _unload(registry: Registry, server: LiveServer, model: str, api_key: str | None) -> None:
-    """Return when the server has unloaded the model. Raises ServerError, NotStopped.
+    """Make a server unload a model, and return when it has. Raises ServerError, NotStopped.
 
-    It is asked again while its engine lives: one that is being loaded cannot be unloaded yet.
+    The request is repeated while the engine lives: an engine that is loading cannot be unloaded.
     """
     host, _, port = server.address.rpartition(":")
     client = Client.of(host.strip("[]"), int(port), api_key, registry)

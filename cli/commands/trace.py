@@ -1,4 +1,4 @@
-"""`moeinf trace`: warms a model's EAMC with the prompts of a data set."""
+"""Define `moeinf trace`: fill a model's EAMC with the prompts of a data set."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def trace(
         Path | None,
         typer.Option("--out", metavar="FILE.eam", help="Also write a recording for `simulate`."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Which prompts, and what is sampled.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
     src: Source = None,
     tgt: Target = None,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, no template.")] = False,
@@ -77,7 +77,7 @@ def trace(
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Runs a data set's prompts and remembers which experts they used.
+    """Run a data set's prompts and record which experts they use.
 
     Example: moeinf trace demo --dataset demo --limit 20 --memory 30% --out demo.eam
     """
@@ -129,7 +129,7 @@ def _items(
     dataset: str, subset: str | None, limit: int, shots: int, seed: int, settings: Settings,
     out: Output,
 ) -> list[Item]:  # fmt: skip
-    """Load the prompts, those of the tasks in `subset` alone."""
+    """Load the prompts; with `subset`, only those of its tasks."""
     from moeinf.runtime.jobs.datasets import Wanted, load_items
     from moeinf.runtime.library.library import DEMO_CHECKPOINT
 

@@ -1,4 +1,4 @@
-"""`moeinf verify`: hashes a model's files anew, and mends what is damaged."""
+"""Define `moeinf verify`: hash a model's files again, and repair the damaged ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 def verify(
     model: InstalledModel,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch or read anew what is damaged.")
+        bool, typer.Option("--repair", help="Fetch or read the damaged files again.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Checks every file of a model against the hash that was noted when it was pulled.
+    """Check every file of a model against the hash recorded at its pull.
 
     Example: moeinf verify demo --repair
     """
@@ -62,7 +62,7 @@ def verify(
 
 
 def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:
-    """Where the model came from. Raises BadCheckpoint, RepositoryError when it is gone."""
+    """Open the model's source. Raises BadCheckpoint, RepositoryError when it is gone."""
     from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
     from moeinf.runtime.hub.listing import is_offline, look_up

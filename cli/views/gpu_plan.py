@@ -1,6 +1,6 @@
-"""What `moeinf plan` says of a device's memory, and where each figure comes from.
+"""Show the GPU part of `moeinf plan`, with the provenance of each figure.
 
-Does not know how it was decided (runtime/placement/gpu_plan.py).
+The placement itself is decided in runtime/placement/gpu_plan.py.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
 from moeinf.runtime.sizes import format_bytes
 
-Bus = tuple[float, str]  # bytes per second, and when that was measured
+Bus = tuple[float, str]  # bytes per second, and the time of the measurement
 
 
 def device_document(gpu: DevicePlacement, miss: Miss, bus: Bus | None) -> dict[str, Any]:
-    """What is promised of the device's memory, and where each figure comes from."""
+    """Return the planned use of device memory in bytes, with the provenance of each figure."""
     return {
         "gpu": gpu.gpu,
         "miss": miss,
@@ -48,7 +48,7 @@ _MISSES: dict[Miss, str] = {
 
 
 def device_fields(gpu: DevicePlacement, miss: Miss, bus: Bus | None) -> list[tuple[str, str]]:
-    """The lines of `moeinf plan`."""
+    """Return the lines of `moeinf plan` about the GPU."""
     size = format_bytes
     speed = "" if bus is None else f"{size(round(bus[0]))}/s "
     dense = "no: they stay in RAM"

@@ -1,6 +1,6 @@
-"""What `moeinf simulate` is told of a device above the host's memory, and what it says of it.
+"""Parse the GPU options of `moeinf simulate`, and report its results with a GPU tier.
 
-Does not know how a replay goes. Without --device-capacity there is no device, and nothing is said.
+Without --device-capacity there is no GPU tier, and nothing is reported about it.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ Misses = Annotated[
     str | None,
     typer.Option(
         metavar=",".join(MISSES),
-        help="What the device misses: computed by the CPU, or fetched. Default: auto.",
+        help="Compute an expert that the device lacks on the CPU, or fetch it. Default: auto.",
         show_default=False,
     ),
 ]
 BusSpeed = Annotated[int | None, _option("Bytes a second to the device. Default: 25GB.")]
-CpuSpeed = Annotated[int | None, _option("Of experts that the CPU computes. Default: 30GB.")]
-DeviceSpeed = Annotated[int | None, _option("Of the device's memory. Default: 500GB.")]
+CpuSpeed = Annotated[int | None, _option("Bytes a second of experts on the CPU. Default: 30GB.")]
+DeviceSpeed = Annotated[int | None, _option("Bytes a second of its memory. Default: 500GB.")]
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """As they were typed; None: not at all."""
+    """The options as typed; None for one that was not given."""
 
     device_capacity: str | None
     miss: str | None
@@ -64,7 +64,7 @@ class DeviceOptions:
     device_speed: int | None
 
     def devices(self, late: bool) -> list[OnDevice | None]:
-        """Every device that is to be replayed; None: none. Raises Usage."""
+        """Return every device to replay; [None] means no device. Raises Usage."""
         if self.device_capacity is None:
             for option in fields(self):
                 if getattr(self, option.name) is not None:
@@ -88,7 +88,7 @@ class DeviceOptions:
 
 
 def expert_shares(text: str) -> list[float]:
-    """`5%,10%` as fractions. Raises Usage."""
+    """Parse `5%,10%` into fractions. Raises Usage."""
     shares = []
     for part in text.split(","):
         try:
@@ -101,7 +101,7 @@ def expert_shares(text: str) -> list[float]:
 
 
 def device_result(device: OnDevice, outcome: Outcome) -> dict[str, Any]:
-    """What a result of --json has besides."""
+    """Return the fields that a device adds to a result of --json."""
     return {
         "device_capacity": device.share,
         "miss": device.miss,
@@ -115,5 +115,5 @@ def device_result(device: OnDevice, outcome: Outcome) -> dict[str, Any]:
 
 
 def device_model(device: OnDevice) -> dict[str, Any]:
-    """What the time model of --json has besides."""
+    """Return the fields that a device adds to the time model of --json."""
     return {**asdict(device.speeds), "fetched_share": round(device.speeds.fetched_share, 5)}

@@ -1,7 +1,4 @@
-"""Heat maps of an EAMC: as characters for a terminal, as a picture for `--plot`.
-
-Does not know what is behind the numbers.
-"""
+"""Draw heat maps of an EAMC: as characters for a terminal, as a picture for `--plot`."""
 
 from __future__ import annotations
 
@@ -28,9 +25,10 @@ class NoMatplotlib(Unavailable, ImportError):
 
 
 def terminal_lines(heat: NDArray[np.float32], width: int) -> list[str]:
-    """One line per layer (or per few), the darker the more often an expert is used.
+    """Return one line per layer (or per few layers); a darker cell means more frequent use.
 
-    heat [L, E]; a cell of the widest share of its line is full. Lines are at most `width` wide.
+    heat: [L, E]. The largest share of a line has the darkest cell. Lines have at most `width`
+    characters.
     """
     room = max(8, width - 6)
     columns = min(room, heat.shape[1])
@@ -46,7 +44,7 @@ def terminal_lines(heat: NDArray[np.float32], width: int) -> list[str]:
 
 
 def draw(summary: Summary, title: str, path: Path) -> None:
-    """Writes a picture: experts by layer, and how alike the entries are, group by group.
+    """Write a picture: expert use by layer, and the similarity of entries, ordered by group.
 
     Raises NoMatplotlib, OSError.
     """
@@ -77,6 +75,6 @@ def draw(summary: Summary, title: str, path: Path) -> None:
 
 
 def _pooled(matrix: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
-    """[R, C] -> [rows, C]: neighbouring rows become their largest values."""
+    """Reduce [R, C] to [rows, C] by the maximum of neighbouring rows."""
     parts = np.array_split(matrix, rows, axis=0)
     return np.stack([part.max(axis=0) for part in parts])

@@ -1,6 +1,6 @@
-"""What `moeinf simulate` shows for people: a table per trace, and a picture.
+"""Show the results of `moeinf simulate`: a table per trace, and a picture.
 
-Does not know how anything was replayed: it has the document that --json prints.
+The input is the document that --json prints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CELLS: dict[str, _Cell] = {
     "RECALL": _percent("prefetch_recall"),
 }
 _COLUMNS = "HIT READS/TOKEN MB/TOKEN INSERTIONS STALL-MS PRECISION RECALL".split()
-_WITH_DEVICE = (  # the others are in --json: a terminal is only so wide
+_WITH_DEVICE = (  # the other columns are only in --json, to fit the terminal
     "DEVICE MISS HIT ON-DEVICE BY-CPU BUS-MB/TOKEN MB/TOKEN STALL-MS MS/TOKEN FLOOR-MS".split()
 )
 _AXES = frozenset(("policy", "capacity", "device_capacity", "miss"))
@@ -56,7 +56,7 @@ def _swept(result: dict[str, Any]) -> list[str]:
 
 
 def table(out: Output, document: dict[str, Any]) -> None:
-    """One line per case of a trace."""
+    """Print one line per case of a trace."""
     out.line(
         f"{document['name']}: {document['layers']} layers x {document['experts']} experts, "
         f"{document['top_k']} per token; {document['tokens']} decode tokens"
@@ -79,7 +79,10 @@ def table(out: Output, document: dict[str, Any]) -> None:
 
 
 def picture(documents: list[dict[str, Any]], path: Path) -> None:
-    """Hit rate and stall over capacity, a line per policy, a row per trace."""
+    """Write plots of hit rate and stall over capacity: a line per policy, a row per trace.
+
+    Raises Usage without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError as error:
