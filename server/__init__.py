@@ -1,1 +1,1 @@
-"""The HTTP face stands on this floor, beside the command line: parse, answer, know no model."""
+"""Serve HTTP: parse requests and send answers. The layer is that of the command line."""

@@ -1,7 +1,4 @@
-"""The HTTP application: both APIs, health, metrics, and errors in the form that each API has.
-
-Does not know how answers are made.
-"""
+"""Build the HTTP application: both APIs, health, metrics, and errors in each API's format."""
 
 from __future__ import annotations
 
@@ -33,7 +30,10 @@ def create_app(
     config: EngineConfig,
     say: Callable[[str], None] = lambda _: None,
 ) -> FastAPI:
-    """The application; engines are loaded when requests name them, and `say` hears of them."""
+    """Build the application; a request loads the engine that it names.
+
+    say: receives a line per choice or note of an engine.
+    """
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -48,7 +48,7 @@ def create_app(
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        strict_content_type=False,  # curl -d says it sends a form, and Ollama does not mind
+        strict_content_type=False,  # curl -d sends the type of a form, which Ollama accepts
     )
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
@@ -98,7 +98,7 @@ def create_app(
     async def tell(request: Request, error: Exception) -> JSONResponse:
         return _told(request, noted(error, settings))
 
-    # By builtin ancestors: Starlette logs as a bug what only a handler of `Exception` takes.
+    # Register builtin ancestors: Starlette logs an error as a bug if only `Exception` handles it.
     for kind in (MoeinfError, LookupError, ValueError, RuntimeError, OSError, MemoryError):
         app.add_exception_handler(kind, tell)
     app.add_exception_handler(Exception, tell)
@@ -115,7 +115,7 @@ def create_app(
 
 
 def _refused(request: Request, error: HTTPException) -> MoeinfError:
-    """Return the refusal: ours, or what FastAPI's status means."""
+    """Return the error itself if it is ours, else the refusal that matches its status."""
     if isinstance(error, Refusal):
         return error
     for kind in (UnknownPath, WrongMethod):

@@ -1,7 +1,7 @@
 """Serve `/metrics` in Prometheus' text format, with vLLM's names where it has them.
 
-Does not know HTTP or how requests are scheduled. Label values are names of models that were loaded
-here and words of this file, never text of a request.
+Label values are names of models that were loaded here and words of this file, never text of a
+request.
 """
 
 from __future__ import annotations

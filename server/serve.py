@@ -1,6 +1,6 @@
-"""Runs the application on a socket, with the deadlines and limits that uvicorn lacks.
+"""Run the application on a socket, with the deadlines and limits that uvicorn lacks.
 
-Does not know endpoints. h11 parses requests: it bounds their headers.
+h11 parses requests, because it bounds their headers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moeinf.server.http.security import HEADER_BYTES
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 1024
 _GOODBYE_SECONDS = 5
-_END_SECONDS = 9.0  # from the first signal; then the process ends, whatever it is doing
+_END_SECONDS = 9.0  # from the first signal to the forced end of the process
 
 
 class CannotListen(Unavailable, OSError):
@@ -42,7 +42,7 @@ class CannotListen(Unavailable, OSError):
 
 
 class Deadlines(H11Protocol):
-    """Closes a connection whose next request has begun and does not become whole in time."""
+    """Close a connection when a request's headers are not complete in HEADER_SECONDS."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -59,7 +59,7 @@ class Deadlines(H11Protocol):
             self._await_request()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request. Called while h11's error is handled."""
+        """Answer an invalid request. Called while h11's error is handled."""
         error: MoeinfError = BadRequest(msg)
         if getattr(sys.exception(), "error_status_hint", 400) == HeadersTooLong.http_status:
             error = HeadersTooLong(f"line and headers have at most {HEADER_BYTES} bytes")
@@ -103,8 +103,8 @@ def make_server(
     config: EngineConfig,
     tell: Callable[[str], None] = lambda _: None,
 ) -> uvicorn.Server:
-    """A server that is not running yet. Port 0: any that is free. tell: see Host."""
-    keep_heap_small()  # before there are threads
+    """Build a server that does not run yet. Port 0 means any free port. tell: see Host."""
+    keep_heap_small()  # before the first thread starts
     return _Server(
         uvicorn.Config(
             create_app(settings, server, config, tell),
@@ -130,8 +130,10 @@ def run_server(
     listening: Callable[[str], None],
     tell: Callable[[str], None],
 ) -> None:
-    """Serves until SIGINT or SIGTERM; `listening` hears the address, `tell` what engines choose and
-    what goes wrong with them. Raises CannotListen."""
+    """Serve until SIGINT or SIGTERM. Raises CannotListen.
+
+    listening: receives the address. tell: receives the choices and problems of engines.
+    """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,14 +142,14 @@ def run_server(
         except OSError as error:
             where = _address(server.host, server.port)
             raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
-        sock.listen()  # what connects from now on waits, and is not refused
+        sock.listen()  # connections wait from now on, and are not refused
         listening(_address(*sock.getsockname()[:2]))
         running = make_server(settings, server, config, tell)
         try:
             running.run(sockets=[sock])
         finally:
             if running.config.app.state.host.stuck:  # type: ignore[union-attr]
-                os._exit(1)  # Python's own end would wait for the native call, or crash in it
+                os._exit(1)  # Python's own exit would wait for the native call, or crash in it
 
 
 def _address(host: str, port: int) -> str:

@@ -1,1 +1,1 @@
-"""The endpoints of Ollama's and OpenAI's APIs, and their words."""
+"""Implement the endpoints of Ollama's and OpenAI's APIs, and their formats."""

@@ -1,7 +1,7 @@
-"""How many items the lists of a request have.
+"""Limit the number of items in the lists of a request.
 
-Does not know endpoints. The first wrong item is the only one that an error names: an error for each
-would take a hundred times the body's memory.
+An error names only the first invalid item. An error for each item would take a hundred times the
+body's memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 Item = TypeVar("Item")
-MOST_FIELDS = 256  # of an object, unknown ones among them
+MOST_FIELDS = 256  # of an object, unknown ones included
 MOST_STOPS = 256
-MOST_STOP = 1024  # characters: each token's text is compared with the beginnings of all of them
+MOST_STOP = 1024  # characters; each token's text is compared with the prefixes of all stop texts
 
-# Messages, calls, tools and parts of texts; stop texts; what is embedded, as OpenAI has it.
+# Listed: messages, calls, tools, parts of texts. Few: stop texts. Inputs: texts to embed, with
+# OpenAI's limit.
 Listed = Annotated[list[Item], Field(fail_fast=True, max_length=4096)]
 StopText = Annotated[str, Field(max_length=MOST_STOP)]
 Few = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_STOPS)]

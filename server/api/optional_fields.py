@@ -1,7 +1,4 @@
-"""Requests in which a null says nothing, as both Ollama and OpenAI take it.
-
-Does not know endpoints.
-"""
+"""Treat a null field of a request as absent, as Ollama and OpenAI do."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from moeinf.server.api.bounds import MOST_FIELDS
 
 
 class Said(BaseModel):
-    """What is said in an object; a field that is null is one that was left away."""
+    """An object of a request; a null field counts as absent."""
 
     @model_validator(mode="before")
     @classmethod

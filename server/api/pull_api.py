@@ -1,7 +1,7 @@
-"""`/api/pull`: models fetched and repacked on behalf of clients, with Ollama's progress lines.
+"""Serve `/api/pull`: fetch and repack a model for a client, with Ollama's progress lines.
 
-Does not know how a model is fetched or repacked. A pull ends when the client that reads its lines
-leaves; what came from the hub is kept, and the next pull goes on there.
+A pull ends when the client that reads its lines leaves. The fetched bytes are kept, and the next
+pull resumes there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ClientGone(Exception):
 
 
 class _Client:
-    """Whether the client of a pull is still there. Leaving also ends what is being fetched."""
+    """The connection state of a pull's client. `leave` also ends downloads in flight."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()
-        self.stop = threading.Event()  # the pull sets it, too, when it has all it wants
+        self.stop = threading.Event()  # the pull also sets it when its downloads are complete
 
     def leave(self) -> None:
         self.gone.set()
@@ -45,13 +45,13 @@ class _Client:
 router = APIRouter(route_class=JsonRoute)
 _SUCCESS = {"status": "success"}
 _CLIENT_GONE = 499  # as nginx logs it
-_STEPS = 100  # of a phase: progress is told once in each
+_STEPS = 100  # progress lines per phase, at most
 
 Line = dict[str, Any]
 
 
 class PullRequest(Said):
-    """Old clients say `name` where new ones say `model`. insecure has no effect here."""
+    """A pull. Old clients send `name` instead of `model`. `insecure` has no effect here."""
 
     model: str = ""
     name: str = ""
@@ -63,7 +63,7 @@ class PullRequest(Said):
 
 @router.post("/api/pull")
 async def pull(asked: PullRequest, request: Request) -> Response:
-    """A line per phase and per hundredth of it; the last one says success, or what went wrong."""
+    """Send a line per phase and per hundredth of it; the last line is success or an error."""
     wanted = asked.model or asked.name
     if not wanted:
         raise BadRequest("model is missing")
@@ -80,7 +80,7 @@ async def pull(asked: PullRequest, request: Request) -> Response:
     finally:
         watch.cancel()
     if isinstance(last, ClientGone):
-        return Response(status_code=_CLIENT_GONE)  # only a log shows it
+        return Response(status_code=_CLIENT_GONE)  # visible only in a log
     if isinstance(last, Exception):
         raise last
     if asked.stream:
@@ -90,7 +90,7 @@ async def pull(asked: PullRequest, request: Request) -> Response:
 
 
 async def _leave_when_gone(request: Request, client: _Client) -> None:
-    """Until something is sent, nothing else notices that a client has hung up."""
+    """Wait for the client's disconnect, which is not noticed elsewhere before a first line."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     client.leave()
@@ -109,7 +109,7 @@ async def _worded(
 async def _lines(
     wanted: str, settings: Settings, client: _Client
 ) -> AsyncIterator[Line | Exception]:
-    """What a pull on a thread of its own says. The last is success or an exception, always.
+    """Run a pull on a separate thread and yield its lines; the last is success or an exception.
 
     The pull ends soon after the client leaves, or after the end of this generator.
     """
@@ -124,12 +124,12 @@ async def _lines(
         try:
             _pull(wanted, settings, say, client)
             say(_SUCCESS)
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             say(as_exception(error))
         finally:
             say(None)
 
-    # A daemon: what it has fetched is kept, and the server need not wait for it to end.
+    # A daemon thread: fetched bytes are kept, so that the server need not wait for its end.
     threading.Thread(target=run, name=f"pull {wanted[:40]}", daemon=True).start()
     try:
         while (line := await said.get()) is not None:
@@ -154,11 +154,11 @@ def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: 
 
 
 class _Progress:
-    """Progress as Ollama words it: what is fetched has a digest, a total, and what is completed."""
+    """Send progress lines as Ollama does: a status, a digest, and bytes in total and completed."""
 
     def __init__(self, say: Callable[[Line], None], gone: threading.Event, digest: str) -> None:
         self._say, self._gone, self._digest = say, gone, digest
-        self._told: dict[str, int] = {}  # in hundredths, by phase
+        self._told: dict[str, int] = {}  # phase -> last hundredth sent
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         if self._gone.is_set():

@@ -1,1 +1,1 @@
-"""Loaded engines, and the threads that answer requests with them."""
+"""Hold the loaded engines, and the threads that answer requests with them."""

@@ -1,7 +1,7 @@
-"""Which engines live: loaded when a request names them, unloaded when nobody has for a while.
+"""Load an engine when a request names its model, and unload it after an idle time.
 
-Does not know HTTP. Used from the event loop; engines have threads of their own. torch comes in with
-the first of them, so that a server starts at once and is small while nobody asks.
+The event loop calls this module; engines have their own threads. The first engine imports torch, so
+that a server starts at once and stays small until the first request.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 _TRIM_EVERY_S = 30.0
-_GRACE_S = 1.0  # between being given a model and asking it something
-_LAST_CLOSE_S = 3.0  # in which all engines end when the server does
+_GRACE_S = 1.0  # between `model` and the first job, in which an engine does not expire
+_LAST_CLOSE_S = 3.0  # for all engines to end when the server ends
 _STUCK = "the engine is in a native call that does not return; restart the server"
 
 
 @dataclass
 class Loaded:
-    """A model with its worker. expires_at: seconds since the epoch; infinite: stays.
+    """A model with its worker.
 
-    users: requests of several jobs, which need it between them, too.
+    expires_at: seconds since the epoch; infinite if it is never unloaded. users: requests of
+    several jobs in progress, which also need the engine between two jobs.
     """
 
     manifest: Manifest
@@ -62,7 +63,7 @@ class Loaded:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Not idle within."""
+        """Keep the engine from being idle inside the block."""
         self.users += 1
         try:
             yield
@@ -71,7 +72,7 @@ class Loaded:
 
 
 class Host:
-    """The models that are loaded now. `run` must be running for any of them to expire."""
+    """The models that are loaded now. They expire only while `run` runs."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Host:
         config: EngineConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """tell: what engines chose, and their notes, a line each; called by their threads."""
+        """Build an empty host. tell: receives each choice and note of an engine, on its thread."""
         self.library = Library(settings)
         self._tell = tell
         self._settings = settings
@@ -89,19 +90,22 @@ class Host:
         self._loaded: dict[ModelName, Loaded] = {}
         self._loading: dict[ModelName, asyncio.Lock] = {}
         self._closing: set[asyncio.Future[bool]] = set()
-        self._unended: list[Worker] = []  # their time is over, and they may still run
+        self._unended: list[Worker] = []  # closed, and possibly still running
 
     @property
     def stuck(self) -> bool:
-        """Whether an engine that should have ended is in a native call that does not return."""
+        """True if a closed engine is in a native call that does not return."""
         return any(not worker.close(0) for worker in self._unended)
 
     def loaded(self) -> list[Loaded]:
         return [one for one in self._loaded.values() if one.worker.failure is None]
 
     async def model(self, name: str, keep_alive_s: float | None = None) -> Loaded:
-        """The model, loaded if need be. Raises NoSuchModel, BadName, DoesNotFit, Unloaded, …"""
-        # A live engine's files cannot be replaced, so that what is loaded need not be read again.
+        """Return the model; load it if needed.
+
+        Raises NoSuchModel, BadName, DoesNotFit, Unloaded, and what an engine raises on loading.
+        """
+        # A live engine's files cannot be replaced, so that a loaded model is not read again.
         key, _ = await asyncio.to_thread(self.library.find, name)
         async with self._loading.setdefault(key, asyncio.Lock()):
             found = self._loaded.get(key)
@@ -115,14 +119,17 @@ class Host:
         return found
 
     def _expires_at(self, key: ModelName) -> int | None:
-        """When the model is unloaded unless it is asked, for `ps`. Called by other threads."""
+        """Return when the model expires without further requests, in seconds since the epoch.
+
+        None: it never expires, or is not loaded. `ps` shows the time. Other threads call this.
+        """
         found = self._loaded.get(key)
         if found is None or math.isinf(found.expires_at):
             return None
         return round(found.expires_at)
 
     async def unload(self, name: str) -> bool:
-        """End a model's engine, its requests with it; False when it is not loaded.
+        """End a model's engine and its requests; return False if it is not loaded.
 
         Raises Unloaded when the engine does not end.
         """
@@ -133,8 +140,7 @@ class Host:
         return found is not None
 
     async def run(self) -> None:
-        """Unloads what has expired, and gives free memory back, until it is cancelled; then
-        unloads everything."""
+        """Unload expired models and return free memory to the system; on cancel, unload all."""
         trimmed = time.monotonic()
         try:
             while True:
@@ -148,13 +154,16 @@ class Host:
             self._loaded.clear()
             until = time.monotonic() + _LAST_CLOSE_S
             for worker in workers:
-                worker.close(0)  # all begin to end
+                worker.close(0)  # start to end all of them at once
             for worker in workers:
                 worker.close(max(0.0, until - time.monotonic()))
             self._unended += workers
 
     async def _unload_where(self, leaves: Callable[[Loaded], bool]) -> bool:
-        """Whether any did. Each is asked when its turn comes: it may have been taken meanwhile."""
+        """Unload the models for which `leaves` is true; return True if there was one.
+
+        `leaves` is called just before each unload, because the wait for another may change it.
+        """
         any_left = False
         for key in list(self._loaded):
             found = self._loaded.get(key)
@@ -165,9 +174,9 @@ class Host:
         return any_left
 
     async def _close(self, worker: Worker) -> bool:
-        """End an engine; False, and a line, when it does not end.
+        """End an engine; if it does not end, write a line and return False.
 
-        Loading a model waits meanwhile: the memory is not free before.
+        Loads wait meanwhile, because its memory is not free yet.
         """
         closing = asyncio.ensure_future(asyncio.to_thread(worker.close))
         self._closing.add(closing)
@@ -179,17 +188,17 @@ class Host:
         return ended
 
     async def _load(self, key: ModelName) -> tuple[Manifest, Worker]:
-        """Tries once more without the idle models when memory is short."""
+        """Start an engine; if it does not fit, unload the idle models and try again."""
         try:
             return await self._started(key)
         except (DoesNotFit, DeviceDoesNotFit) as error:
             asked = isinstance(error, DoesNotFit) and self._config.memory is not None
             if asked or not await self._unload_where(lambda one: one.idle):
-                raise  # what was asked for is too little, however much is free
+                raise  # the given --memory is too little, or no idle model was there to unload
             return await self._started(key)
 
     async def _started(self, key: ModelName) -> tuple[Manifest, Worker]:
-        def start() -> tuple[Manifest, Worker]:  # not on the loop: torch comes in here, for seconds
+        def start() -> tuple[Manifest, Worker]:  # on a thread: the import of torch takes seconds
             from moeinf.runtime.engine.engine import Engine
             from moeinf.server.engines.worker import Worker
 

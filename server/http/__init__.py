@@ -1,1 +1,1 @@
-"""What guards every request: who may ask, how much may arrive, JSON in and out."""
+"""Guard every request: check its sender, limit its size, read and write JSON."""

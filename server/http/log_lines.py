@@ -1,7 +1,4 @@
-"""The lines that the HTTP library logs: control characters of requests are made visible.
-
-Does not know what is logged.
-"""
+"""Make control characters visible in the lines that the HTTP library logs."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from moeinf.runtime.visible import visible
 
 
 class VisibleFormatter(DefaultFormatter):
-    """As uvicorn's, tracebacks included."""
+    """uvicorn's formatter with visible control characters, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def log_config() -> dict[str, Any]:
-    """Return uvicorn's configuration of logging, with this formatter and without colours."""
+    """Return uvicorn's logging configuration with VisibleFormatter and without colours."""
     config: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     config["formatters"]["default"] |= {"()": VisibleFormatter, "use_colors": False}
     return config

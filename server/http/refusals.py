@@ -1,7 +1,4 @@
-"""What is refused before an endpoint sees it: hosts, origins, keys, headers, bodies, paths.
-
-Does not know when to refuse.
-"""
+"""Define the refusals before an endpoint: hosts, origins, keys, headers, bodies, paths."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from moeinf.errors import InvalidInput
 
 
 class Refusal(InvalidInput, HTTPException):
-    """A request is refused. An HTTPException, so that FastAPI hands it on as it is."""
+    """A request is refused. An HTTPException, so that FastAPI passes it on unchanged."""
 
     def __init__(self, words: str, headers: Mapping[str, str] | None = None) -> None:
         HTTPException.__init__(self, self.http_status, words, headers)

@@ -1,11 +1,11 @@
-"""What stands before every request: who may ask, and how much may be sent.
+"""Check every request before its endpoint: its Host, Origin and key, and its size.
 
-Does not know endpoints. A pure ASGI layer, so that streams pass through it untouched.
+This is a pure ASGI layer, so that streams pass through unchanged.
 
-A web page that a person happens to look at must not be able to talk to this server: requests with
-an Origin that is not allowed are refused, and so are those whose Host is a name that somebody may
-have pointed at this address (DNS rebinding). Addresses and names of this machine are fine, and so
-are names that nobody can register for the world, and those of pages that may call in any case.
+A web page in a user's browser must not reach this server. A request with an Origin that is not
+allowed is refused. So is a request whose Host is a public name, since an attacker may point it at
+this address (DNS rebinding). Accepted are IP addresses, names of this machine, names that cannot be
+registered publicly, and the hosts of allowed origins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPEN = ("/health", "/", "/api/version")  # answered without an API key
 
 
 class Guard:
-    """Wraps an ASGI app. Refusals are JSON that both kinds of clients understand."""
+    """Wrap an ASGI app. Refusals are JSON that clients of both APIs understand."""
 
     def __init__(self, app: Any, settings: ServerSettings) -> None:
         self._app = app
@@ -57,7 +57,7 @@ class Guard:
         if refusal is not None:
             await _refuse(send, refusal)
             return
-        if scope["path"].startswith("/api/"):  # what clients of Ollama call a form is JSON, too
+        if scope["path"].startswith("/api/"):  # Ollama's clients may send JSON as a form
             others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
             scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
         body = bodies.Body(receive, self._budget)
@@ -78,7 +78,7 @@ class Guard:
             words = "Transfer-Encoding and Content-Length both give the body's length"
             return TwoLengths(words)
         host = _host_name(headers.get("host", ""))
-        silent = not host and scope["http_version"] == "1.0"  # no browser: they all say it
+        silent = not host and scope["http_version"] == "1.0"  # browsers always send Host
         if not (silent or self._is_ours(host)):
             words = f"Host {host[:80]!r} is not known here; MOEINF_ORIGINS can name it"
             return UnknownHost(words)
@@ -98,7 +98,7 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        """A name of this machine, or any address: only names can be pointed at us by others."""
+        """Return True for a name of this machine or an IP address; only names can be rebound."""
         if "*" in self._settings.origins or host.endswith(_UNREGISTRABLE):
             return True
         if host and host in self._names:
@@ -116,7 +116,7 @@ class Guard:
 
 
 def _host_name(text: str) -> str:
-    """The Host header without its port, in lower case, as an address without brackets."""
+    """Return the Host header in lower case, without its port and an address's brackets."""
     text = text.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -124,7 +124,7 @@ def _host_name(text: str) -> str:
 
 
 def _name_of(origin: str) -> str:
-    """The host of an origin, or of a name alone; empty where there is none."""
+    """Return the host of an origin or of a bare name; empty if it has no host."""
     try:
         return urlsplit(origin if "//" in origin else f"//{origin}").hostname or ""
     except ValueError:
@@ -134,7 +134,7 @@ def _name_of(origin: str) -> str:
 async def _refuse(send: Any, error: Refusal) -> None:
     status, body = error.http_status, json.dumps({"error": str(error), "code": error.code}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status == 400:  # where this request ends is unknown
+    if status == 400:  # the end of this request is unknown
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
