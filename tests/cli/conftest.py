@@ -33,13 +33,13 @@ class Result:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """No server listens at its MOEINF_HOST, whatever runs on this machine."""
+    """Return the variables of a home, with a MOEINF_HOST at which no server listens."""
     own = {"MOEINF_HOME": str(home), "MOEINF_HOST": "127.0.0.1:1"}
     return {**os.environ, **own, "NO_COLOR": "1", "COLUMNS": "200"}
 
 
 def check_document(name: str, document: Any) -> None:
-    """The document is as docs/schemas/NAME.json says: nothing missing, nothing unsaid."""
+    """Check that a document matches docs/schemas/NAME.json: no field missing, none unknown."""
     schema: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text())
     Draft202012Validator.check_schema(schema)
     problems = [
@@ -55,7 +55,7 @@ Command = Callable[..., Result]
 def command_in(home: Path) -> Command:
     """Return a function that runs one command line in this process.
 
-    With a variable of the hub's library, which reads it once when it is imported, in a new one.
+    With an HF_ variable it runs in a new process, because huggingface_hub reads those on import.
     """
 
     def run(*arguments: str, stdin: str | None = None, **variables: str) -> Result:
@@ -93,7 +93,7 @@ def _in_a_process(home: Path, arguments: Sequence[str], variables: Mapping[str, 
 
 
 def _stream() -> IO[str]:
-    """Open a file: commands ask what kind of file their standard input is."""
+    """Open a temporary file, because commands check the file type of standard input."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", newline="")
 
 
@@ -105,5 +105,8 @@ def _written(stream: IO[str]) -> str:
 
 @pytest.fixture
 def moeinf(demo_home: Path) -> Command:
-    """moeinf("run", "demo", "17+25=", stdin=None, MOEINF_DEBUG="1") in the shared home."""
+    """Return the command in the shared home.
+
+    Example: moeinf("run", "demo", "17+25=", stdin=None, MOEINF_DEBUG="1").
+    """
     return command_in(demo_home)

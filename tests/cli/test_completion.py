@@ -1,4 +1,4 @@
-"""Completion as shells ask for it: through the variable that the installed script sets."""
+"""Test completion as shells request it: by the variable that the installed script sets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_names_that_can_be_pulled(complete: Complete, tmp_path: Path) -> None:
         assert "olmoe" in complete(tmp_path, f"moeinf {command} olm")
     assert {"mixtral", "mixtral-8x22b"} <= complete(tmp_path, "moeinf pull mix")
     assert "mixtral" not in complete(tmp_path, "moeinf pull olm")
-    assert "olmoe" not in complete(tmp_path, "moeinf stop olm")  # it is not here
+    assert "olmoe" not in complete(tmp_path, "moeinf stop olm")  # not installed
 
 
 @pytest.mark.parametrize("complete", [bash, zsh, fish])

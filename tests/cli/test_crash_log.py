@@ -1,4 +1,4 @@
-"""A bug of ours: two lines for people, the traceback in a file."""
+"""Test a bug in moeinf: two lines on stderr, the traceback in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeinf.runtime import crash_log
 
 
 class Panic(BaseException):
-    """As pyo3 raises: no Exception."""
+    """A BaseException that is not an Exception, like pyo3's."""
 
 
 class Broken:

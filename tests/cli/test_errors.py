@@ -1,4 +1,4 @@
-"""What the command line shows of an error: its code, its words, and what to type next."""
+"""Test how the command line shows an error: its code, its message and its hint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moeinf.server.serve import CannotListen
 
 
 class Panic(BaseException):
-    """What a panic of a Rust library derives from, too."""
+    """A BaseException that is not an Exception, like a Rust panic."""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_people_read_what_to_try(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_help_of_pull_names_the_families() -> None:
-    """The hint of ModelDataError says so."""
+    """The hint of ModelDataError refers to it."""
     assert "`moeinf pull --help`, which names the families" in ModelDataError.hint
     _, _, named = str(pull.__doc__).partition("config.json): ")
     assert [name.strip() for name in named.partition(".")[0].split(",")] == sorted(FAMILIES)
@@ -139,7 +139,7 @@ def test_a_text_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_manifest_that_is_not_a_file_is_damage(tmp_path: Path) -> None:
-    """A model whose manifest cannot be read is not pulled once more without a word."""
+    """A model with an unreadable manifest is not pulled again silently."""
     folder = tmp_path / "models" / "demo" / "bf16"
     folder.mkdir(parents=True)
     os.mkfifo(folder / "manifest.json")

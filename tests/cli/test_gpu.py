@@ -1,4 +1,4 @@
-"""`--device cuda` on the command line, on the fake libcuda: plans, answers, figures, refusals."""
+"""Test `--device cuda` on the command line, on the fake libcuda: plans, answers, refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cli.conftest import check_document
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 
-BUDGET = "664MiB"  # 512 of them are counted for CUDA itself
+BUDGET = "664MiB"  # includes 512 MiB for CUDA itself
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def home(
     fake.reset("mode=deferred,seed=9,memory=2000000000")
     monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
     monkeypatch.setenv("MOEINF_LIBCUDA", fake.path)
-    monkeypatch.setenv("MOEINF_HOST", "127.0.0.1:1")  # nobody serves there
+    monkeypatch.setenv("MOEINF_HOST", "127.0.0.1:1")  # no server listens there
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
     (tmp_path / "models").symlink_to(demo_home / "models")
@@ -58,7 +58,7 @@ def test_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_dense_weights_in_ram_are_said_unasked(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By whoever loads the model: it costs more than anything else."""
+    """Every command that loads the model prints it, because it costs the most time."""
     words, budget = "dense weights and KV cache stay in RAM", ["--device-memory", "642MiB"]
     line = ["run", "demo", "17+25=", "--device", "cuda"]
     for said_too in ([], ["--verbose"]):
@@ -116,7 +116,7 @@ def test_a_plan_says_where_its_figures_come_from(
     asked = re.search(r"they need --device-memory (\w+) with (--ctx) (\d+)", said.err)
     assert asked is not None
     plain = ["plan", "demo", "--device", "cuda", "--json", "--device-memory"]
-    assert answer([*plain, *asked.groups()]) == 0  # what it advises, works
+    assert answer([*plain, *asked.groups()]) == 0  # its advice works
     plan = json.loads(capsys.readouterr().out)
     assert (plan["device_memory"]["dense_bytes"] > 0, plan["context"]) == (True, int(asked[3]))
     assert plan["notes"][0].startswith("device: cuda (asked for: Fake GPU")
@@ -166,7 +166,7 @@ def test_figures_of_an_answer(home: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_lies_on_the_gpu_is_shown(
     home: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `ps`, by `/show cache` here, and of a server on this machine."""
+    """`ps` and `/show cache` show it, here and for a server on this machine."""
     settings = Settings(home)
     manifest, folder = Library(settings).read("demo")
     config = EngineConfig(
@@ -193,7 +193,7 @@ def test_what_lies_on_the_gpu_is_shown(
 
 
 def test_a_plan_expects_nothing_of_a_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whose own time is unknown: what the rest allows is a bound, where the rest is of any size."""
+    """The GPU's own time is unknown; the rest gives a bound unless nearly all is on the GPU."""
     line = ["plan", "demo", "--device", "cuda", "--miss", "compute", "--ctx", "256"]
     line += ["--device-memory"]
     nearly_all = str((653 << 20) + 16 * 49152)
@@ -219,7 +219,7 @@ def test_its_speed_is_not_taken_for_the_cpus(
     capsys.readouterr()
     assert answer(["plan", "demo"]) == 0
     assert "measured here" not in capsys.readouterr().out
-    assert answer(line) == 0  # it is long enough to be remembered
+    assert answer(line) == 0  # long enough for its speed to be stored
     capsys.readouterr()
     assert answer(["plan", "demo"]) == 0
     assert "measured here" in capsys.readouterr().out
@@ -244,7 +244,7 @@ def test_devices_measure_the_bus(
     monkeypatch.setattr("moeinf.runtime.machine.measurements.now", lambda: "later")
     remember_gpu(Settings(home), "Fake GPU", contended=("BF16", Contended(1.0, 1.0)))
     assert answer(["plan", "demo", "--device", "cuda", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)  # another measurement has another date
+    plan = json.loads(capsys.readouterr().out)  # another measurement leaves this date
     assert plan["device_memory"]["provenance"]["bus_bytes_per_s"] == measured
 
 
@@ -301,7 +301,7 @@ def test_misses_of_no_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_run_refuses_is_said_before(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a plan as a note; by a server when it starts."""
+    """A plan prints it as a note, and a server prints it at its start."""
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch cannot use it")
     monkeypatch.setattr("moeinf.server.serve.run_server", None)
     words = "Fake GPU is there, but this torch cannot use it"

@@ -1,4 +1,4 @@
-"""What a person gives and cannot be used is wrong usage, exit 2, in words that name it."""
+"""Test that an invalid value is wrong usage: exit code 2, and a message that names the value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show what a person sees of a model in an older or a newer layout."""
+"""Test what a user sees of a model in an older or a newer layout."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is printed cannot steer a terminal, and says when it cannot be written."""
+"""Test that output cannot control a terminal, and that a failed write is an error."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_bars_show_names_as_they_are(what: str) -> None:
 def test_progress_is_noted_where_there_are_no_bars(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 4.0, 12.0, 13.0])  # the begin, and after each step
+    clock = iter([0.0, 4.0, 12.0, 13.0])  # at the start, and after each step
     monkeypatch.setattr("moeinf.cli.output.time.monotonic", lambda: next(clock))
     with Output().counting("passes", 4) as step:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The README and docs/cli.md, tried as a new user would.
+"""Test the README and docs/cli.md as a new user would.
 
 Their commands run and print what the pages show, and the table has every command and option.
 """
@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
 REPOSITORY = "allenai/OLMoE-1B-7B-0924-Instruct"
 ANYTHING = "…"
-# What differs from run to run: figures, their units, lists of them, and the shades of a heat map.
+# These differ between runs: figures, their units, lists of figures, the shades of a heat map.
 VARIES = (
     (re.compile(r"\d+(?:[.,]\d+)*"), "N"),
     (re.compile(r"\bN ?(?:ns|µs|ms|s|B|KiB|MiB|GiB)\b"), "N"),
@@ -36,7 +36,7 @@ VARIES = (
 
 
 def commands(page: str) -> list[tuple[str, list[str] | None]]:
-    """Return every command of ours, in order, and the lines that the page shows, if any."""
+    """Return every `moeinf` command in order, with the lines that the page shows, if any."""
     found: list[tuple[str, list[str] | None]] = []
     for kind, text in re.findall(r"^```(sh|console)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         if kind == "sh":
@@ -62,7 +62,7 @@ def plain(line: str) -> str:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A new user's folder, with a checkpoint in it, and a hub that has one model: the demo."""
+    """Yield a new user's folder with a checkpoint, and variables of a hub with one model."""
     folder = tmp_path
     shutil.copytree(DEMO_CHECKPOINT, folder / "my-checkpoint")
     with serve(Hub(REPOSITORY, DEMO_CHECKPOINT)) as hub:
@@ -112,7 +112,7 @@ def test_commands_within_sentences(machine: tuple[Path, dict[str, str]]) -> None
 
 
 def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -> None:
-    """In an order in which one makes what the next needs."""
+    """They run in an order in which each finds the files that it needs."""
     folder, _ = machine
     (folder / "text.txt").write_text("The quick brown fox. 17+25=42")
     group: Any = typer.main.get_command(app)
@@ -126,9 +126,9 @@ def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -
             examples = re.findall(r"Example: (moeinf .*)", one.help)
             assert examples, f"moeinf {name} {one.name}: no example"
             for line in examples:
-                if name in ("devices", "serve"):  # one takes too long, the other for ever
+                if name in ("devices", "serve"):  # one takes too long, the other never ends
                     continue
-                done = run(line, machine)  # nothing runs that `stop` could end
+                done = run(line, machine)  # `stop` fails: nothing runs
                 assert done.returncode == (1 if name == "stop" else 0), f"{line}: {done.stdout}"
 
 
@@ -139,7 +139,7 @@ def test_every_command_and_option_of_the_table_exists() -> None:
     named = set(re.findall(r"`moeinf (\w+)|`(\w+) MODEL`", REFERENCE))
     assert known <= {name for pair in named for name in pair}, "commands that no page names"
     for names, text in rows:
-        shared = {"--json", "--quiet"}  # named below the table
+        shared = {"--json", "--quiet"}  # documented below the table
         said = set(re.findall(r"--[a-z-]+", names + text))
         for name in known & set(re.findall(r"`(?:moeinf )?(\w+)", names)):
             known.remove(name)

@@ -1,4 +1,4 @@
-"""Every document that --json prints is as docs/schemas says: nothing missing, nothing unsaid."""
+"""Test that every document of --json matches docs/schemas: no field missing, none unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeinf.cli.main import answer, app
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli.conftest import SCHEMAS, check_document
 
-# In this order, in one home: later ones use what earlier ones left. FOLDER is a checkpoint.
+# They run in this order in one home: later ones use files of earlier ones. FOLDER: a checkpoint.
 DOCUMENTS = (
     ("pull-dry-run", "pull demo --dry-run"),
     ("plan", "plan demo:q4 --memory 200KiB"),
@@ -48,7 +48,7 @@ DOCUMENTS = (
     ("error", "show"),
     ("error", "stop demo"),
 )
-ELSEWHERE = {"stop", "devices"}  # need something to stop, and twenty seconds: in their own tests
+ELSEWHERE = {"stop", "devices"}  # in their own tests: a process to stop; twenty seconds
 
 
 def test_documents(

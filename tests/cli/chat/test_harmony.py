@@ -1,6 +1,6 @@
-"""Harmony from end to end: a tiny gpt-oss that has learned one answer by heart is pulled and asked.
+"""Test Harmony from end to end: pull a tiny gpt-oss that has learned one answer, and ask it.
 
-Does not know parsers: what a person sees on the two streams is compared.
+The tests compare the two streams that a user sees, not the output of a parser.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEMPLATE = """{%- if messages[0].role == 'system' -%}
 {%- if add_generation_prompt %}<|start|>assistant{% endif -%}
 """
 ASKED = {"role": "user", "content": "6*7?"}
-STEPS, ENOUGH = 300, 0.01  # of learning; the loss that is low enough
+STEPS, ENOUGH = 300, 0.01  # steps of training at most; the loss at which it ends
 THOUGHT, SAID = "6 sevens.", "It is <42>."
 ANSWER = (
     f"<|channel|>analysis<|message|>{THOUGHT}<|end|>"
@@ -51,7 +51,7 @@ ANSWER = (
 
 
 def rendered(messages: list[dict[str, str]]) -> str:
-    """What transformers makes of a conversation."""
+    """Render a conversation with transformers."""
     texts, _ = render_jinja_template(
         conversations=[messages], chat_template=TEMPLATE, add_generation_prompt=True
     )
@@ -59,7 +59,7 @@ def rendered(messages: list[dict[str, str]]) -> str:
 
 
 def save_tokenizer(folder: Path) -> _Tokenizer:
-    """Bytes, and the marks of harmony as special tokens."""
+    """Save a byte tokenizer with the marks of Harmony as special tokens."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -71,7 +71,7 @@ def save_tokenizer(folder: Path) -> _Tokenizer:
 
 @pytest.fixture(scope="module")
 def moeinf_with_harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, Path]:
-    """The model `tiny`, pulled from a checkpoint like the hub's."""
+    """Pull the model `tiny` from a checkpoint like the hub's; return the command and its home."""
     folder, home = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("home")
     tokenizer = save_tokenizer(folder)
     config = transformers.GptOssConfig(
@@ -95,7 +95,7 @@ def moeinf_with_harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comma
         config, experts_implementation="eager", attn_implementation="eager"
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # in tiny products several mostly wait for each other
+    torch.set_num_threads(1)  # with tiny matrices, several threads mostly wait
     learn(model, tokenizer.encode(rendered([ASKED])).ids, tokenizer.encode(ANSWER).ids)
     torch.set_num_threads(threads)
     model.save_pretrained(folder)
@@ -108,7 +108,7 @@ def moeinf_with_harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comma
 
 
 def learn(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> None:
-    """Until every token of the answer is nearly certain after those before it."""
+    """Train until each token of the answer is nearly certain after those before it."""
     ids = torch.tensor([prompt + answer])
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(STEPS):

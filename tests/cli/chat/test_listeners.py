@@ -1,4 +1,4 @@
-"""Whatever listens at MOEINF_HOST, `run` answers in time, and the key goes to our server only."""
+"""Test that `run` answers in time with any listener at MOEINF_HOST, and sends no key to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _repeats(data: bytes, every_s: float = 0.0) -> Callable[[socket.socket], Non
 
 
 def _answers(*answers: bytes) -> Callable[[socket.socket], None]:
-    """One after the other, each to a request."""
+    """Return a function that sends the answers in order, one per request."""
 
     def speak(connection: socket.socket) -> None:
         for said in answers:
@@ -84,7 +84,7 @@ MODES: dict[str, Callable[[socket.socket], None]] = {
 
 
 class Listener:
-    """A socket that speaks as told to everything that connects, and keeps what it hears."""
+    """A socket that runs `speak` for each connection, and keeps the received bytes."""
 
     def __init__(self, speak: Callable[[socket.socket], None]) -> None:
         self._speak = speak
@@ -164,7 +164,7 @@ def test_the_key_goes_to_a_listener_that_has_proved_itself(
         assert (KEY.encode() in listener.heard) == (trusted or proof is not None)
         if entry is not None:
             entry.close()
-    # The server has ended: whatever listens there now gets no key, be the client as old as it may.
+    # The server has ended: a listener there gets no key now, not even from an older client.
     listener.heard = b""
     assert look(client, "demo").about is not None
     assert KEY.encode() not in listener.heard

@@ -1,4 +1,4 @@
-"""The conversation at a real pseudo-terminal."""
+"""Test the conversation at a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
 
 class Terminal:
-    """Types lines and returns what the program shows until it asks again."""
+    """Type lines, and return the program's output up to the next prompt."""
 
     def __init__(self, home: Path, *arguments: str, model: str = "demo") -> None:
         self.home = home
@@ -36,12 +36,12 @@ class Terminal:
         self.child.send(line + "\r")
         self.child.expect_exact(PROMPT)
         text = _CONTROL.sub("", str(self.child.before))
-        # The terminal shows the line too when it comes before the line editor has taken over.
+        # The terminal also echoes a line that arrives before the line editor starts.
         text = text.replace(f"{line}\n{line}\n", f"{line}\n", 1)
         return text.split("\n", 1)[1].strip() if "\n" in text else text
 
     def leave(self) -> int:
-        for _ in range(100):  # the key counts only once the line editor listens
+        for _ in range(100):  # the key has an effect only once the line editor runs
             self.child.sendeof()
             if self.child.expect([pexpect.EOF, pexpect.TIMEOUT], timeout=0.2) == 0:
                 break
@@ -79,7 +79,7 @@ def test_later_turns_reuse_the_cache(terminal: Terminal) -> None:
     first = terminal.ask(prompt)
     assert f"prompt eval count:    {len(prompt) + 3} token(s)" in first
     second = terminal.ask("17+25=")
-    # <|end|> of the answer before, <|user|>, six characters, <|assistant|>
+    # <|end|> of the previous answer, <|user|>, six characters, <|assistant|>
     assert "prompt eval count:    9 token(s)" in second
     assert second.startswith("42")
     assert "load duration:        0.000ms" in second
@@ -100,16 +100,16 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(terminal: Terminal)
         assert "Set parameter" in terminal.ask(f"/set parameter {parameter}")
     terminal.child.send("hi\r")
     terminal.child.expect("hi")
-    terminal.child.expect(r"[^\shi\x1b]")  # of the answer: the echo may come twice
+    terminal.child.expect(r"[^\shi\x1b]")  # from the answer: the echo may come twice
     terminal.child.sendintr()
     terminal.child.expect_exact(PROMPT)
     cached = re.search(r"KV cache: +(\d+) of 512", terminal.ask("/show cache"))
     assert cached
-    assert 5 <= int(cached[1]) < 500  # it would have gone on to the context's end
+    assert 5 <= int(cached[1]) < 500  # without Ctrl-C, the answer fills the context
     terminal.ask("/set parameter temperature 0")
     terminal.ask("/clear")
     assert terminal.ask("17+25=") == "42"
-    for _ in range(100):  # between an answer and the line editor Python may swallow the key
+    for _ in range(100):  # between an answer and the line editor, Python may lose the key
         terminal.child.sendintr()
         said = ["Use Ctrl + d or /bye to exit.", pexpect.TIMEOUT]
         if terminal.child.expect_exact(said, timeout=0.5) == 0:
@@ -150,7 +150,7 @@ def test_commands(terminal: Terminal, home: Path) -> None:
 
 
 def test_words_that_do_not_fit(terminal: Terminal) -> None:
-    """Each says what would, and the conversation goes on."""
+    """Each shows its usage, and the conversation goes on."""
     usage = "usage: /set parameter|system|verbose|quiet|format|noformat|think|nothink|history"
     for line in ("/set", "/set bogus", "/set parameters top_k 1"):
         assert usage in terminal.ask(line)
@@ -179,7 +179,7 @@ def test_nothing_is_kept_after_nohistory(terminal: Terminal, home: Path) -> None
 
 
 def test_the_line_can_be_edited_and_the_last_one_called_back(terminal: Terminal) -> None:
-    assert terminal.ask("17+2x\x7f5=").endswith("42")  # a typing error taken back
+    assert terminal.ask("17+2x\x7f5=").endswith("42")  # a deleted character
     assert terminal.ask("\x1b[A").endswith("42")  # arrow up
     assert terminal.ask("7+25=\x011").endswith("42")  # Ctrl-A: to the beginning
 
@@ -197,7 +197,7 @@ def test_a_saved_conversation_goes_on_in_another_process(home: Path) -> None:
         second.ask("/set verbose")
         count = re.search(r"prompt eval count: +(\d+) token", second.ask("17+25="))
         assert count
-        assert int(count[1]) > 60  # the turns before it were computed anew
+        assert int(count[1]) > 60  # the earlier turns were computed again
     finally:
         second.child.close(force=True)
 

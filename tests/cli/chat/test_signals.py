@@ -1,4 +1,7 @@
-"""Ctrl-C at any moment: exit code 130, no traceback. While a model answers: test_run, test_repl."""
+"""Test Ctrl-C at any time: exit code 130, no traceback.
+
+test_run and test_repl test it while a model answers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import COMMAND, environment
 
-# Interrupts itself when a module is about to be imported: a signal from outside may come too late.
+# Sends SIGINT to itself just before a module is imported: an outside signal may come too late.
 AT_IMPORT = """
 import os, signal, sys
 
@@ -37,7 +40,7 @@ def test_while_it_is_imported(module: str, tmp_path: Path) -> None:
     assert done.stdout == done.stderr == b""
 
 
-# torch was seen to do so while it imports numpy: what fails is the half that was imported.
+# torch has done so while it imports numpy: the half-imported module then fails.
 SWALLOWED = """
 import os, signal, sys
 

@@ -1,4 +1,4 @@
-"""What is printed to pipes, to terminals without colours, and to narrow ones."""
+"""Test the output to pipes, to terminals without colours, and to narrow terminals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTROL = re.compile(r"\x1b|\r")
 
 
 def in_terminal(home: Path, columns: int, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Runs in a pseudo-terminal: exit code, and everything that it shows."""
+    """Run a command in a pseudo-terminal; return its exit code and output."""
     plain = {k: v for k, v in environment(home).items() if k not in ("NO_COLOR", "COLUMNS")}
     child = pexpect.spawn(
         COMMAND[0],

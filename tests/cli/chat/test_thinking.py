@@ -1,7 +1,7 @@
-"""What a model thinks, from the weights to the terminal.
+"""Test a model's reasoning, from the weights to the terminal.
 
-The model is real and small: attention and experts add nothing, so that the next token follows from
-the last one alone, by a chain that its output head holds. Whether it thinks, its template says.
+The model is real and small. Attention and experts add nothing, so that the next token depends on
+the last token alone, by a chain in the output head. The template selects reasoning or none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.conftest import pull
 _WORDS = ("<think>", "</think>", "let me see", "it is ", "42", "\n\n")
 _MARKS = ("<|end|>", "<|ask|>", "<|direct|>")
 _WIDTH = 320
-# The prompt ends with <|ask|> or, where the template is told not to think, with <|direct|>.
+# The prompt ends with <|ask|>, or with <|direct|> if the template has enable_thinking=False.
 _CHAINS = (
     ("<|ask|>", "<think>", "let me see", "</think>", "\n\n", "it is ", "42", "<|end|>"),
     ("<|direct|>", "it is "),
@@ -38,7 +38,7 @@ _TEMPLATE = (
 
 
 def make_thinker(folder: Path, template: str = _TEMPLATE) -> None:
-    """A checkpoint of the family olmoe that thinks before it says 42."""
+    """Write a checkpoint of the family olmoe that reasons before it answers 42."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in _WORDS])
     tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
@@ -102,7 +102,7 @@ def test_nothink_saves_the_tokens_and_hidethinking_does_not(moeinf: Command) -> 
 
 
 def test_nothink_for_templates_that_ask_by_another_name(tmp_path: Path) -> None:
-    """Granite's and DeepSeek-V3.1's ask for `thinking`."""
+    """The templates of Granite and DeepSeek-V3.1 ask for `thinking`."""
     template = _TEMPLATE.replace("enable_thinking", "thinking")
     make_thinker(tmp_path / "checkpoint", template)
     pull(tmp_path / "checkpoint", Settings(tmp_path / "home"), "thinker:bf16")
@@ -112,7 +112,7 @@ def test_nothink_for_templates_that_ask_by_another_name(tmp_path: Path) -> None:
 
 
 def test_raw_tells_nothing_apart(moeinf: Command) -> None:
-    """`--raw` is for who looks at what a model writes."""
+    """`--raw` shows exactly what the model writes."""
     raw = moeinf("run", "thinker:bf16", "6*7<|ask|>", "--temperature", "0", "--raw")
     assert raw.out == "<think>let me see</think>\n\nit is 42\n"
 
@@ -134,7 +134,7 @@ def test_a_conversation_with_one_who_thinks(terminal: Terminal) -> None:
     terminal.ask("/save thoughts")
     saved = json.loads((Path(terminal.home) / "conversations/thoughts.json").read_text())
     answers = [m["content"] for m in saved["messages"] if m["role"] == "assistant"]
-    assert answers == ["it is 42"] * 3  # no turn is given back its thoughts
+    assert answers == ["it is 42"] * 3  # the saved turns have no reasoning
 
 
 def test_a_conversation_that_hides_thinking(home: Path) -> None:

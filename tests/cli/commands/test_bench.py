@@ -1,4 +1,4 @@
-"""`moeinf bench` as scripts and people see it."""
+"""Test the output of `moeinf bench`, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_replay(moeinf: Command, tmp_path: Path) -> None:
     assert about["workload"]["replay"] == simulated["name"]
     assert about["workload"]["hints"] == "0.9"
     lru, adaptive = about["runs"]
-    # 30 % are 57 slots here and 58 there: a plan rounds down.
+    # 30 % gives 57 slots in `bench` and 58 in `simulate`: a plan rounds down.
     assert abs(lru["hit_rate"] - simulated["results"][0]["hit_rate"]) < 0.02
     assert lru["hits"]["hinted"] == 0 <= adaptive["hits"]["hinted"]
 

@@ -1,4 +1,4 @@
-"""`moeinf devices`: what it prints, notes and leaves. Small sizes: figures are not looked at."""
+"""Test what `moeinf devices` prints, stores and leaves; small sizes, so no figure is checked."""
 
 from __future__ import annotations
 

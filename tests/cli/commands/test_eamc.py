@@ -1,4 +1,4 @@
-"""`moeinf eamc`: what is shown of a traced model, taken out, put in and forgotten."""
+"""Test `moeinf eamc` on a traced model: show, export, import and clear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.conftest import COMMAND, Command, command_in, environment
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, demo_home: Path) -> Path:
-    """Forty traced prompts of four kinds; two of them go unseen, so alike are they to others."""
+    """Trace forty prompts of four kinds; two are too similar to others for an entry each."""
     folder = tmp_path_factory.mktemp("eamc")
     (folder / "models").symlink_to(demo_home / "models")
     options = ("--subset", "add,sort,json,spell", "--limit", "40", "--quiet")
@@ -33,7 +33,7 @@ def test_show_finds_the_kinds_of_requests(moeinf: Command) -> None:
     assert (about["model"], about["entries"]) == ("demo:bf16", 38)
     sizes = [group["entries"] for group in about["groups"]]
     assert sum(sizes) == 38
-    assert 4 <= len(sizes) <= 7  # a kind may fall into two
+    assert 4 <= len(sizes) <= 7  # a kind may form two groups
     assert max(sizes) <= 10  # no group spans two kinds
     assert (about["capacity"], about["capacity_limit"], about["alike"]) == (512, "matching", 0.97)
     assert about["silhouette"] > 0.3

@@ -1,4 +1,4 @@
-"""Encoder-decoders from the stand-in for the hub, pulled, asked and repaired as processes."""
+"""Test encoder-decoders from the hub stand-in: pull, run and repair in separate processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bin_repository(source: Path, folder: Path, files: int) -> Path:
-    """The same in `.bin` files, as the published ones are: one, or several and an index."""
+    """Write the checkpoint as published: one `.bin` file, or several and an index."""
     shutil.copytree(source, folder)
     tensors = sorted(load_file(folder / "model.safetensors").items())
     (folder / "model.safetensors").unlink()
@@ -81,7 +81,7 @@ def test_trace_a_translator(tmp_path: Path) -> None:
 
 
 def test_bin_files_become_what_safetensors_do(tmp_path: Path, repository: Path) -> None:
-    """Every byte is fetched once, beside the tables; what was damaged is fetched again."""
+    """Every byte except the tables is fetched once; a damaged file is fetched again."""
     pull(repository, Settings(tmp_path / "plain"), "tiny:q8")
     machine = command_in(tmp_path / "home")
     with serve(Hub("Org/Tiny", bin_repository(repository, tmp_path / "bin", 3))) as hub:

@@ -1,4 +1,4 @@
-"""`ps`, `stop`, `cp` and what `rm` leaves, with a real engine in another process."""
+"""Test `ps`, `stop`, `cp` and `rm` with a real engine in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own(tmp_path: Path, demo_home: Path) -> Command:
 
 @pytest.fixture
 def conversation(own: Command, tmp_path: Path) -> Iterator[pexpect.spawn[str]]:
-    """An engine that waits at its prompt; `own` is the command line beside it."""
+    """Start an engine that waits at its prompt; `own` runs other commands in its home."""
     child = pexpect.spawn(
         COMMAND[0],
         [*COMMAND[1:], "run", "demo", "--memory", "30%"],
@@ -87,7 +87,7 @@ def test_stop_ends_an_answer(own: Command, tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     process.stdout.read(1)
-    process.send_signal(signal.SIGTERM)  # what `stop` sends
+    process.send_signal(signal.SIGTERM)  # as `stop` does
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Traceback" not in err
@@ -135,10 +135,10 @@ def test_cp_refuses(target: str, code: int, words: str, own: Command, tmp_path: 
 def test_cp_beside_what_others_left(own: Command, tmp_path: Path) -> None:
     left = tmp_path / "models/mine/.bf16.partial"
     left.mkdir(parents=True)
-    (left / "journal.jsonl").write_text("{}\n")  # a pull's: somebody waited for those bytes
+    (left / "journal.jsonl").write_text("{}\n")  # from a pull, whose downloads are kept
     refused = own("cp", "demo", "mine")
     assert (refused.code, "`moeinf prune` ends it" in refused.err) == (1, True)
-    (left / "journal.jsonl").rename(left / "manifest.json")  # a copy's that was killed
+    (left / "journal.jsonl").rename(left / "manifest.json")  # from a copy that was killed
     assert own("cp", "demo", "mine").code == 0
     assert own("run", "mine:bf16", "17+25=").out == "42\n"
     assert not left.exists()

@@ -1,4 +1,4 @@
-"""`list`, `show`, `plan`, `rm` and `pull` on real folders."""
+"""Test `list`, `show`, `plan`, `rm` and `pull` on real folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runtime.checkpoints.test_finite import demo, one
 
 @pytest.fixture
 def own(tmp_path: Path, demo_home: Path) -> Command:
-    """The command line in a home that the test may change."""
+    """Return the command in a home that the test may change."""
     shutil.copytree(demo_home / "models", tmp_path / "models")
     return command_in(tmp_path)
 
@@ -66,7 +66,7 @@ def test_plan_remembers_what_a_run_measured(own: Command) -> None:
 
 
 def test_plan_of_what_is_not_here_yet(tmp_path: Path) -> None:
-    """Every tag is shown, and nothing is pulled."""
+    """The plan shows every tag, and pulls nothing."""
     moeinf = command_in(tmp_path)
     found = json.loads(moeinf("plan", "demo", "--memory", "1MiB", "--json").out)
     assert "nothing was pulled" in found["provenance"]["sizes"]
@@ -174,7 +174,7 @@ def test_pull_refuses_what_it_cannot_run(
 
 
 def test_a_pull_that_cannot_write_leaves_the_old_model(own: Command, tmp_path: Path) -> None:
-    """A limit on file size stands in for a full disk: writing fails in the middle."""
+    """A limit on file size simulates a full disk: a write fails in the middle."""
     script = 'ulimit -f 256; exec "$@"'
     done = subprocess.run(
         ["bash", "-c", script, "-", *COMMAND, "pull", "demo"],

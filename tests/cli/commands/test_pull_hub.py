@@ -1,4 +1,4 @@
-"""`moeinf pull org/name` against the stand-in for the hub, as processes that may be killed."""
+"""Test `moeinf pull org/name` against the hub stand-in, also in processes that are killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = 3
 
 
 def cut_demo(folder: Path, files: int) -> None:
-    """The demo, cut so that most experts straddle two or three of the files."""
+    """Write the demo in several files, so that most experts span two or three of them."""
     shutil.copytree(DEMO_CHECKPOINT, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -40,7 +40,7 @@ def cut_demo(folder: Path, files: int) -> None:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo in three files, and files that a pull has no business with."""
+    """Write a repository with the demo in three files, and files that a pull must not fetch."""
     folder = tmp_path_factory.mktemp("repository")
     cut_demo(folder, FILES)
     config = json.loads((folder / "config.json").read_text())
@@ -61,7 +61,7 @@ def hub(repository: Path) -> Iterator[Hub]:
 
 
 class Machine:
-    """A home and a Hugging Face home of its own, pointed at the stand-in."""
+    """A home and a Hugging Face home, configured for the hub stand-in."""
 
     def __init__(self, folder: Path, hub: Hub) -> None:
         self.home = folder / "home"
@@ -92,7 +92,7 @@ def test_pull_and_run(machine: Machine, hub: Hub) -> None:
     assert document["name"] == "org--demo-moe"
     assert (document["source"], document["revision"]) == ("hub:Org/Demo-MoE", COMMIT)
     assert hub.tokens == {"hub": {"Bearer secret"}, "files": {None}}
-    assert hub.strange == []  # nothing about use is told to anybody
+    assert hub.strange == []  # no request that reports usage
     names = {request.file for request in hub.requests}
     assert not any(
         word in name for name in names for word in ("consolidated", ".bin", ".py", "original")
@@ -101,7 +101,7 @@ def test_pull_and_run(machine: Machine, hub: Hub) -> None:
         name = f"{file}-of-00003.safetensors"
         size = (hub.folder / name).stat().st_size
         header = size - sum(r.stop - r.start for r in hub.requests if r.file == name)
-        assert -100_000 < header <= 0  # each byte once; headers once more, to check them first
+        assert -100_000 < header <= 0  # each byte once; headers twice, for an early check
     hub.requests.clear()
     assert machine("run", "org/demo-moe", "17+25=").out == "42\n"
     assert hub.requests == []
@@ -114,7 +114,7 @@ def test_pull_and_run(machine: Machine, hub: Hub) -> None:
 
 
 def test_pulling_again(machine: Machine, hub: Hub) -> None:
-    """Up to date: nothing is fetched, even while in use. Changed: refused while in use."""
+    """An up-to-date model is left alone, even in use. A changed one in use is refused."""
     assert machine("pull", "Org/Demo-MoE").code == 0
     registry = Registry(Settings(machine.home).run)
     registration = registry.register("org--demo-moe:q4", lambda claimed: 0)
@@ -147,7 +147,7 @@ def test_hub_and_local_folder_give_the_same_files(machine: Machine, repository: 
 
 
 def test_peak_disk_is_the_model_and_two_source_files(tmp_path: Path) -> None:
-    """Measured at every request for bytes: the next file's come while one is being repacked."""
+    """Disk use is measured at every byte request: the next file arrives during a repack."""
     folder = tmp_path / "repository"
     cut_demo(folder, 6)
     largest = max(path.stat().st_size for path in folder.glob("model-*"))
@@ -169,7 +169,7 @@ def test_peak_disk_is_the_model_and_two_source_files(tmp_path: Path) -> None:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files below a folder take up on the disk, some of which go meanwhile."""
+    """Return the disk use of a folder in bytes; files may disappear meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -186,7 +186,7 @@ def test_run_pulls_what_is_absent(machine: Machine) -> None:
 
 @pytest.mark.parametrize("pause", [0.0, 0.3, 0.8, 1.5])
 def test_kill_and_rerun(pause: float, machine: Machine, hub: Hub) -> None:
-    """kill -9 some time after the first weights are asked for; then the rerun completes it."""
+    """The rerun completes a pull that was killed after its first request for weights."""
     process = machine.start("pull", "Org/Demo-MoE")
     while not any(r.stop - r.start > 500_000 for r in hub.requests):
         time.sleep(0.01)
@@ -204,13 +204,13 @@ def test_kill_and_rerun(pause: float, machine: Machine, hub: Hub) -> None:
 
 
 def test_two_pulls_at_once(machine: Machine, hub: Hub) -> None:
-    """One does it; the other says so and changes nothing. Each byte is fetched once."""
+    """One pulls; the other reports it and changes nothing. Each byte is fetched once."""
     first = machine.start("pull", "Org/Demo-MoE")
     while not any(r.stop - r.start > 500_000 for r in hub.requests):
         time.sleep(0.01)
     second = machine("pull", "Org/Demo-MoE")
     assert first.wait() == 0
-    if second.code:  # else it came when the first had ended, and made the model anew
+    if second.code:  # else it started after the end of the first, and pulled again
         assert "another process is pulling org--demo-moe:q4" in second.err
         weights = [r for r in hub.requests if r.stop - r.start > 500_000]
         assert len({(r.file, r.start) for r in weights}) == len(weights)
@@ -265,7 +265,7 @@ def test_dry_run_fetches_no_weights(machine: Machine, hub: Hub) -> None:
 
 
 def fill_cache(hub: Hub, folder: Path) -> Path:
-    """Puts the repository into the Hugging Face cache of the machine in `folder`."""
+    """Copy the repository into the Hugging Face cache of the machine in `folder`."""
     cache = folder / "hf/hub/models--Org--Demo-MoE"
     shutil.copytree(hub.folder, cache / "snapshots" / COMMIT)
     (cache / "refs").mkdir()
@@ -274,7 +274,7 @@ def fill_cache(hub: Hub, folder: Path) -> Path:
 
 
 def headers_only(hub: Hub) -> set[str]:
-    """Check that of weights only the beginnings were asked for; return the other files."""
+    """Check that only headers of weight files were requested; return the other files."""
     weights = [r for r in hub.requests if r.file.endswith(".safetensors")]
     assert weights
     assert all(r.stop < 100_000 for r in weights)
@@ -299,7 +299,7 @@ def test_a_checkpoint_in_the_hugging_face_cache_is_used_in_place(
 def test_what_the_hugging_face_cache_lacks_comes_from_the_hub(
     machine: Machine, hub: Hub, tmp_path: Path
 ) -> None:
-    """As another program leaves it that wanted the weights alone."""
+    """Another program has fetched only the weights into the cache."""
     snapshot = fill_cache(hub, tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (snapshot / name).unlink()

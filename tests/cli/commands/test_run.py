@@ -1,4 +1,4 @@
-"""`moeinf run` for one answer: what is on stdout, on stderr, and in the exit code."""
+"""Test `moeinf run` for one answer: stdout, stderr and exit code."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_traceback_only_when_asked_for(moeinf: Command) -> None:
 
 
 def test_ctrl_c_ends_the_answer(demo_home: Path) -> None:
-    """At temperature 50 the demo babbles to the context's end: time enough to press Ctrl-C."""
+    """At temperature 50 the demo answers up to the context's end: enough time for Ctrl-C."""
     babble = ["--temperature", "50", "--top-k", "0", "--top-p", "1", "--seed", "1"]
     process = subprocess.Popen(
         [*COMMAND, "run", "demo", "hi", *babble, "--memory", "393216"],
@@ -197,7 +197,7 @@ def test_three_first_runs_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_current_folder_is_imported(tmp_path: Path, demo_home: Path) -> None:
-    """Somebody stands in a downloaded folder that holds files named like modules."""
+    """The current folder is a downloaded one that holds files named like modules."""
     for name in ("jinja2", "json", "datetime", "torch", "moeinf"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     command = [sys.executable, "-P", *COMMAND[1:], "run", "demo", "17+25="]

@@ -1,4 +1,4 @@
-"""`moeinf run --format`: answers that follow a schema, without a server."""
+"""Test `moeinf run --format` without a server: answers follow a schema."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_no_schema(moeinf: Command, tmp_path: Path) -> None:
 
 
 def test_a_schema_that_takes_too_much(moeinf: Command) -> None:
-    """The process lives, and ends as after any wrong usage."""
+    """The process does not crash, and ends as after any wrong usage."""
     letters = "abcdefghijklmnopqrst"
     endless = {"allOf": [{"type": "string", "pattern": f".*{x}.{{1}}y.*"} for x in letters]}
     done = moeinf("run", "demo", "x", "--format", json.dumps(endless), "--json")

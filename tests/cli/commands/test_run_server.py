@@ -1,4 +1,4 @@
-"""`moeinf run` through a real server process, and its ways out when there is none to use."""
+"""Test `moeinf run` through a real server process, and its fallbacks without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
 @pytest.fixture(scope="module")
 def served(demo_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A home, and the MOEINF_HOST of a server process that uses it."""
+    """Yield a home, and the MOEINF_HOST of a server process that uses it."""
     home = tmp_path_factory.mktemp("home")
     (home / "models").symlink_to(demo_home / "models")
     with serving_process(home) as host:
@@ -141,7 +141,7 @@ def test_a_port_that_is_taken(run: Command, tmp_path: Path) -> None:
 def test_ps_says_how_long_a_server_keeps_a_model(run: Command, served: tuple[Path, str]) -> None:
     run("demo", "17+25=")
     command = command_in(served[0])
-    deadline = time.monotonic() + 20  # figures are told once a second
+    deadline = time.monotonic() + 20  # figures are written once a second
     while "minutes from now" not in command("ps").out and time.monotonic() < deadline:
         time.sleep(0.2)
     assert re.search(r"[345] minutes from now", command("ps").out)
@@ -154,7 +154,7 @@ def test_ps_says_how_long_a_server_keeps_a_model(run: Command, served: tuple[Pat
 
 @contextmanager
 def _listening(hello: str, status: int) -> Iterator[str]:
-    """Something else at MOEINF_HOST."""
+    """Yield the address of a server that is not moeinf's."""
 
     class Answers(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -210,7 +210,7 @@ def test_a_conversation(terminal: Callable[[str], str], served: tuple[Path, str]
     terminal("/set parameter num_predict 40")
     assert "{" in terminal("json a=1 b=2")
     terminal("/set noformat")
-    for _ in range(12):  # the context has 512 tokens
+    for _ in range(12):  # enough for a context of 512 tokens
         said = terminal("sort " + "owl, fig, zebra, ant, " * 3)
         if "messages were dropped" in said:
             break
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_answer_there_too(
     child.expect_exact(">>> ")
     time.sleep(0.5)
     decoded = _decoded(served[1])
-    assert 1 <= decoded - before < 480  # it would have gone on to the context's end
+    assert 1 <= decoded - before < 480  # without Ctrl-C, the answer fills the context
     time.sleep(0.5)
     assert _decoded(served[1]) == decoded
     terminal("/set parameter temperature 0")
@@ -244,15 +244,15 @@ def test_ctrl_c_ends_the_answer_there_too(
 
 
 def _decoded(host: str) -> int:
-    """Tokens that the server has decoded for demo:bf16."""
+    """Return the number of tokens that the server has decoded for demo:bf16."""
     with urllib.request.urlopen(f"http://{host}/metrics") as said:
         text = said.read().decode()
     found = re.search(r"generation_tokens_total\{[^}]*bf16[^}]*\} (\S+)", text)
-    return 0 if found is None else int(float(found[1]))  # not loaded: nothing yet
+    return 0 if found is None else int(float(found[1]))  # 0: not loaded yet
 
 
 def test_a_model_that_thinks(tmp_path: Path) -> None:
-    """The server tells thinking apart, and this process keeps it out of stdout."""
+    """The server separates the reasoning, and this process keeps it out of stdout."""
     home = pull_talker(tmp_path, CHATML)
     with serving_process(home) as host:
         run = command_in(home)

@@ -1,7 +1,7 @@
-"""`moeinf show` of a pulled model of every family: what a request remembers.
+"""Test the cache sizes of `moeinf show` for a pulled model of every family.
 
-Does not know attention: the numbers are counted by hand, from the sizes of the tiny models. The
-command runs in this process: there are many families.
+The numbers are counted by hand from the sizes of the tiny models. The command runs in this process,
+because there are many families.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.conftest import pull
 from tests.encoder_decoders import PAIRS, save_pair
 from tests.tiny import save_tiny
 
-# values per token: layers x keys and values x heads x their width; MLA's are one compressed row
+# Values per token: layers x keys and values x heads x head size. MLA has one compressed row.
 REMEMBERED = {
     "arctic": ("arctic", 2 * 2 * 2 * 8),
     "deepseek-lite": ("deepseek_v2", 3 * (20 + 8)),
@@ -30,7 +30,7 @@ REMEMBERED = {
     "gpt-oss": ("gpt_oss", 3 * 2 * 2 * 10),
     "granite": ("granitemoe", 2 * 2 * 2 * 8),
     "mixtral": ("mixtral", 2 * 2 * 2 * 12),
-    "nllb": ("nllb-moe", 2 * 4 * 2 * 4 * 8),  # twice: of the answer, and of the source
+    "nllb": ("nllb-moe", 2 * 4 * 2 * 4 * 8),  # twice: for the answer, and for the source
     "olmoe": ("olmoe", 2 * 2 * 4 * 8),
     "phimoe": ("phimoe", 2 * 2 * 2 * 12),
     "phimoe-longrope": ("phimoe", 2 * 2 * 2 * 12),
@@ -39,7 +39,7 @@ REMEMBERED = {
     "qwen3.5": ("qwen3_5_moe", 1 * 2 * 1 * 16),  # one layer of four
     "switch": ("switch_transformers", 2 * 4 * 2 * 3 * 10),
 }
-# slots x recurrent layers x (state of every head, and what the convolution looks back at)
+# slots x recurrent layers x (state of every head + input history of the convolution)
 FIXED = {"qwen3.5": 5 * 3 * (4 * 6 * 10 + 3 * (2 * 2 * 6 + 4 * 10))}
 
 

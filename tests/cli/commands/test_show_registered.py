@@ -1,6 +1,6 @@
-"""`moeinf show NAME` of every model that has a short name, before anything is pulled.
+"""Test `moeinf show NAME` for every model that has a short name, before a pull.
 
-Does not know the hub. The command runs in this process: there are many names.
+The command runs in this process, because there are many names.
 """
 
 from __future__ import annotations

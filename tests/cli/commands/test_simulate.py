@@ -1,4 +1,4 @@
-"""`moeinf simulate` as people type it."""
+"""Test `moeinf simulate` on the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cli.conftest import Command
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Eight requests of two kinds, which use different halves of the experts."""
+    """Record eight requests of two kinds, which use different halves of the experts."""
     shape = RoutingShape(layers=3, experts=8, top_k=2, expert_bytes=1000)
     recording, random = Recording("two", shape), np.random.default_rng(0)
     for request in range(8):
@@ -50,7 +50,7 @@ def test_json(moeinf: Command, recorded: Path) -> None:
     assert {r["policy"] for r in trace["results"]} == {"lru", "lfu", "eamc", "adaptive", "belady"}
     assert document["time_model"]["ram_over_link"] == 8
     for result in trace["results"]:
-        if result["capacity"] == 1:  # all fit: read once, and nothing ever leaves
+        if result["capacity"] == 1:  # all fit: each is read once and never evicted
             assert result["hit_rate"] > 0.9
         assert result["bytes_read_per_token"] == pytest.approx(
             1000 * result["reads_per_token"], abs=1
@@ -60,7 +60,7 @@ def test_json(moeinf: Command, recorded: Path) -> None:
 def test_the_bar_counts_every_pass_of_every_policy(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 requests of 6 passes, two policies, two capacities: 192 passes, told while they run."""
+    """8 requests of 6 passes, two policies, two capacities: 192 passes, reported as they run."""
     stream, told = io.StringIO(), list[int]()
     monkeypatch.setattr("moeinf.offload.simulator.replay._TELL_EVERY", 20)
 
@@ -112,7 +112,7 @@ DEVICE = ["--policies", "lru", "--capacity", "50%,100%", "--device-capacity", "2
 
 
 def test_a_device(moeinf: Command, recorded: Path) -> None:
-    """Its slots, misses and speeds: what each way costs, and a table of the same."""
+    """Check slots, misses and speeds of a device: the cost of each way, and the table."""
     speeds = ["--bus-speed", "10GB", "--cpu-speed", "30GB/s", "--device-speed", "1TB"]
     options = [*DEVICE, "--miss", "compute,fetch, auto", *speeds]
     run = moeinf("simulate", str(recorded), *options, "--json")

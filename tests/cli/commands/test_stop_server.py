@@ -1,4 +1,4 @@
-"""`moeinf stop` beside a server: one model goes, the server and its other models stay."""
+"""Test `moeinf stop` with a server: it unloads one model and keeps the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def home(tmp_path: Path, demo_home: Path) -> Path:
 
 @pytest.fixture
 def server(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process that wants a key, and its address."""
+    """Start a server process that needs a key; yield the process and its address."""
     process = subprocess.Popen(
         [*COMMAND, "serve", "--memory", "30%", "--port", "0"],
         env={**environment(home), "MOEINF_API_KEY": KEY},
@@ -80,7 +80,7 @@ def test_stop_unloads_one_of_two_models(
     assert ask(address, "demo:f32") == "42"
     again = own("stop", "demo:bf16")
     assert (again.code, "nothing runs demo:bf16" in again.err) == (1, True)
-    # The server of this home has proved itself: `run` gives it the key.
+    # The server of this home is proved: `run` sends it the key.
     used = own("run", "demo:f32", "17+25=", MOEINF_HOST=address)
     assert (used.out, used.err) == ("42\n", f"using the server at http://{address}\n")
 

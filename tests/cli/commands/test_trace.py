@@ -1,4 +1,4 @@
-"""`moeinf trace`: what it prints, keeps and survives, as a process of its own."""
+"""Test what `moeinf trace` prints and keeps, also in processes that are interrupted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.hub_server import Hub, serve
 
 @pytest.fixture
 def home(tmp_path: Path, demo_home: Path) -> Path:
-    """A home that shares the models of the session, and has a state of its own."""
+    """Return a home that shares the session's models, and has its own state."""
     folder = tmp_path / "home"
     folder.mkdir()
     (folder / "models").symlink_to(demo_home / "models")
@@ -37,7 +37,7 @@ def home(tmp_path: Path, demo_home: Path) -> Path:
 def moeinf(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
-    """In this process, so that torch is imported once."""
+    """Return the command, run in this process so that torch is imported once."""
     monkeypatch.setenv("MOEINF_HOME", str(home))
 
     def run(*arguments: str) -> Result:
@@ -57,7 +57,7 @@ def entries(home: Path) -> int:
 
 
 def logged(home: Path) -> int:
-    """How many requests are written down; of those that are alike, the EAMC holds the newest."""
+    """Return the number of logged requests; the EAMC holds only the newest of similar ones."""
     folder, notes = home / "state/demo/bf16", list[str]()
     records = RecordLog(folder, "eamc.log", b"", lambda header: None, notes.append).read()
     assert notes == []
@@ -77,7 +77,7 @@ def test_tracing_the_demo(moeinf: Command, home: Path, tmp_path: Path) -> None:
     assert (recording.shape.layers, recording.shape.experts, recording.shape.top_k) == (6, 32, 4)
     assert recording.shape.expert_bytes == 49152
     assert len(recording.requests) == 14
-    assert len(set(recording.labels.values())) == 14  # one of each kind
+    assert len(set(recording.labels.values())) == 14  # one per kind
     assert recording.tokens - recording.decode_tokens == document["prompt_tokens"]
     assert recording.decode_tokens == document["tokens"] - 14
     assert all(p.weights is not None and p.hints is not None for p in recording.passes)
@@ -123,7 +123,7 @@ def test_the_seed_decides_everything(moeinf: Command, tmp_path: Path) -> None:
 
 
 def test_mmlu_through_the_hub(home: Path, tmp_path: Path) -> None:
-    """As processes: huggingface_hub reads its variables when it is imported."""
+    """The commands run as processes, because huggingface_hub reads its variables on import."""
     moeinf = command_in(home)
     row = {"question": "2+2=?", "subject": "sums", "choices": list("1234"), "answer": 3}
     for split in ("dev", "test"):
@@ -198,7 +198,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_so(home: Path, tmp_path: Path) -> No
     assert "Traceback" not in err
     recording = recording_from_bytes(path.read_bytes())
     assert f"interrupted: what {len(recording.requests)} requests used is kept" in out
-    assert 1 <= len(recording.requests) < 64  # so many are logged before the log is rewritten
+    assert 1 <= len(recording.requests) < 64  # a log of fewer entries is not rewritten
     assert logged(home) == len(recording.requests)
 
 
@@ -212,7 +212,7 @@ def test_kill_9_loses_no_finished_request(home: Path) -> None:
 
 
 def test_two_traces_at_once(home: Path) -> None:
-    """Both add to one collection, and neither spoils the other's entries."""
+    """Both add to one collection, and neither damages the other's entries."""
     processes = [started(home, "--json", "--seed", str(seed), limit=20) for seed in (1, 2)]
     documents = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
     assert [document["requests"] for document in documents] == [20, 20]
@@ -221,7 +221,7 @@ def test_two_traces_at_once(home: Path) -> None:
 
 
 def test_the_bar_counts_prompts(home: Path) -> None:
-    """On a terminal; a pipe shows its last state only."""
+    """The bar needs a terminal; a pipe shows only its last state."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, "trace", "demo", "--dataset", "demo", "--limit", "4"],
@@ -235,7 +235,7 @@ def test_the_bar_counts_prompts(home: Path) -> None:
     try:
         while block := os.read(leader, 4096):
             seen += block
-    except OSError:  # the other end is closed
+    except OSError:  # the child has closed the terminal
         pass
     assert process.wait(timeout=60) == 0
     assert b"tracing demo:bf16" in seen

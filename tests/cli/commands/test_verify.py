@@ -1,4 +1,4 @@
-"""`moeinf verify`: damage of every kind is named, and mended from where the model came."""
+"""Test that `moeinf verify` names every kind of damage and repairs it from the source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.hub_server import Hub, serve
 
 @pytest.fixture
 def own(tmp_path: Path, demo_home: Path) -> Command:
-    """A home whose demo says that it came from a folder which is still there."""
+    """Return the command in a home whose demo names a source that still exists."""
     shutil.copytree(demo_home / "models", tmp_path / "models")
     return command_in(tmp_path)
 
 
 def damage(folder: Path) -> dict[str, str]:
-    """Damages four files, each in another way; returns what must be said of them."""
+    """Damage four files in four ways; return the expected words per file."""
     flipped = folder / "experts/L003/E017.safetensors"
     raw = bytearray(flipped.read_bytes())
     raw[7777] ^= 4
@@ -60,7 +60,7 @@ def test_damage_is_named_and_mended(own: Command, tmp_path: Path) -> None:
     assert mended.code == 0
     assert mended.out.count(": mended") == 4
     changed = [p for p, moment in before.items() if p.stat().st_mtime_ns != moment]
-    assert len(changed) <= 2  # what was whole has not been touched
+    assert len(changed) <= 2  # intact files are unchanged
     assert own("verify", "demo").code == 0
     assert own("run", "demo", "17+25=").out == "42\n"
     assert {p.name for p in folder.parent.iterdir()} == {"bf16", "f32"}
