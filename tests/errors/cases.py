@@ -1,4 +1,4 @@
-"""For each code of the command line a way to provoke it, with as little as possible planted."""
+"""Provoke each error code of the command line, with as few planted errors as possible."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _(place: Place) -> list[str]:
 def _(place: Place) -> list[str]:
     from moeinf.cli.main import answer
 
-    assert answer([*RUN, "--quiet"]) == 0  # which fills the EAMC
+    assert answer([*RUN, "--quiet"]) == 0  # fills the EAMC
     place.patch.setitem(sys.modules, "matplotlib.figure", None)
     return ["eamc", "show", "demo", "--plot", "x.png"]
 
@@ -349,7 +349,7 @@ def _(place: Place) -> list[str]:
 
 
 def typed(place: Place, *lines: str) -> Callable[[], None]:
-    """A conversation in which the lines are typed, and then /bye."""
+    """Return a function that holds a conversation: it types the lines, then /bye."""
 
     def talk() -> None:
         partner: Any = SimpleNamespace()

@@ -1,4 +1,4 @@
-"""A place where commands and requests fail."""
+"""Prepare a place where commands and requests fail."""
 
 from __future__ import annotations
 

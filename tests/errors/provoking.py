@@ -1,7 +1,7 @@
-"""Commands and requests that fail: what a face shows of their errors, and the words it is to show.
+"""Run commands and requests that fail, and compare the shown errors with the expected words.
 
-Does not know which errors there are. golden/words.txt holds the words; to accept new ones, run
-the tests with NEW_WORDS=1 and read the difference.
+golden/words.txt holds the words. To accept new ones, run the tests with NEW_WORDS=1 and read the
+difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shown(NamedTuple):
 
 @dataclass
 class Place:
-    """A home with the demo, an empty folder that is the current one, and what is undone after."""
+    """A home with the demo, an empty current folder, and the clean-up after the test."""
 
     home: Path
     folder: Path
@@ -39,7 +39,7 @@ class Place:
     patch: pytest.MonkeyPatch
     request: pytest.FixtureRequest
     later: ExitStack = field(default_factory=ExitStack)
-    server: dict[str, Any] = field(default_factory=dict)  # settings of the one that is asked
+    server: dict[str, Any] = field(default_factory=dict)  # settings of the test's server
 
     def own_demo(self) -> Path:
         """Replace the shared models by a copy of the demo; return its folder."""
@@ -57,7 +57,7 @@ class Place:
         self.patch.setattr(owner, name, fail)
 
     def plain(self, words: str) -> str:
-        """The words without what differs between runs."""
+        """Return the words with placeholders for the parts that differ between runs."""
         for path, name in ((self.folder, "FOLDER"), (self.home, "HOME")):
             words = words.replace(str(path), name)
         for pattern, name in (
@@ -72,7 +72,7 @@ class Place:
 
 
 def shown_by(place: Place, command: list[str] | Callable[[], int | None]) -> tuple[int, Shown]:
-    """Run a command line in this process, or a part of the command line; what it shows."""
+    """Run a command line in this process, or a part of it; return its exit code and error."""
     shown: list[Shown] = []
     place.patch.setattr(Output, "error", lambda _, *told: shown.append(Shown(*told)))
     code = command() if callable(command) else answer(command)
@@ -81,7 +81,7 @@ def shown_by(place: Place, command: list[str] | Callable[[], int | None]) -> tup
 
 
 def check_words(title: str, words: list[str]) -> None:
-    """The words of `title` are as the golden file has them."""
+    """Check the words of `title` against the golden file."""
     known = {
         part.split("\n", 1)[0]: part.split("\n", 1)[1].rstrip("\n").split("\n")
         for part in ("\n" + GOLDEN.read_text(encoding="utf-8")).split("\n# ")[1:]

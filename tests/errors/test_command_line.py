@@ -1,4 +1,4 @@
-"""Every error of the command line, provoked: its code, its exit code and its words."""
+"""Test every error of the command line: its code, its exit code and its words."""
 
 from __future__ import annotations
 

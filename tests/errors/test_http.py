@@ -1,4 +1,4 @@
-"""Every error of the server, provoked over HTTP: its code, its status and its words."""
+"""Test every error of the server over HTTP: its code, its status and its words."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _(place: Place) -> Asked:
 
 
 def sent(head: bytes) -> Callable[[Place], Asked]:
-    """A request in bytes; the answer is what comes back."""
+    """Return a function that sends raw bytes and returns the response."""
 
     def send(address: str) -> httpx.Response:
         where = urlsplit(address)
@@ -156,7 +156,7 @@ def test_the_form_that_openai_has(
 
 
 def test_every_error_is_provoked() -> None:
-    """Here, or on the command line."""
+    """Each is provoked here or on the command line."""
     from tests.errors.cases import CASES as COMMANDS
 
     known = {kind.code for kind in coded()}

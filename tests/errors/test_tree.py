@@ -1,4 +1,4 @@
-"""The one tree of errors: codes, hints, exit codes, statuses, and its table in docs/errors.md."""
+"""Test the error tree: codes, hints, exit codes, statuses, and its table in docs/errors.md."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.errors.tree import FLOORS, coded, exceptions, in_tree
 
 ROOT = Path(__file__).parents[2]
 
-# Caught before a face sees them: ends of work, retries, and what becomes an error of the tree.
+# Caught before they reach a user: ends of work, retries, and errors that are converted.
 CAUGHT = set(
     """BadAnswer BadJson BadTokenizer BadVocabulary ClientGone Insisted Leave LimitExceeded
     NotRegular RetryLater Refused Stopped Unfinished _Before""".split()
 )
-BUGS = {"Panic"}  # shown as such
+BUGS = {"Panic"}  # shown as a bug
 
 
 def test_every_exception_is_in_the_tree_or_is_caught() -> None:
@@ -45,7 +45,7 @@ def test_what_follows_from_an_error(kind: type[MoeinfError]) -> None:
 
 
 def test_no_class_is_looked_up_by_its_name() -> None:
-    """Outside of `__all__`, a string that names a class is a table's key, or is compared."""
+    """Outside `__all__`, a string with a class name would be a lookup key or a comparison."""
     names = {kind.__name__ for kind in exceptions()}
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"

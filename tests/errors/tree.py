@@ -1,4 +1,4 @@
-"""Every exception class that the floors define, and those of them that are in the tree."""
+"""List every exception class that the packages define, and those in the error tree."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def in_tree() -> list[type[MoeinfError]]:
 
 
 def coded() -> list[type[MoeinfError]]:
-    """Return the classes that are shown: all but the root and the branches."""
+    """Return the classes with a code: all but the root and the branches."""
     return [kind for kind in in_tree() if kind.code]
