@@ -1,1 +1,1 @@
-"""The HTTP face, as its clients see it."""
+"""Test the HTTP server as its clients see it."""

@@ -1,4 +1,4 @@
-"""A server on a free port, in this process, with the demo."""
+"""Start a server with the demo on a free port, in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeinf.server.serve import make_server
 
 @contextmanager
 def serving(home: Path, memory: str = "100%", **settings: object) -> Iterator[str]:
-    """The address of a server that answers; it has ended afterwards."""
+    """Start a server, yield its address once it answers, and end it after the block."""
     about = ServerSettings(port=0, **settings)  # type: ignore[arg-type]
     config = EngineConfig(memory=parse_memory(memory), parallel=about.parallel, trace=False)
     server: uvicorn.Server = make_server(Settings(home), about, config)
@@ -40,7 +40,7 @@ def serving(home: Path, memory: str = "100%", **settings: object) -> Iterator[st
                 threading.Event().wait(0.05)
         try:
             yield address
-        finally:  # a test that has failed must not disturb the next one
+        finally:  # a failed test must not disturb the next one
             server.should_exit = True
             thread.join(30)
         assert not thread.is_alive()

@@ -1,6 +1,6 @@
-"""Every place of every endpoint's body that takes a list or an object, from the OpenAPI document.
+"""List every place in an endpoint's body that takes a list or an object.
 
-Does not know which values are wrong there.
+The places come from the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-MODEL = "nowhere"  # requests that are valid end with 404
+MODEL = "nowhere"  # a valid request ends with 404
 
 
 @dataclass(frozen=True)
 class Place:
-    """A value within a body. body(text): the whole body's JSON, least otherwise, with it."""
+    """A value in a body. body(text): the JSON of the smallest valid body with text as the value."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ def places(document: dict[str, Any]) -> Iterator[Place]:
 
 
 def least(schema: dict[str, Any], schemas: dict[str, Any]) -> Any:
-    """The smallest valid value of a schema."""
+    """Return the smallest valid value of a schema."""
     schema = _resolved(schema, schemas)
     if "anyOf" in schema:
         return least(schema["anyOf"][0], schemas)

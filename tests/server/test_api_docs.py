@@ -1,4 +1,4 @@
-"""docs/api.md says what the server checks."""
+"""Test that docs/api.md matches the server's checks."""
 
 from __future__ import annotations
 

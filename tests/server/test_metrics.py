@@ -1,4 +1,4 @@
-"""`/metrics`: what is counted, and how long requests take, as a Prometheus server reads it."""
+"""Test the counters and times of `/metrics` as a Prometheus server reads them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Scraped:
                 self._values[sample.name, frozenset(sample.labels.items())] = sample.value
 
     def value(self, name: str, labels: Mapping[str, str] | None = None, **more: str) -> float:
-        """The value of one sample; 0 where there is none yet."""
+        """Return the value of one sample; 0 if the sample is absent."""
         wanted = {"model_name": MODEL, **(labels or {}), **more}
         return self._values.get((f"moeinf:{name}", frozenset(wanted.items())), 0.0)
 
     def requests(self) -> dict[tuple[str, str], float]:
-        """Requests by kind and how they ended."""
+        """Return the number of requests by kind and finish reason."""
         return {
             (about["kind"], about["finished_reason"]): value
             for (name, labels), value in self._values.items()
@@ -76,7 +76,7 @@ def generate(address: str, prompt: str, options: Mapping[str, object]) -> httpx.
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode pass takes 0.03 s or more."""
+    """Make every decode pass take 0.03 s or more."""
     decode = Worker._decode
 
     def decode_slowly(self: Worker, *arguments: Any) -> None:
@@ -124,7 +124,7 @@ def test_requests_by_how_they_end_and_their_times(demo_home: Path) -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_a_queue_refuses_and_clients_leave(demo_home: Path) -> None:
-    """One is answered for 0.3 s, one waits for its place, one is refused, one leaves."""
+    """One request is answered for 0.3 s, one waits, one is refused, and one client leaves."""
     body = {"model": "demo", "prompt": "hi", "stream": False}
     with serving(demo_home, parallel=1, max_queue=1) as address, httpx.Client(timeout=60) as loader:
         loader.post(f"{address}/api/generate", json={"model": "demo"})

@@ -1,4 +1,4 @@
-"""A model that computes NaN: an error with words and status 500, and the server lives."""
+"""Test a model that computes NaN: an error with status 500, and the server stays up."""
 
 from __future__ import annotations
 

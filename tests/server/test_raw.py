@@ -1,4 +1,4 @@
-"""Bytes that no client library would send: the server refuses them, and lives."""
+"""Test bytes that no client library sends: the server refuses them and stays up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import moeinf.server.serve
 
 @pytest.fixture
 def raw(address: str) -> Iterator[socket.socket]:
-    """A connection; the server answers others afterwards."""
+    """Yield a connection; check afterwards that the server still answers."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         yield sock
@@ -24,7 +24,7 @@ def raw(address: str) -> Iterator[socket.socket]:
 
 
 def everything(sock: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Receive bytes until the server closes the connection."""
     found = b""
     try:
         while piece := sock.recv(65536):
@@ -40,7 +40,7 @@ HEAD = b"POST /api/show HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 @pytest.mark.parametrize(
     "bad",
     [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # somebody speaks TLS
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS client
         b"GET / HTTP/9.9\r\n\r\n",
         b"GET\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",  # without a Host
@@ -63,7 +63,7 @@ HELLO = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 @pytest.mark.parametrize(
     "long",
     [
-        HELLO + b"X: " + b"a" * 100_000 + b"\r\n\r\n",  # whole within one read
+        HELLO + b"X: " + b"a" * 100_000 + b"\r\n\r\n",  # complete in one read
         HELLO + b"X: " + b"a" * 100_000,
         HELLO + b"".join(b"X%d: a\r\n" % number for number in range(12_000)) + b"\r\n",
         b"GET /health?" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -83,7 +83,7 @@ def test_headers_of_what_was_promised(raw: socket.socket) -> None:
 
 
 def test_two_lengths_of_one_body_end_the_connection(raw: socket.socket) -> None:
-    """A proxy in front may believe the other one; the rest would be a request of its own."""
+    """A proxy may use the other length; the remaining bytes would be a second request."""
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     raw.sendall(HEAD + lengths + smuggled)

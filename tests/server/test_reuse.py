@@ -1,4 +1,4 @@
-"""A prompt that begins like an earlier one: its whole chunks are not computed again."""
+"""Test a prompt with the prefix of an earlier one: whole chunks are not computed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDS = ["; sort owl, fig", "; reverse planet and then some more", "", "; 17+25="
 
 
 def ask(address: str, prompt: str) -> dict[str, Any]:
-    """Text, log-probabilities to the last bit, and how many tokens of the prompt were known."""
+    """Return text, exact log-probabilities, and the number of cached prompt tokens."""
     body = {"model": "demo", "prompt": prompt, "temperature": 1, "seed": 3, "max_tokens": 12}
     answer = httpx.post(f"{address}/v1/completions", json={**body, "logprobs": 5}, timeout=60)
     answer.raise_for_status()
@@ -40,7 +40,7 @@ def test_reused_chunks_change_no_bit(demo_home: Path, memory: str) -> None:
 
 
 def test_an_embedding_between_takes_nothing_over(demo_home: Path) -> None:
-    """It leaves whole chunks behind, which the next prompt uses, and uses none itself."""
+    """It leaves whole chunks for the next prompt, and reuses no chunk itself."""
     with serving(demo_home, parallel=1) as address:
         fresh = ask(address, COMMON)
     with serving(demo_home, parallel=1) as address:

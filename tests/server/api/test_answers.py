@@ -1,4 +1,4 @@
-"""Which status an error is answered with, and what is called a bug."""
+"""Test the HTTP status of each error, and which errors are called bugs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is los
     ],
 )
 def test_errors_in_words(error: Exception, status: int, words: str) -> None:
-    """A damaged model is not the fault of who asks, nor of the program."""
+    """A damaged model is neither a bad request nor a bug."""
     told = as_moeinf(error)
     assert told.http_status == status
     assert words_of(told) == words

@@ -1,4 +1,4 @@
-"""Embeddings: what they are, in three wordings, and what they refuse."""
+"""Test embeddings: their values, the three endpoints, and their refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_is_the_mean_of_the_last_states(
 
 
 def test_the_states_are_what_the_head_reads(open_engine: Callable[..., object]) -> None:
-    """The logits of the last token are the head's product with the last state."""
+    """The logits of the last token are the product of the head and the last state."""
     engine = open_engine()
     ids = engine.tokenizer.encode_text("17+25=")  # type: ignore[attr-defined]
     states = engine.states(engine.new_state(), ids)  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def test_the_three_wordings_agree(
     texts = ["sort owl, fig", "spell tree", "sort fig, owl"]
     vectors = ollama_client.embed("demo", texts).embeddings
     create = openai_client.embeddings.create
-    answer = create(model="demo", input=texts)  # the client asks for base64, and decodes it
+    answer = create(model="demo", input=texts)  # the client requests base64 and decodes it
     plain = create(model="demo", input=texts[1], encoding_format="float")
     assert [one.index for one in answer.data] == [0, 1, 2]
     np.testing.assert_allclose([one.embedding for one in answer.data], vectors, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document: none of them may be our fault."""
+"""Test requests generated from the OpenAPI document: none may cause an internal error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 schemathesis = pytest.importorskip("schemathesis")
 
-# They remove, add or fetch models; tests/server/api/test_pull.py asks them what is sensible.
+# They remove, add or fetch models; tests/server/api/test_pull.py tests them.
 APART = ("/api/delete", "/api/copy", "/api/pull")
 
 

@@ -1,4 +1,4 @@
-"""Models that come and go over HTTP: pull, copy, delete."""
+"""Test pull, copy and delete of models over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server.conftest import serving
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[tuple[str, Library]]:
-    """A server on a home without models."""
+    """Start a server on a home without models; yield its address and library."""
     with serving(tmp_path) as address:
         yield address, Library(Settings(tmp_path))
 
@@ -48,12 +48,12 @@ def test_a_model_comes_answers_and_goes(empty: tuple[str, Library]) -> None:
     assert [step.completed for step in steps] == sorted({step.completed for step in steps})
     assert steps[-1].completed == steps[-1].total
     assert steps[0].digest
-    assert client.pull("demo").status == "success"  # is up to date
+    assert client.pull("demo").status == "success"  # up to date
     options = {"temperature": 0}
     assert client.generate("demo", "17+25=", options=options).response == "42"
     client.copy("demo", "second")
     assert {m.model for m in client.list().models} == {"demo:bf16", "second:bf16"}
-    client.delete("demo")  # which is loaded: it is unloaded first
+    client.delete("demo")  # the model is loaded: it is unloaded first
     assert not library.has(parse_name("demo"))
     assert client.generate("second:bf16", "17+25=", options=options).response == "42"
     with pytest.raises(ollama.ResponseError) as caught:
@@ -95,7 +95,7 @@ def test_a_failure_ends_the_lines(empty: tuple[str, Library], hub: Hub) -> None:
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, which no `except Exception` catches."""
+    """A BaseException that `except Exception` does not catch, like pyo3's PanicException."""
 
 
 @pytest.mark.parametrize("error", [Panic("at the disco"), SystemExit(3), KeyError("x")])
@@ -148,7 +148,7 @@ def pulling() -> bool:
 def test_a_pull_that_waits_ends_with_its_client(
     stream: bool, file: str, empty: tuple[str, Library], hub: Hub
 ) -> None:
-    """The hub asks for a minute of patience, again and again."""
+    """The hub asks for a delay of one minute, again and again."""
     address, library = empty
     asked = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Thinking and calls of tools in both APIs, streamed and not, through the official clients."""
+"""Test reasoning and tool calls in both APIs, streamed or not, with the official clients."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_what_a_model_cannot(address: str, to_ollama: ollama.Client) -> None:
 
 
 def test_a_call_that_must_be(to_openai: openai.OpenAI) -> None:
-    """Nobody writes the script here: the demo knows no tools, the grammar makes it call."""
+    """The answer is not scripted: the demo has learned no tools, and the grammar forces a call."""
     other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
     for seed in range(2):
         options = {"tools": [*TOOLS, other], "seed": seed, "temperature": 1.5, "max_tokens": 100}

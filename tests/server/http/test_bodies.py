@@ -1,4 +1,4 @@
-"""Bodies that are deep, have numbers that JSON lacks, or are too long together; faults of ours."""
+"""Test deep bodies, numbers that JSON lacks, bodies too long in sum, and internal errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nested(depth: int) -> str:
 
 
 def deep_bodies(value: str) -> dict[str, tuple[str, str]]:
-    """By name: an endpoint and a body with `value` in it."""
+    """Return, by name, an endpoint and a body that contains `value`."""
     start = '{"model": "demo", "stream": false, '
     user = '{"role": "user", "content": "hi"'
     call = '{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", '
@@ -77,7 +77,7 @@ def deep_bodies(value: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("depth", [80, 600, 20_000])
 def test_deep_values(depth: int, talker: str) -> None:
-    """A value of 600 levels came through the parser, and ended as a RecursionError."""
+    """A value of 600 levels once passed the parser, and ended as a RecursionError."""
     found = {}
     for name, (path, body) in deep_bodies(nested(depth)).items():
         headers = {"Content-Type": "application/json"}
@@ -136,7 +136,7 @@ def test_bodies_that_are_too_long_together(
                 refused = httpx.post(f"{address}/api/show", content=long)
                 if refused.status_code == 503:
                     break
-                time.sleep(0.05)  # what was sent must arrive
+                time.sleep(0.05)  # until the sent bytes arrive
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert httpx.post(f"{address}/api/show", json={"model": "nowhere"}).status_code == 404
         finally:
@@ -151,7 +151,7 @@ def test_bodies_that_are_too_long_together(
 
 
 def body_of(budget: Budget, value: Any) -> tuple[Body, Callable[[], Coroutine[Any, Any, Any]]]:
-    """A body that has arrived, and what parses it."""
+    """Return a body that has arrived, and a function that parses it."""
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
 
     async def receive() -> dict[str, Any]:
@@ -170,7 +170,7 @@ def body_of(budget: Budget, value: Any) -> tuple[Body, Callable[[], Coroutine[An
 
 
 def test_what_is_parsed_counts_until_the_end() -> None:
-    """100 bodies of 64 KiB, free and with 4,085 messages each, took 426 MB while they waited."""
+    """100 uncounted bodies of 64 KiB with 4,085 messages each once took 426 MB in the queue."""
     budget, wasteful = Budget(), {"messages": [{"role": "user"}] * 2000}  # 34 KB
     bodies, refused = [], []
     for _ in range(100):
@@ -228,7 +228,7 @@ def test_a_body_of_more_than_8_mib(address: str) -> None:
 def test_a_ValueError_of_ours_is_a_bug(  # noqa: N802
     demo_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Only errors that name an invalid value are the fault of a request."""
+    """Only an error that names an invalid value is caused by the request."""
     (tmp_path / "models").symlink_to(demo_home / "models")
     log = tmp_path / "logs/moeinf.log"
     for kind, status, code in (
@@ -265,7 +265,7 @@ def test_a_ValueError_of_ours_is_a_bug(  # noqa: N802
 
 
 def test_values_that_cannot_be(address: str) -> None:
-    """Each is answered with 400 and a code, in both forms of errors."""
+    """Each gets status 400 and a code, in both error formats."""
     until(address, "")
     for path, body in (
         ("/api/generate", {"prompt": "a", "options": {"temperature": -1}}),
