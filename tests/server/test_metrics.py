@@ -98,7 +98,7 @@ def test_requests_by_how_they_end_and_their_times(demo_home: Path) -> None:
         refused = generate(address, "", {"temperature": 0, "num_ctx": 1, "nonsense": 1})
         assert refused.status_code == 400  # never reached an engine
         too_long = generate(address, "12+34=" * 2000, {})
-        assert too_long.json()["code"] == "PromptTooLong"
+        assert too_long.json()["code"] == "prompt_too_long"
         spent = time.perf_counter() - start
         found = scrape(address)
         assert found.requests() == {
