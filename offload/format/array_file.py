@@ -1,6 +1,4 @@
-"""A small file of named number arrays: how recordings and EAMCs become bytes.
-
-Does not know what the arrays mean, nor where bytes are kept.
+"""Read and write containers: small files of named number arrays, for recordings and EAMCs.
 
     0   8  magic "MOEINF\\r\\n"
     8   4  u32 LE  bytes of the header, n
@@ -10,8 +8,8 @@ Does not know what the arrays mean, nor where bytes are kept.
     …      the arrays in that order, each deflated; `bytes` counts them so, `crc32` is of the
            numbers
 
-Bytes may come from strangers: sizes are checked before anything is allocated, and an array that
-inflates to more than its shape says is refused.
+The bytes are untrusted. Sizes are checked before memory is allocated. An array that inflates to
+more bytes than its shape allows is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _DEFLATE_LEVEL = 3  # ids and counts shrink 4 to 8 times; higher levels gain a f
 
 
 class _Array(Struct):
-    """An array of the table: `bytes` as deflated, `crc32` of the numbers."""
+    """One array of the header: `bytes` counts it deflated, `crc32` is of the numbers."""
 
     name: str
     dtype: _Dtype
@@ -64,14 +62,14 @@ class _Header(Struct):
 
 
 class BadContainer(UnusableInput, ValueError):
-    """A file is not a container of the expected kind, or is damaged."""
+    """The file is not a container of the expected kind, or is damaged."""
 
     code = "bad_trace"
     hint = "`moeinf trace --out FILE.eam`, which writes a recording"
 
 
 def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> bytes:
-    """The container as bytes. Meta must be JSON; dtypes are those of `_DTYPES`."""
+    """Return the container as bytes. `meta` must be JSON, dtypes must be in `_DTYPES`."""
     bodies, table = [], []
     for name, array in arrays.items():
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
@@ -88,9 +86,9 @@ def pack(kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> by
 def unpack(
     data: bytes, kind: str, version: int, most_bytes: int = _MAX_BYTES
 ) -> tuple[dict[str, Any], Arrays]:
-    """(meta, arrays) of a container of this kind and version. Raises BadContainer.
+    """Return (meta, arrays) of a container of this kind and version. Raises BadContainer.
 
-    most_bytes bounds what all arrays together may inflate to.
+    most_bytes: limit on the inflated size of all arrays together.
     """
     try:
         return _unpack(data, kind, version, most_bytes)

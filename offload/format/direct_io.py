@@ -1,15 +1,15 @@
-"""Reads and writes files past the page cache, in aligned blocks.
+"""Read and write files past the page cache, in aligned blocks.
 
-Does not know what the bytes are. Gigabytes that pass through the page cache cost a copy of every
-byte, and drive out what others have there (docs/decisions/0020 has the times).
+Reading gigabytes through the page cache copies every byte and evicts the data of other processes
+(docs/decisions/0020 has the times).
 
-Direct input and output wants memory, offset and length in whole pages:
+Direct I/O requires that memory, offset and length are whole pages:
 
     read      the pages around what is wanted ──pread──▶ │ block │ ──▶ a view of what is wanted
     write     ──copied──▶ │ block │ ──pwrite when full──▶ file
     finish                │ rest, zeros to the page │ ──pwrite──▶ file, cut to its size
 
-A file system that refuses O_DIRECT gets the same calls through its cache.
+On a file system that refuses O_DIRECT, the same calls go through the page cache.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pathlib import Path
 from moeinf.native import PAGE_BYTES
 
 BLOCK_BYTES = 2 << 20
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not on every system: then it changes nothing
+_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 on systems without the flag
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
-# Blocks between two uses: a new one costs a page fault per page. Whatever lies in a block may begin
+# Unused blocks, kept because a new one costs a page fault per page. The data in a block may begin
 # and end inside a page.
 _spare: list[mmap.mmap] = []
 _SPAN_BYTES = BLOCK_BYTES + 2 * PAGE_BYTES
 
 
 class _DirectFile:
-    """A descriptor and an aligned block; used by one thread. Closed at the end of a `with`."""
+    """A descriptor and an aligned block, for one thread. The end of a `with` closes it."""
 
     def __init__(self, path: Path, flags: int) -> None:
         try:
@@ -46,7 +46,7 @@ class _DirectFile:
         self._memory = memoryview(self._block)
 
     def _refused(self, error: OSError) -> bool:
-        """Some file systems take the flag and refuse the call: True after giving the flag up."""
+        """Clear O_DIRECT and return True when the file system accepts the flag but not the call."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         if error.errno not in _REFUSED or not flags & _DIRECT:
             return False
@@ -60,19 +60,20 @@ class _DirectFile:
 
 
 class DirectReader(_DirectFile):
-    """A file of which ranges are read."""
+    """Reads ranges of a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Open `path` for reading. Raises OSError."""
         super().__init__(path, os.O_RDONLY)
 
     def __enter__(self) -> DirectReader:
         return self
 
     def read(self, offset: int, count: int) -> memoryview:
-        """Up to BLOCK_BYTES; fewer than `count` only at the end of the file.
+        """Return a view of `count` bytes from `offset`; fewer only at the end of the file.
 
-        The view is valid until the next read, or the end of the `with`. Raises OSError.
+        count is at most BLOCK_BYTES. The view is valid until the next read or the end of the
+        `with`. Raises OSError.
         """
         assert count <= BLOCK_BYTES
         first = offset // PAGE_BYTES * PAGE_BYTES
@@ -92,10 +93,10 @@ class DirectReader(_DirectFile):
 
 
 class DirectWriter(_DirectFile):
-    """A new file that is written once, from its beginning to its end."""
+    """Writes a new file once, from its beginning to its end."""
 
     def __init__(self, path: Path) -> None:
-        """Creates or empties `path`. Raises OSError."""
+        """Create or truncate `path`. Raises OSError."""
         super().__init__(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._filled = 0  # bytes in the block
         self._written = 0  # bytes in the file
@@ -104,7 +105,7 @@ class DirectWriter(_DirectFile):
         return self
 
     def write(self, data: memoryview) -> None:
-        """Appends. Raises OSError (a full disk, say)."""
+        """Append data. Raises OSError, for example when the disk is full."""
         data = data.cast("B")
         while data:
             count = min(len(data), BLOCK_BYTES - self._filled)
@@ -115,7 +116,10 @@ class DirectWriter(_DirectFile):
                 self._flush(BLOCK_BYTES)
 
     def finish(self) -> None:
-        """Writes what is left, through to the end; not yet durable. Raises OSError."""
+        """Write the rest of the block and cut the file to its size. Raises OSError.
+
+        The data is not durable yet.
+        """
         size = self._written + self._filled
         whole = -(-self._filled // PAGE_BYTES) * PAGE_BYTES
         self._memory[self._filled : whole] = bytes(whole - self._filled)

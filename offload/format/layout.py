@@ -1,8 +1,6 @@
-"""How one expert lies in bytes: its key, its tensors, their offsets, and the size of a slot.
+"""Define the bytes of one expert: its key, its tensors, their offsets, and the size of a slot.
 
-Does not know any file, any family, or where an expert is resident.
-
-One expert is one run of bytes, the same on disk and in every tier:
+One expert is one contiguous range of bytes, the same on disk and in every tier:
 
     F32, BF16   gate_up [2F, D], rows 0 … F-1 gate, then up; down [D, F]; row-major
     Q8, Q4,     gate [F, D], up [F, D], down [D, F], each in the tiles of native/kernels/tiles.h
@@ -12,8 +10,8 @@ One expert is one run of bytes, the same on disk and in every tier:
 
 Experts without a gate (relu) have up [F, D] and up_bias [F] instead of gate_up and gate.
 
-What the bytes of a format mean has a version of its own: a new tiling makes local shards of that
-format old, and leaves the others as they are.
+Each format has its own layout version. A new tiling makes local shards of that format outdated,
+and leaves those of the other formats valid.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
 
 
 class ExpertKey(NamedTuple):
-    """A routed expert: MoE layer (flat index) and its number in that layer."""
+    """A routed expert: flat index of its MoE layer, and its number in that layer."""
 
     layer: int
     expert: int
 
 
 def is_tiled(form: str) -> bool:
-    """Whether weights of the format lie in tiles, quantised."""
+    """Return True if the format stores weights as quantised tiles."""
     return form not in ITEM_BYTES
 
 
 def stored_bytes(form: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; only matrices can be tiled."""
+    """Return the bytes of a tensor; only matrices can be tiled."""
     if is_tiled(form):
         rows, columns = shape
         return matrix_bytes(form.lower(), rows, columns)
@@ -49,13 +47,13 @@ def stored_bytes(form: str, shape: tuple[int, ...]) -> int:
 
 
 def plain_form(form: str) -> str:
-    """What a model of the format computes with, and keeps vectors and the KV cache in."""
+    """Return the format of activations, vectors and the KV cache of a model in this format."""
     return "BF16" if is_tiled(form) else form
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor inside an expert's run of bytes; tiles are U8 of one dimension."""
+    """One tensor inside an expert's bytes; tiles are U8 of one dimension."""
 
     name: str
     dtype: str
@@ -85,7 +83,7 @@ class ExpertLayout:
 
     @property
     def spans(self) -> tuple[TensorSpan, ...]:
-        """The tensors in the order in which they lie."""
+        """The tensors, in the order of their bytes."""
         f, d = self.intermediate, self.hidden
         gated, plain = is_gated(self.activation), plain_form(self.dtype)
         inner, wide = ("gate_up", 2 * f) if gated else ("up", f)
@@ -112,5 +110,5 @@ class ExpertLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """data_bytes in whole pages: what a resident expert costs."""
+        """data_bytes rounded up to whole pages: the memory of a resident expert."""
         return -(-self.data_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,7 +1,4 @@
-"""Quantises rows of weights into tiles (native/kernels/tiles.h), and reads tiles back.
-
-Does not know files, experts or tensors' names.
-"""
+"""Quantise rows of weights into tiles (native/kernels/tiles.h), and read tiles back."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from moeinf.native import dequantise_rows, matrix_bytes, quantise_rows
 
 
 def quantise(rows: Tensor, form: str) -> Tensor:
-    """[N, K] bf16 or float32, contiguous -> the tiles of Q4 or Q8 as uint8. Without the GIL."""
+    """Return contiguous rows [N, K], bf16 or float32, as Q4 or Q8 tiles (uint8); frees the GIL."""
     count, columns = rows.shape
     tiles = torch.empty(matrix_bytes(form.lower(), count, columns), dtype=torch.uint8)
     wide = rows.dtype == torch.float32
@@ -21,7 +18,7 @@ def quantise(rows: Tensor, form: str) -> Tensor:
 
 
 def dequantise(tiles: Tensor, form: str, count: int, columns: int) -> Tensor:
-    """Tiles of a matrix [count, columns] -> float32."""
+    """Return the matrix [count, columns] of these tiles in float32."""
     rows = torch.empty(count, columns)
     dequantise_rows(tiles.data_ptr(), form.lower(), count, columns, rows.data_ptr())
     return rows

@@ -1,6 +1,6 @@
-"""Writes and checks expert shards: one routed expert per safetensors file.
+"""Write expert shards: one routed expert per safetensors file.
 
-Does not know families or checkpoints: it is handed an expert's bytes in layout order.
+The caller gives an expert's bytes in the order of layout.py.
 
     byte 0      length of the JSON header (u64, little endian)
     byte 8      JSON header, padded with spaces
@@ -26,9 +26,9 @@ Bytes = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest remembers of a file. crc32c covers the data behind `data_offset` only.
+    """A file as recorded in a manifest. crc32c covers only the data from `data_offset` on.
 
-    Raises ValueError for a path that leaves its folder or an offset that is not possible.
+    Raises ValueError for a path that leaves its folder or an invalid offset.
     """
 
     path: str
@@ -50,12 +50,12 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def shard_path(key: ExpertKey) -> str:
-    """Where a shard lies, relative to its model's folder."""
+    """Return the path of a shard, relative to its model's folder."""
     return f"experts/L{key.layer:03d}/E{key.expert:03d}.safetensors"
 
 
 def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
-    """The first SHARD_DATA_OFFSET bytes of a shard."""
+    """Return the first SHARD_DATA_OFFSET bytes of a shard."""
     tensors = {
         span.name: {
             "dtype": span.dtype,
@@ -74,17 +74,18 @@ def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
 
 
 def padded_header(header: dict[str, object], multiple: int) -> bytes:
-    """A safetensors length and JSON header, padded with spaces to a multiple of bytes."""
+    """Return a safetensors length and JSON header, padded with spaces to a multiple of bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     size = -(-(8 + len(text)) // multiple) * multiple
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
 def write_file(folder: Path, name: str, header: bytes, data: Iterable[memoryview]) -> FileRecord:
-    """Writes header and data to `name` below `folder` in one pass that also hashes them.
+    """Write header and data to `name` below `folder`, and hash them in the same pass.
 
-    The file appears under its name only when it is whole. It is not yet durable: the caller makes
-    many files durable together. Raises OSError (a full disk, say), leaving no debris.
+    The file appears under its name only when it is complete. It is not durable yet: the caller
+    makes many files durable together. Raises OSError, for example when the disk is full, and then
+    deletes the partial file.
     """
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
