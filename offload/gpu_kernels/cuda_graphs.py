@@ -1,11 +1,11 @@
-"""CUDA graphs: work that is queued again and again, written down once and queued in one call.
+"""Capture repeated GPU work as CUDA graphs and replay it in one call.
 
-Does not know what the work is. Imported only where torch has CUDA.
+Imported only where torch has CUDA.
 
-What a graph allocates lies in a pool from which torch gives memory away again as if the graph had
-run and were over. So graphs of one pool may be played only one after the other as they were
-written, none of them between two others that hand something on. `apart` is a pool of its own, for
-graphs that come in between and hand on nothing but what lies outside.
+A graph allocates from a memory pool. After capture, torch reuses that memory as if the graph had
+run and ended. So graphs of one pool must be replayed in the order of their capture. None may run
+between two others of the pool when one of them passes data to the other. `apart` selects a second
+pool. Its graphs may run in between, and pass data only through memory outside the pools.
 """
 
 from __future__ import annotations
@@ -19,38 +19,43 @@ from typing import Any, ClassVar
 
 import torch
 
-_LEAST_TORCH = "2.13"  # before, a graph that breaks off leaves torch's memory in a wrong state
+_LEAST_TORCH = "2.13"  # earlier, an aborted capture leaves torch's allocator in a wrong state
 
 
 class CudaGraphs:
-    """Graphs of one device. What they read from outside, and leave there, its owner keeps alive."""
+    """Graphs of one device. The caller keeps alive the outside memory that they read and write."""
 
-    one_at_a_time: ClassVar = threading.RLock()  # of the process: torch writes down but one graph
+    one_at_a_time: ClassVar = threading.RLock()  # per process: torch captures one graph at a time
 
     def __init__(self, place: torch.device, alone: Callable[[], bool]) -> None:
-        """alone: whether nobody else of this process computes there; whoever comes holds
-        `one_at_a_time` for that."""
+        """Make a stream for capture on `place`.
+
+        alone: returns True if no other engine of this process computes on the device. A new engine
+        must hold `one_at_a_time` while it registers.
+        """
         self._place, self._alone = place, alone
-        # Nothing can be written down on the default one.
+        # The default stream does not support capture.
         self._stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pools: dict[bool, tuple[Any, torch.cuda.CUDAGraph]] = {}
 
     @property
     def can_begin(self) -> bool:
-        """Whether nobody else computes there now."""
+        """True if no other engine of this process computes on the device now."""
         return self._alone()
 
     @contextmanager
     def aside(self, warm_up: Callable[[], object]) -> Iterator[None]:
-        """Within, work is queued on a stream of its own, and `begin` and `end` may be called.
+        """Queue work on a separate stream; within, `begin` and `end` may be called.
 
-        warm_up: the work itself, because to compile or load a kernel cannot be written down. Work
-        that was queued before runs first; what is queued afterwards waits. Raises RuntimeError,
-        also where others compute there: torch has one scratch of cuBLAS for all, which is
-        forgotten here, and gives nobody cached memory back meanwhile.
+        warm_up: the work itself, because compiling or loading a kernel cannot be captured. Work
+        that was queued before runs first, and work that is queued afterwards waits.
+
+        Raises RuntimeError if torch is too old, or if another model computes on the device. All
+        models share torch's cuBLAS workspace, which is freed here. During capture torch returns no
+        cached memory.
         """
-        if torch.__version__ < _LEAST_TORCH:  # a version, not a text
+        if torch.__version__ < _LEAST_TORCH:  # TorchVersion compares as a version, not as text
             raise RuntimeError(f"they need torch {_LEAST_TORCH}, and this is {torch.__version__}")
         outside = torch.cuda.current_stream(self._place)
         with self.one_at_a_time, _no_collection():
@@ -60,7 +65,7 @@ class CudaGraphs:
             try:
                 with torch.cuda.stream(self._stream):
                     warm_up()
-                    _forget_scratch()  # cuBLAS takes its own within the graphs, where it stays
+                    _forget_scratch()  # within graphs cuBLAS allocates its own, in their pools
                     for apart in (False, True):
                         self._open(apart)
                     try:
@@ -72,26 +77,29 @@ class CudaGraphs:
                 _forget_scratch()
 
     def begin(self, apart: bool = False) -> None:
-        """From here on this thread's work is written down, and does not run."""
+        """Start the capture of this thread's work, which is recorded and does not run."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on: page-locking, say.
+        # Other threads may call CUDA meanwhile, for example to page-lock memory.
         graph.capture_begin(pool=self._pools[apart][0], capture_error_mode="thread_local")
         self._graph = graph
 
     def end(self) -> Callable[[], None] | None:
-        """What queues it all, each time on the stream that is current then; None: it is nothing."""
+        """End the capture and return its replay; None: no work was captured.
+
+        Each call of the replay queues the work on the stream that is current then.
+        """
         graph, self._graph = self._graph, None
         assert graph is not None
         return None if _ended_empty(graph) else graph.replay
 
     def forget(self) -> None:
-        """Gives back what graphs that are gone have had. There will be no others."""
+        """Free the memory of deleted graphs. No graph may be captured afterwards."""
         self._pools.clear()
         with self.one_at_a_time:
             torch.cuda.empty_cache()
 
     def _open(self, apart: bool) -> None:
-        """A pool lasts as long as a graph of it: an empty one, which is never played."""
+        """Make a pool and keep it alive by an empty graph, which is never replayed."""
         if apart not in self._pools:
             handle, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")
@@ -99,15 +107,15 @@ class CudaGraphs:
             self._pools[apart] = handle, graph
 
     def _abandon(self) -> None:
-        """Ends what an error has cut off."""
+        """End a capture that an error has interrupted."""
         graph, self._graph = self._graph, None
         if graph is not None:
-            with suppress(RuntimeError):  # that it was cut off
+            with suppress(RuntimeError):  # the capture is invalid
                 _ended_empty(graph)
 
 
 def _ended_empty(graph: torch.cuda.CUDAGraph) -> bool:
-    """Ends the writing. Whether there was nothing to write, which torch tells by a warning."""
+    """End the capture and return True if it is empty, which torch reports by a warning."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         graph.capture_end()
@@ -115,15 +123,18 @@ def _ended_empty(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def _forget_scratch() -> None:
-    """Gives back what cuBLAS keeps per stream, and what torch keeps for later: while work is
-    written down torch can free nothing. torch's own graphs do so (_inductor/cudagraph_trees.py)."""
+    """Free cuBLAS's workspaces per stream and torch's cached memory.
+
+    During capture torch can free nothing. torch's own graphs do the same
+    (_inductor/cudagraph_trees.py).
+    """
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing of a device may be destroyed while work is written down."""
+    """Disable garbage collection: no object of a device may be destroyed during capture."""
     collects = gc.isenabled()
     gc.disable()
     try:

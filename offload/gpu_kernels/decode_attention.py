@@ -1,12 +1,13 @@
-"""Attention of one newest token over its KV cache, in Triton; its place is read on the device.
+"""Compute attention of the newest token over its KV cache, in Triton.
 
-Does not know families, requests or how a cache is filled. Imported only where there is a GPU.
+Imported only where there is a GPU. The token's position is read on the device.
 
-The keys that the token sees are cut into SPLITS parts, whole blocks of them and as equal as that
-allows, and a program computes one part for up to 16 heads that share a key head (flash decoding,
-arXiv 2311.01282, section 2); another joins the parts, in order. How they are cut depends on their
-number alone, so a result depends on nothing but the text; and the grid depends on no number at all,
-so the same launches serve every token: that is what a CUDA graph needs.
+The keys that the token sees are cut into SPLITS parts of whole blocks, as equal as possible. A
+program computes one part for up to 16 heads that share a key head (flash decoding,
+arXiv 2311.01282, section 2). Another program joins the parts, in order.
+
+The cut depends only on the number of keys, so a result depends only on the text. The grid does not
+depend on it, so the same launches serve every token, as CUDA graphs require.
 """
 
 # ruff: noqa: N803 (constants of a Triton kernel are written in capitals)
@@ -20,17 +21,17 @@ from torch import Tensor
 from moeinf.offload.gpu_kernels.expert_ffn import INTERPRETED
 from moeinf.offload.gpu_kernels.tiles import FUSION, stored
 
-SPLITS = 64  # of a text: with one key head, as in latent attention, as many multiprocessors work
+SPLITS = 64  # parts of a text: with one key head (latent attention), 64 multiprocessors work
 _HEADS = 16  # rows of the smallest product on tensor cores
 _PIECE = 64  # columns of a key at a time
 _BLOCK = 64  # keys at a time; fewer where values are wide
 _WIDE = 256
-_COLUMNS = 64  # of a head that one program joins
+_COLUMNS = 64  # columns of a head that one program joins
 
 
 @triton.jit
 def part_of(positions, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """The first key that is seen, how many are, and how many of them a part has."""
+    """Return the first key that is seen, the number of seen keys, and the keys per part."""
     length = tl.load(positions).to(tl.int32) + 1
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     count = length - first
@@ -39,7 +40,7 @@ def part_of(positions, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def wide_dot(a, b, total, EMULATE: tl.constexpr):
-    """total + a · b in float32, of bf16 values without loss."""
+    """Return total + a · b in float32, without loss for bf16 values."""
     if EMULATE:  # the interpreter would multiply bf16's bits
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -52,10 +53,11 @@ def attend_part(
     BLOCK: tl.constexpr, PIECE: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
     SPLITS: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys, for HEADS of the query heads that share key head program_id(1).
+    """Compute one part of the keys for HEADS query heads that share key head program_id(1).
 
-    q [H, W]; k and v with strides per head and token; sums [SPLITS, H, VALUES], tops and weights
-    [SPLITS, H] float32: of exp(score - top), times values and alone.
+    q [H, W]; k and v with strides per head and token. Outputs, float32: tops [SPLITS, H], the
+    highest score; sums [SPLITS, H, VALUES], of exp(score - top) times value; weights [SPLITS, H],
+    of exp(score - top).
     """
     part, group = tl.program_id(0), tl.program_id(1)
     first, count, size = part_of(positions, window, BLOCK, SPLITS)
@@ -95,7 +97,7 @@ def attend_part(
             seen[:, None] & (value < value_width)[None, :], 0.0,
         )  # fmt: skip
         total = total * shrunk[:, None]
-        if v.dtype.element_ty == tl.bfloat16:  # a share in two halves: 16 bits of it count
+        if v.dtype.element_ty == tl.bfloat16:  # two bf16 halves keep 16 bits of a share
             high = shares.to(tl.bfloat16)
             low = (shares - high.to(tl.float32)).to(tl.bfloat16)
             total = wide_dot(high, values, total, EMULATE)
@@ -115,7 +117,7 @@ def attend_join(
     BLOCK: tl.constexpr, VALUES: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     SUNK: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of one head, from all parts at once; with a sink, a logit that has no value."""
+    """Join all parts for COLUMNS of one head; a sink is a logit without a value."""
     head = tl.program_id(0)
     _, count, size = part_of(positions, window, BLOCK, SPLITS)
     part = tl.arange(0, SPLITS)
@@ -145,12 +147,12 @@ def attend_newest(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token attends to itself and what came before it: q [H, W] -> [H, V], where `out` is.
+    """Compute attention of one token to itself and all earlier ones: q [H, W] -> [H, V], in `out`.
 
-    k [G, S, W] and v [G, S, V] are a cache with room for S tokens, of which those up to `position`
-    ([1] int64 on the device) are there; query head h uses key head h // (H / G). A window of n sees
-    the token and the n - 1 before it. sinks [H]: a logit per head that takes its share of the
-    softmax. bf16 or float32, summed in float32.
+    k [G, S, W] and v [G, S, V] are a cache with room for S tokens. Tokens up to `position` ([1]
+    int64 on the device) are filled. Query head h uses key head h // (H / G). With a window of n,
+    the token sees itself and the n - 1 tokens before it. sinks [H]: a logit per head that takes
+    its share of the softmax. bf16 or float32, summed in float32.
     """
     (heads, width), groups, values = q.shape, len(k), v.shape[2]
     assert k.stride(2) == v.stride(2) == 1

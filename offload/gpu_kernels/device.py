@@ -1,7 +1,6 @@
-"""torch's CUDA device as the tier sees it: its stream, its memory, our kernels.
+"""Give the GPU tier torch's CUDA device: its stream, its memory, our kernels.
 
-Does not know slots' meaning, nor what is resident. Imported only where torch has CUDA and Triton is
-installed (runtime/machine/gpu.py asks first).
+Imported only where torch has CUDA and Triton is installed (runtime/machine/gpu.py checks first).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from moeinf.offload.store.compute import TorchFfn
 
 
 class CudaDevice:
-    """Device 0, and the stream that is torch's when this is made.
+    """Device 0, with torch's current stream at construction.
 
-    Its methods are those of device_tier.Device, and what dense weights compute with there.
+    It has the methods of device_tier.Device, and the functions that compute dense layers.
     """
 
     place = torch.device("cuda", 0)
@@ -43,7 +42,7 @@ class CudaDevice:
     gated = staticmethod(elementwise.gated)
     route = staticmethod(router.route)
 
-    _limits: ClassVar[dict[int, int]] = {}  # of every engine here: torch knows one for the process
+    _limits: ClassVar[dict[int, int]] = {}  # bytes per engine; torch has one limit per process
 
     def __init__(self) -> None:
         _compute_as_told()
@@ -59,7 +58,7 @@ class CudaDevice:
         return DeviceMath(layout, arena, reference)
 
     def limit(self, size_bytes: int) -> None:
-        with CudaGraphs.one_at_a_time:  # what is written down is alone
+        with CudaGraphs.one_at_a_time:  # no other engine may start during a capture
             self._limits[id(self)] = size_bytes
             if size_bytes <= 0:
                 del self._limits[id(self)]
@@ -68,11 +67,11 @@ class CudaDevice:
         torch.cuda.set_per_process_memory_fraction(share, self.place)
 
     def reserved_bytes(self) -> int:
-        """What torch has taken of the device, used or not, for whomever."""
+        """Return the bytes that torch has reserved on the device for the process, used or not."""
         return torch.cuda.memory_reserved(self.place)
 
     def upload(self, x: Tensor) -> Tensor:
-        # The driver has read, or staged, pageable memory by the time it returns.
+        # The call returns after the driver has read or staged pageable memory.
         return x.to(self.place, non_blocking=True)
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
@@ -82,24 +81,26 @@ class CudaDevice:
         return rows.cpu()
 
     def release(self) -> None:
-        with CudaGraphs.one_at_a_time:  # while work is written down torch would give nothing back
+        with CudaGraphs.one_at_a_time:  # during a capture torch returns no memory
             torch.cuda.empty_cache()
 
     def graphs(self) -> CudaGraphs:
-        """What writes down work for this device."""
+        """Return the graphs of this device, for capture and replay."""
         return CudaGraphs(self.place, lambda: len(self._limits) <= 1)
 
 
 def _compute_as_told() -> None:
-    """Of this process: no product with fewer bits than its type has (images of containers may ask
-    for TF32), and no cuDNN for attention, which makes a plan anew for every length of a text."""
+    """Set torch's options for this process: no reduced precision, no cuDNN for attention.
+
+    Container images may enable TF32. cuDNN makes a new plan for every length of a text.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class _Memory:
-    """Device memory that is not torch's, as arrays are told of one another."""
+    """Device memory that torch does not own, described by __cuda_array_interface__."""
 
     def __init__(self, address: int, shape: tuple[int, int]) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

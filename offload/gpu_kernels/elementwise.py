@@ -1,12 +1,12 @@
-"""What stands between the products of a decode step, in Triton: norms, rope, the cache, SwiGLU.
+"""Compute the steps between the products of a decode step, in Triton: norms, rope, cache, SwiGLU.
 
-Does not know families, requests or layers. Imported only where there is a GPU.
+Imported only where there is a GPU. In torch each step is 5 to 10 kernels, whose launches take
+longer than reading such short rows.
 
-In torch each of these is 5 to 10 kernels, for rows that one of them has read before it has begun.
-Values are rounded where torch rounds them (models/layers/norms.py, rope.py), so what differs is the
-order of a sum of squares. A token's place is read on the device, and no grid depends on it: the
-same launches serve every token, which is what a CUDA graph needs. A row of a batch is named by a
-number, not by its address, whose alignment would be compiled anew.
+Values are rounded where torch rounds them (models/layers/norms.py, rope.py), so only the order of a
+sum of squares differs. A token's position is read on the device, and no grid depends on it. So the
+same launches serve every token, as CUDA graphs require. A row of a batch is passed as a number: an
+address with another alignment would be compiled again.
 """
 
 # ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
@@ -19,20 +19,20 @@ from torch import Tensor
 
 from moeinf.offload.gpu_kernels.tiles import FUSION, stored
 
-_PIECE = 2048  # of a row at a time
-_COLUMNS = 1024  # of SwiGLU in one program
+_PIECE = 2048  # columns of a row at a time
+_COLUMNS = 1024  # values of SwiGLU in one program
 
 
 @triton.jit
 def inverse_rms(total, width, eps):
-    """1 / sqrt(total / width + eps), of a sum of squares."""
+    """Return 1 / sqrt(total / width + eps); total is a sum of squares."""
     mean = tl.div_rn(total, width * 1.0)
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def weighted(values, inverse, weight, KIND: tl.constexpr, WIDE: tl.constexpr):
-    """values · inverse times weight, all float32 -> KIND; not WIDE: KIND before the weight, too."""
+    """Return values · inverse · weight, all float32, as KIND; if not WIDE, first round to KIND."""
     values = values * inverse
     if not WIDE:
         values = stored(values, KIND).to(tl.float32)
@@ -41,7 +41,7 @@ def weighted(values, inverse, weight, KIND: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def norm_rows(x, weight, out, eps, width, PIECE: tl.constexpr, WIDE: tl.constexpr):
-    """A row of x [R, D] and out; weight [D]. It is read twice, the second time from a cache."""
+    """Normalise a row of x [R, D] into out, weight [D]; the second read hits a cache."""
     KIND: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * width
     piece = tl.arange(0, PIECE)
@@ -61,7 +61,7 @@ def norm_rows(x, weight, out, eps, width, PIECE: tl.constexpr, WIDE: tl.constexp
 
 @triton.jit
 def clipped(values, clip, KIND: tl.constexpr):
-    """Within -clip … clip; NaN stays."""
+    """Return the values limited to -clip … clip; NaN stays."""
     values = tl.where(values > clip, clip, values)
     return stored(tl.where(values < -clip, -clip, values), KIND).to(tl.float32)
 
@@ -72,9 +72,9 @@ def turned(
     COLUMNS: tl.constexpr, NORMED: tl.constexpr, WIDE: tl.constexpr, CLIPPED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The head at x, normed, clipped, and its first 2 · angles columns turned: [COLUMNS].
+    """Return the head at x, normed, clipped, its first 2 · angles columns rotated: [COLUMNS].
 
-    Every column is read beside the one that it turns with: 2i and 2i + 1 with PAIRS, else i and
+    Each column is read with its partner in the rotation: 2i with 2i + 1 if PAIRS, else i with
     i + angles.
     """
     KIND: tl.constexpr = x.dtype.element_ty
@@ -108,7 +108,7 @@ def gqa_row(
     q_eps, k_eps, clip, row, heads, groups, width, angles, k_head, k_token, v_head, v_token,
     COLUMNS: tl.constexpr, NORMED: tl.constexpr, WIDE: tl.constexpr, CLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """A head of a row: of the H queries, or of the G keys or values, which go into the cache.
+    """Compute one head of a row: a query, or a key or value, which is written to the cache.
 
     q and out [T, H, W], k and v [T, G, W], positions [T], cos and sin [T, angles].
     """
@@ -148,10 +148,10 @@ def mla_row(
     eps, row, heads, nope, rope, kv_lora, m_token,
     COLUMNS: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """The turned columns of a head's query; or, last, what the cache keeps of a row.
+    """Rotate the rope columns of a head's query; the last program fills the cache row.
 
-    q [T, H, nope + rope], latent [T, kv_lora + rope], out [T, H, kv_lora + rope], of which the
-    first kv_lora columns are left as they are.
+    q [T, H, nope + rope], latent [T, kv_lora + rope], out [T, H, kv_lora + rope]. The first kv_lora
+    columns of out are not written.
     """
     KIND: tl.constexpr = out.dtype.element_ty
     head = tl.program_id(0)
@@ -184,22 +184,22 @@ def mla_row(
 
 @triton.jit
 def gated_rows(gate, up, out, count, COLUMNS: tl.constexpr):
-    """silu(gate) · up, [count] each; silu is rounded before the product."""
+    """Compute silu(gate) · up, [count] each; silu is rounded before the product."""
     KIND: tl.constexpr = out.dtype.element_ty
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = at < count
     x = tl.load(gate + at, there, 0.0).to(tl.float32)
     y = tl.load(up + at, there, 0.0).to(tl.float32)
-    less = tl.exp(-tl.abs(x))  # of this no number is too large
+    less = tl.exp(-tl.abs(x))  # never overflows
     x = stored(tl.div_rn(tl.where(x < 0, x * less, x), 1.0 + less), KIND).to(tl.float32)
     tl.store(out + at, stored(x * y, KIND), there)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-    """x [R, …, D] / sqrt(mean(x²) + eps), times weight [D]: the same shape and type.
+    """Return x [R, …, D] / sqrt(mean(x²) + eps) · weight [D], in the shape and type of x.
 
-    wide: the weight, of float32 or of x's type, multiplies before the cast; else it is of x's type
-    and multiplies afterwards.
+    wide: multiply by the weight (float32 or x's type) before the cast. Otherwise the weight has x's
+    type and multiplies after the cast.
     """
     x, width = x.contiguous(), len(weight)
     assert wide or weight.dtype == x.dtype
@@ -225,11 +225,11 @@ def gqa_heads(
     wide: bool = False,
     clip: float | None = None,
 ) -> None:
-    """Row `row` of q [T, H·W], k and v [T, G·W], normed per head, clipped and turned by halves.
+    """Norm, clip and rotate by halves row `row` of q [T, H·W]; the same for k and v [T, G·W].
 
-    angles: cos and sin [T, A] float32, for the first 2 · A columns of a head. The queries go to
-    out [T, H, W], key and value to place positions[row] of planes [G, S, W]. norms: of queries and
-    of keys, a weight [W] and eps each; wide: see rms_norm.
+    The queries go to out [T, H, W], key and value to place positions[row] of planes [G, S, W].
+    Values are only clipped. angles: cos and sin [T, A] float32, for the first 2 · A columns of a
+    head. norms: weight [W] and eps, for queries and for keys. wide: see rms_norm.
     """
     (cos, sin), (keys, values) = angles, planes
     (_, heads, width), groups = out.shape, len(keys)
@@ -257,11 +257,12 @@ def mla_heads(
     out: Tensor,
     norm: tuple[Tensor, float],
 ) -> None:
-    """Row `row` of q [T, H·(nope + rope)] and latent [T, C + rope], turned by pairs.
+    """Rotate by pairs row `row` of q [T, H·(nope + rope)] and latent [T, C + rope].
 
-    angles: cos and sin [T, rope / 2] float32. The last columns of queries go to the last ones of
-    out [T, H, C + rope]; the latent, by an RMSNorm of weight [C] and eps that multiplies after the
-    cast, and the key that all heads share, to place positions[row] of memory [1, S, C + rope].
+    The rope columns of the queries go to the last columns of out [T, H, C + rope]. The latent and
+    the key that all heads share go to place positions[row] of memory [1, S, C + rope]. angles: cos
+    and sin [T, rope / 2] float32. norm: weight [C] and eps of the latent's RMSNorm, which
+    multiplies after the cast.
     """
     (cos, sin), (weight, eps) = angles, norm
     heads, kv_lora, rope = out.shape[1], len(weight), 2 * cos.shape[1]
@@ -279,7 +280,7 @@ def mla_heads(
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, of any shape."""
+    """Return silu(gate) · up, of any shape."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     gated_rows[(triton.cdiv(gate.numel(), _COLUMNS),)](

@@ -1,14 +1,13 @@
-"""Experts computed on the device where they lie, found there through a slot table.
+"""Compute resident experts on the device, found through a slot table.
 
-Does not know which experts are resident, nor how bytes came into the slots; that is the tier's
-business. It reads the bytes that the CPU's kernels read and gives their bits: in tiles for any
-number of rows, in bf16 for up to 16 of an expert. Up to 16 tokens, each pair of a token and an
-expert is computed by itself (expert_kernels.py); of more, pairs that share an expert in tiles go
+The kernels read the same bytes as the CPU's kernels and give the same bits: in tiles for any number
+of rows, in bf16 for up to 16 rows of an expert. For up to 16 tokens, each (token, expert) pair is
+computed separately (expert_kernels.py). For more tokens, pairs that share an expert in tiles go
 through tensor cores together (grouped_gemm.py).
 
 Work is launched on torch's current stream and nothing is read back, so the host never waits:
-`run_routed` takes ids and slot table as they lie on the device. The caller keeps the slots' bytes
-in place until the stream has passed.
+`run_routed` takes ids and slot table on the device. The caller must not change the slots' bytes
+before the stream has passed.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from moeinf.offload.gpu_kernels.tiles import FUSION
 from moeinf.offload.store.compute import MOST_ROWS, TorchFfn, slot_views
 
 INTERPRETED = not isinstance(quantise_rows, triton.JITFunction)
-STAGES = 4  # of loads in flight per program: 16 KiB of q4 in `expert_inner`
+STAGES = 4  # stages of loads in flight per program: 16 KiB of q4 in `expert_inner`
 LANES = 128  # outputs of a program on tensor cores
-_OUTPUTS = 32  # of a program of `expert_down`, and columns of F of one of `expert_inner`
-_GROUPS = 8  # quantised by one program
-_COLUMNS = 512  # combined by one program
+_OUTPUTS = 32  # outputs of a program of `expert_down`, columns of F of one of `expert_inner`
+_GROUPS = 8  # groups that one program quantises
+_COLUMNS = 512  # columns that one program combines
 
 
 class Activations:
-    """Rows [T, K] as kernels read them: quantised in groups of 32, or bf16."""
+    """Rows [T, K] in the form of the kernels: quantised in groups of 32, or bf16."""
 
     def __init__(self, rows: int, columns: int, form: str, device: torch.device) -> None:
         self.columns, self.form = columns, form
@@ -58,7 +57,7 @@ class Activations:
 
     @classmethod
     def of(cls, x: Tensor, form: str) -> Activations:
-        """x [T, K], bf16 or float32."""
+        """Convert x [T, K], bf16 or float32."""
         found = cls(0 if form == "bf16" else len(x), x.shape[1], form, x.device)
         if form == "bf16":
             found.codes = x.contiguous().bfloat16()
@@ -71,17 +70,17 @@ class Activations:
 
     @property
     def words(self) -> Tensor:
-        """The codes as words of four, or the rows in bf16."""
+        """The codes as words of four codes, or the rows in bf16."""
         return self.codes if self.form == "bf16" else self.codes.view(torch.int32)
 
 
 def padded_groups(columns: int) -> int:
-    """Groups of a row of activations, whole tiles of them."""
+    """Return the groups of a row of activations, rounded up to whole tiles."""
     return -(-columns // TILE_COLUMNS) * (TILE_COLUMNS // GROUP)
 
 
 class DeviceMath:
-    """The arithmetic over the slots of one arena: uint8 [slots, slot_bytes] on the device."""
+    """Computes with the slots of one arena: uint8 [slots, slot_bytes] on the device."""
 
     def __init__(self, layout: ExpertLayout, arena: Tensor, reference: TorchFfn) -> None:
         assert arena.dtype == torch.uint8
@@ -101,7 +100,7 @@ class DeviceMath:
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
-        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        """Fill the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
         slots = torch.full((len(rows),), -1, dtype=torch.int32)
         for slot, places in experts:
             if self._views and (self._form == "f32" or len(places) > MOST_ROWS):
@@ -115,7 +114,7 @@ class DeviceMath:
         self.run_routed(x, ids, self._slots, 0, rows, len(experts))
 
     def can_route(self, rows: int) -> bool:
-        """Whether run_routed gives so many rows what `run` would give them: see MOST_ROWS."""
+        """Return True if run_routed gives this many rows the same bits as `run`: see MOST_ROWS."""
         return self._form != "f32" and (not self._views or rows <= MOST_ROWS)
 
     def run_routed(
@@ -127,11 +126,12 @@ class DeviceMath:
         rows: Tensor,
         experts: int | None = None,
     ) -> None:
-        """Fills the rows of the pairs whose expert is on the device, and leaves the others alone.
+        """Fill the rows of pairs whose expert is on the device, and leave the others unchanged.
 
-        x [T, D] bf16 or float32, ids [T, K] int32 or int64, -1 for no expert; table int32: the slot
-        of expert e of the layer at first_cell + e, -1 for none; rows [T·K, D] of x's type. experts:
-        of at most how many the ids are, if the caller knows; it spares empty programs.
+        x [T, D] bf16 or float32; ids [T, K] int32 or int64, -1 for no expert; rows [T·K, D] of x's
+        type. table, int32: at first_cell + e, the slot of expert e of the layer, or -1 if it is not
+        resident. experts: upper bound on the number of different experts in ids; it saves empty
+        programs.
         """
         if self._form == "bf16" or len(x) <= MOST_ROWS:
             self._run_pairs(x, ids, table, first_cell, rows)
@@ -142,7 +142,7 @@ class DeviceMath:
     def _run_blocks(
         self, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor, experts: int
     ) -> None:
-        """Pairs that share an expert together, of tokens in any number."""
+        """Compute pairs that share an expert together, for any number of tokens."""
         shape, form = self._layout, self._form
         d, f, pairs, ids = shape.hidden, shape.intermediate, ids.numel(), ids.flatten()
         slots = torch.where(ids < 0, -1, table[ids.clamp(min=0)])
@@ -170,7 +170,7 @@ class DeviceMath:
     def _run_pairs(
         self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
     ) -> None:
-        """Every pair by itself."""
+        """Compute every pair separately."""
         shape, form, place = self._layout, self._form, ids.contiguous()
         d, f, pairs = shape.hidden, shape.intermediate, ids.numel()
         inputs = Activations.of(x, form)
@@ -190,7 +190,7 @@ class DeviceMath:
         )  # fmt: skip
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        """Sum rows [T, K, D] by weights [T, K] -> [T, D], in the order of the reference."""
         if self._form == "f32" or weights.dtype != torch.float32:
             return self._reference.combine(rows, weights)
         tokens, top_k, width = rows.shape
@@ -203,12 +203,12 @@ class DeviceMath:
 
 
 def tiles_of(columns: int) -> int:
-    """Tiles of a row block."""
+    """Return the number of tiles of a row block."""
     return -(-columns // TILE_COLUMNS)
 
 
 def rows_of_block(rows: int, experts: int = 1) -> int:
-    """Of a program on tensor cores: what an expert gets on average, but 16, 32 or 64."""
+    """Return the rows of a program on tensor cores: the mean per expert, as 16, 32 or 64."""
     return int(
         min(_most_rows(), max(16, triton.next_power_of_2(triton.cdiv(rows, max(1, experts)))))
     )
@@ -216,13 +216,13 @@ def rows_of_block(rows: int, experts: int = 1) -> int:
 
 @cache
 def _most_rows() -> int:
-    """64, but 32 on compute capability 10.0, for which Triton (3.9) cannot compile more."""
+    """Return 64, or 32 on compute capability 10.0, where Triton 3.9 cannot compile more."""
     there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)
     return 32 if there else 64
 
 
 def warps_of(rows: int) -> int:
-    """Of a program of so many rows by LANES outputs: up to 32 sums per thread."""
+    """Return the warps of a program of `rows` by LANES outputs: up to 32 sums per thread."""
     return 4 if rows <= 32 else 8
 
 

@@ -1,17 +1,16 @@
-"""Triton kernels: rows quantised, experts found through a slot table, dense layers, sums over K.
+"""Triton kernels: quantise rows, compute experts from a slot table, dense layers, sums over K.
 
-Does not know who owns the memory; expert_ffn.py and linear.py launch these. Like
-tiles.py it is imported only where there is a GPU.
+expert_ffn.py and linear.py launch these. They are imported only where there is a GPU.
 
-One program of an expert's kernels computes 32 outputs for one (token, expert) pair: a pair whose
-expert is not in the table ends at once, and pairs with the same expert meet in the L2 cache, since
-neighbouring programs are pairs. Nothing depends on which pairs travel together, there is no atomic
-operation, and each pair has its own row of the output; so results are the same in any company.
+One program of an expert's kernels computes 32 outputs for one (token, expert) pair. A pair whose
+expert is not in the table ends at once. Neighbouring programs are pairs, so pairs with the same
+expert share its weights in the L2 cache. There is no atomic operation, and each pair has its own
+row of the output. So results do not depend on the other pairs of a launch.
 
-What keeps memory busy: a decoded token of 8 experts with F = 768 and D = 2048 is 192 programs of 4
-warps for gate and up and 512 for down, each with the loads of up to 4 turns of its loop in flight,
-4 and 2 KiB of q4 a turn. The reduction is not split over programs: that would take atomics or a
-third round, and its end is a chain anyway.
+Enough loads are in flight to keep memory busy. A decoded token of 8 experts with F = 768 and
+D = 2048 is 192 programs of 4 warps for gate and up, and 512 for down. Each has the loads of up to 4
+turns of its loop in flight, 4 and 2 KiB of q4 a turn. The reduction is not split over programs:
+that needs atomics or a third launch, and its last sums form a chain anyway.
 """
 
 # ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
@@ -35,7 +34,7 @@ from moeinf.offload.gpu_kernels.tiles import (
 def quantise_rows(
     x, codes, starts, scales, columns, groups, FORM: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Rows [T, columns] -> codes [T, groups, 32] int8, starts and scales [T, groups]."""
+    """Quantise rows [T, columns] to codes [T, groups, 32] int8, starts and scales [T, groups]."""
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -49,7 +48,7 @@ def quantise_rows(
 
 @triton.jit
 def slot_of(ids, table, first_cell, pair):
-    """The slot of a pair's expert, int64; -1: none is selected, or it is not on the device."""
+    """Return the slot of a pair's expert, int64; -1: no expert, or it is not on the device."""
     expert = tl.load(ids + pair)
     return tl.load(table + first_cell + expert, expert >= 0, -1).to(tl.int64)
 
@@ -62,10 +61,10 @@ def expert_inner(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, STAGES: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate · x, up · x) of 32 columns of F, as one group of the row for `down`.
+    """Compute activation(gate · x, up · x) of 32 columns of F: one group of the input of `down`.
 
-    words and plain are one arena, as int32 and as bf16. x is quantised; for bf16, x_words are the
-    rows themselves and codes takes bf16 values.
+    words and plain are the same arena, as int32 and as bf16. x is quantised. For bf16, x_words are
+    the rows themselves and codes receives bf16 values.
     """
     pair, group = tl.program_id(0), tl.program_id(1)
     slot = slot_of(ids, table, first_cell, pair)
@@ -113,7 +112,7 @@ def expert_down(
     hidden, inner, inner_tiles, x_words, x_starts, x_scales, out,
     FORM: tl.constexpr, BIASED: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """down · (what expert_inner left), 32 outputs of one pair, into the pair's row of out."""
+    """Compute 32 outputs of down · (output of expert_inner), into the pair's row of out."""
     pair = tl.program_id(0)
     slot = slot_of(ids, table, first_cell, pair)
     if slot < 0:
@@ -145,7 +144,7 @@ def linear_rows(
     FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """LANES outputs of a dense matrix for ROWS rows of activations; words are bf16 in bf16."""
+    """Compute LANES outputs of a dense matrix for ROWS rows; for bf16, words are bf16 values."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     x_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     x_there = x_row < count
@@ -169,7 +168,7 @@ def linear_rows(
 def gather_rows(
     words, bytes_of, ids, out, columns, tiles, FORM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """out[t] = row ids[t] of a q8 or q4 matrix: scale · (code - zero), exact in float32."""
+    """Set out[t] to row ids[t] of a q8 or q4 matrix: scale · (code - zero), exact in float32."""
     token = tl.program_id(0)
     row = tl.load(ids + token).to(tl.int64)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -190,7 +189,7 @@ def gather_rows(
 
 @triton.jit
 def combine_rows(rows, weights, out, top_k, width, COLUMNS: tl.constexpr):
-    """out[t] = Σ_k weights[t, k] · rows[t, k], term after term in float32, rounded once."""
+    """Set out[t] to Σ_k weights[t, k] · rows[t, k], in order of k in float32, rounded once."""
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

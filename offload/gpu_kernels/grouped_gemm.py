@@ -1,25 +1,24 @@
-"""Triton kernels for many rows: experts and dense layers on tensor cores, with the bits of the few.
+"""Triton kernels for many rows: experts and dense layers on tensor cores, same bits as tiles.py.
 
-Does not know who owns the memory, nor how pairs were sorted; expert_ffn.py and linear.py
-launch these.
+expert_ffn.py and linear.py launch these.
 
-The sum of a group of 32 is one step of an int8 product on tensor cores, K = 32, and an exact
-integer like that of `dp4a`. Then come the scales and one fused step per group, in the order of the
-groups. So a row's bits are those of tiles.py and of the CPU, in whatever block it travels.
+The sum of a group of 32 is one step of an int8 product on tensor cores, K = 32. It is an exact
+integer like that of `dp4a`. Then the scales and one fused step per group follow, in the order of
+the groups. So a row's bits are those of tiles.py and of the CPU, in any block.
 
-A tile's words are what a thread holds of such a product's operand (four k of one row of weights),
-so codes are prepared as words and never shuffled. Tensor cores take signed bytes:
+A tile's word is what a thread holds of such a product's operand (four k of one row of weights). So
+codes are prepared as words and never shuffled. Tensor cores take signed bytes:
 
     q8      code - 128                                flips a bit
     q4      16 · (code - 8)                           a nibble moved up; the sum is divided by 16
     mxfp4   twice the number, which is whole          as in `dp4a`'s form, without the 12
 
-so nothing is left to take off for the zeros, and `starts` is not read. What bounds these kernels is
-float32: three operations per group, row and output, which is why sums do not go through a
-conversion: they begin at the bits of 1.5 · 2^23, whose last 22 bits count (|sum| ≤ 2^19).
+So no zero needs to be subtracted, and `starts` is not read. Float32 bounds these kernels: three
+operations per group, row and output. To save a conversion, integer sums begin at the bits of
+1.5 · 2^23, whose last 22 bits count (|sum| ≤ 2^19).
 
 An expert's program takes one block of up to ROWS pairs that share the expert. The weights are read
-once per block, and by neighbouring programs: an expert's blocks follow one another.
+once per block, by neighbouring programs: the blocks of an expert are adjacent.
 """
 
 # ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)
@@ -42,22 +41,22 @@ UPPER = tl.constexpr(-0x0F0F0F10)  # the upper nibble of each
 
 @triton.jit
 def doubled_numbers(words):
-    """Eight codes of E2M1 a word -> twice their numbers as signed bytes: low nibbles, high ones.
+    """Return twice the values of eight E2M1 codes a word as signed bytes: low and high nibbles.
 
-    `doubled_e2m1` takes four codes at once and more instructions, but fewer registers.
+    `doubled_e2m1` converts four codes at once, with more instructions but fewer registers.
     """
     number = words & 0x77777777
     upper = (words >> 2) & 0x11111111  # from 4 on, 0, 1, 2, 5 are missing
     value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
     minus, high_minus = ((words >> 3) & 0x01010101) * 255, ((words >> 7) & 0x01010101) * 255
-    low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: no byte carries in the end
+    low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: the result has no carries
     high = (((value >> 4) & 0x0F0F0F0F) ^ high_minus) - high_minus + FLIP
     return low ^ FLIP, high ^ FLIP
 
 
 @triton.jit
 def signed_bytes(low, high, LANES: tl.constexpr):
-    """Words [L, 4] of the first and of the last 16 of a group -> its bytes, int8 [32, L]."""
+    """Return the bytes of a group, int8 [32, L], from words [L, 4] of its first and last 16."""
     words = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (LANES, 8))
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
@@ -69,10 +68,10 @@ def product_sums(
     words, block_at, there, tiles, x_codes, x_scales, x_row,
     FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `tile_sums`, on tensor cores: [R, L] float32. x_codes are bytes, not words.
+    """Return the sums of `tile_sums`, [R, L] float32, by tensor cores; x_codes are bytes.
 
-    Nothing is masked: lanes that are not `there` read the first row block, and x_row [R] names rows
-    that there are.
+    Loads are not masked. Lanes that are not `there` read the first row block, and x_row [R] must
+    name existing rows.
     """
     WORDS: tl.constexpr = 8 if FORM == "q8" else 4
     TILE: tl.constexpr = tile_words(FORM)
@@ -107,7 +106,7 @@ def product_sums(
 
 @triton.jit
 def block_rows(slots, order, begin, slot, pairs, ROWS: tl.constexpr):
-    """Pairs [R] of the block that begins at a place of the sorted order, or 0; which there are."""
+    """Return the pairs [R] of the block at `begin` in the sorted order (or 0), and their mask."""
     at = begin + tl.arange(0, ROWS)
     there = tl.load(slots + at, at < pairs, -1) == slot
     return tl.load(order + at, there, 0).to(tl.int32), there
@@ -121,7 +120,7 @@ def grouped_inner(
     FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate · x, up · x) of a tile of 64 columns of F: two groups of the pairs' rows."""
+    """Compute activation(gate · x, up · x) of 64 columns of F: two groups of the pairs' rows."""
     begin = tl.load(begins + tl.program_id(1))
     if begin == pairs:
         return
@@ -160,7 +159,7 @@ def grouped_down(
     FORM: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """down · (what grouped_inner left), LANES outputs of a block's pairs, into their rows."""
+    """Compute LANES outputs of down · (output of grouped_inner), into the rows of the pairs."""
     begin = tl.load(begins + tl.program_id(1))
     if begin == pairs:
         return
@@ -186,7 +185,7 @@ def linear_many(
     words, x_codes, x_scales, out, count, outputs, tiles,
     FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """LANES outputs of a dense matrix in tiles for ROWS rows of activations."""
+    """Compute LANES outputs of a dense matrix in tiles for ROWS rows of activations."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     x_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     found = product_sums(

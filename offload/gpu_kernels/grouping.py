@@ -1,7 +1,6 @@
-"""Pairs of tokens and experts sorted into blocks that share an expert, without the host's knowing.
+"""Sort (token, expert) pairs into blocks that share an expert, without a wait by the host.
 
-Does not know what is computed of them. Everything is a torch operation of a shape that the host
-knows beforehand, so nothing is waited for:
+Every step is a torch operation whose shape the host knows beforehand:
 
     slots    1  -  0  1  1  -  0  1     by pair; "-" is not on the device
     order    2  6 | 0  3  4  7 | 1  5   sorted, stable: within an expert by pair
@@ -23,20 +22,23 @@ class Blocks:
     """Blocks of up to `rows` pairs of one expert each."""
 
     rows: int
-    begins: Tensor  # int64 [most]: where in `order` each begins, or P
+    begins: Tensor  # int64 [most]: index in `order` where each begins, or P
     slots: Tensor  # int32 [P], sorted
     order: Tensor  # int64 [P]: pairs by slot
 
     @property
     def most(self) -> int:
-        """How many there can be."""
+        """The largest possible number of blocks."""
         return len(self.begins)
 
 
 def blocks_of(slots: Tensor, experts: int, rows: int) -> Blocks:
-    """slots int32 [P], -1 for none, of at most so many experts -> blocks of up to `rows` pairs."""
+    """Sort slots, int32 [P], -1 if not resident, into blocks of up to `rows` pairs.
+
+    experts: the largest number of different slots.
+    """
     pairs = len(slots)
-    most = min(pairs, pairs // rows + experts)  # each but an expert's last is full
+    most = min(pairs, pairs // rows + experts)  # only the last block of an expert is not full
     kept, order = torch.where(slots < 0, _NOWHERE, slots).sort(stable=True)
     place = torch.arange(pairs, device=slots.device)
     opens = (place - torch.searchsorted(kept, kept)) % rows == 0

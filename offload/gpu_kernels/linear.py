@@ -1,8 +1,7 @@
-"""Dense linear layers and embeddings on the device, over weights of any format.
+"""Compute dense linear layers and embeddings on the device, for weights of any format.
 
-Does not know names of tensors or files. The faces are those of runtime/dense/cpu_linear.py, and up
-to 16 rows (with tiles, any number) get the bits that those give on the CPU, whatever travels with
-them.
+The interfaces are those of runtime/dense/cpu_linear.py. Up to 16 rows (with tiles, any number) get
+the bits of the CPU, independent of the other rows.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from moeinf.offload.gpu_kernels.grouped_gemm import linear_many
 from moeinf.offload.gpu_kernels.tiles import FUSION
 from moeinf.offload.store.compute import MOST_ROWS
 
-_OUTPUTS = 32  # of one program of up to MOST_ROWS rows; more, of tiles, go through tensor cores
-_COLUMNS = 512  # of an embedding that one program reads
+_OUTPUTS = 32  # of one program of up to MOST_ROWS rows; more rows of tiles use tensor cores
+_COLUMNS = 512  # columns of an embedding that one program reads
 
 
 def tiled_linear(
     tiles: Tensor, form: str, out_features: int, in_features: int, bias: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """x [T, in] -> [T, out] from tiles in the device's memory, at a multiple of 16 bytes."""
+    """Return x [T, in] -> [T, out] for tiles in device memory, aligned to 16 bytes."""
     words = tiles.view(torch.int32)
     return lambda x: _run(words, form.lower(), x, out_features, in_features, bias)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """x [T, in] -> [T, out] from weight [out, in]: bf16 by our kernel up to 16 rows."""
+    """Return x [T, in] -> [T, out] for weight [out, in]; our kernel computes bf16 up to 16 rows."""
     out_features, in_features = weight.shape
 
     def apply(x: Tensor) -> Tensor:
@@ -53,9 +52,9 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tens
 
 
 def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Callable[[Tensor], Tensor]:
-    """ids [T] -> rows [T, width] of Q8 or Q4 tiles, as exact as bfloat16 can say them.
+    """Return ids [T] -> rows [T, width] of Q8 or Q4 tiles, rounded once to bfloat16.
 
-    Ids below 0 or from `count` on are the caller's fault: nothing looks at them on the host.
+    Ids must be in 0 … count - 1. They are not checked, because the host does not read them.
     """
     words = tiles.view(torch.int32)
 

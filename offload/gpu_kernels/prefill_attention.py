@@ -1,12 +1,12 @@
-"""Causal attention of many rows of one text over its KV cache, in Triton.
+"""Compute causal attention of many rows of one text over its KV cache, in Triton.
 
-Does not know families, requests or how a cache is filled. Imported only where there is a GPU.
+Imported only where there is a GPU.
 
-Query heads that share a key head stand below one another, token by token, and a program takes ROWS
-of these lines, so keys and values are read once for all of them, as they lie (online softmax:
-FlashAttention-2, arXiv 2307.08691, section 3.1). Blocks of keys begin at the same tokens whatever
-the rows; blocks that no line sees are not read, and a block of which a line sees nothing changes no
-bit of it. So a row's result does not depend on how a text is cut into passes.
+The lines of a key head are its query heads, token by token. A program takes ROWS lines, so it reads
+keys and values once for all of them (online softmax: FlashAttention-2, arXiv 2307.08691,
+section 3.1). Blocks of keys begin at the same tokens for all rows. Blocks that no line sees are not
+read. A block of which a line sees no key changes no bit of that line. So a row's result does not
+depend on how a text is cut into passes.
 """
 
 # ruff: noqa: N803 (constants of a Triton kernel are written in capitals)
@@ -23,11 +23,11 @@ from moeinf.offload.gpu_kernels.decode_attention import wide_dot
 from moeinf.offload.gpu_kernels.expert_ffn import INTERPRETED
 from moeinf.offload.gpu_kernels.tiles import FUSION, stored
 
-_SIZES: dict[bool, dict[float, tuple[int, int]]] = {  # lines, and keys at a time, of heads up to
+_SIZES: dict[bool, dict[float, tuple[int, int]]] = {  # widest head: (lines, keys at a time)
     False: {64: (64, 64), 192: (64, 32), 256: (32, 32), inf: (16, 16)},
     True: {192: (32, 32), 256: (32, 16), inf: (16, 16)},  # float32
 }
-_LOW = tl.constexpr(-3.0e38)  # below every score, and unlike -inf it can be subtracted from itself
+_LOW = tl.constexpr(-3.0e38)  # below every score; unlike with -inf, _LOW - _LOW is 0
 
 
 @triton.jit(do_not_specialize=["past", "tokens", "window", "heads"])
@@ -37,10 +37,11 @@ def attend_lines(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
     VALUES: tl.constexpr, SUNK: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS lines of the query heads that share key head program_id(1).
+    """Compute ROWS lines of the query heads that share key head program_id(1).
 
-    q [T, H, W] of tokens past …; k and v with strides per head and token; out [T, H, V]. Line
-    t · per_group + p is head p of the group at token t. WIDTH: W in whole PIECEs.
+    q [T, H, W] of the tokens from `past` on; k and v with strides per head and token; out
+    [T, H, V]. Line t · per_group + p is head p of the group at token t. WIDTH: W rounded up to
+    whole PIECEs.
     """
     group = tl.program_id(1)
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -51,7 +52,7 @@ def attend_lines(
     last_line = tl.minimum(tl.program_id(0) * ROWS + ROWS, tokens * per_group) - 1
     end = past + last_line // per_group + 1
     begin = tl.where(window > 0, tl.maximum(first_own + 1 - window, 0), 0) // BLOCK * BLOCK
-    lowest = tl.where(window > 0, own - window, -1)  # the last token that is not seen any more
+    lowest = tl.where(window > 0, own - window, -1)  # the last token before the window
     column, value, inside = tl.arange(0, PIECE), tl.arange(0, VALUES), tl.arange(0, BLOCK)
     k += group.to(tl.int64) * k_head + begin.to(tl.int64) * k_token
     v += group.to(tl.int64) * v_head + begin.to(tl.int64) * v_token
@@ -86,7 +87,7 @@ def attend_lines(
             (key < end)[:, None] & (value < value_width)[None, :], 0.0,
         )  # fmt: skip
         total = total * shrunk[:, None]
-        if v.dtype.element_ty == tl.bfloat16:  # a share in two halves: 16 bits of it count
+        if v.dtype.element_ty == tl.bfloat16:  # two bf16 halves keep 16 bits of a share
             high = shares.to(tl.bfloat16)
             low = (shares - high.to(tl.float32)).to(tl.bfloat16)
             total = wide_dot(high, values, total, EMULATE)
@@ -104,7 +105,7 @@ def attend_lines(
 
 
 def sizes_of(dtype: torch.dtype, width: int, values: int) -> tuple[dict[str, int], dict[str, int]]:
-    """A program's constants, and how it is launched: within 99 KiB and with hardly a spill."""
+    """Return a program's constants and launch options: within 99 KiB, with hardly a spill."""
     piece = 64 if dtype == torch.bfloat16 else 32
     whole = triton.cdiv(width, piece) * piece
     padded = max(16, triton.next_power_of_2(values))
@@ -113,7 +114,7 @@ def sizes_of(dtype: torch.dtype, width: int, values: int) -> tuple[dict[str, int
     constants = {"ROWS": lines, "BLOCK": block, "PIECE": piece, "WIDTH": whole, "VALUES": padded}
     if widest > 256:
         return constants, {"num_warps": 8, "num_stages": 1}
-    # With 2 stages no copy of a block is under way while the one before is computed.
+    # With 2 stages no copy of a block is in flight while the block before is computed.
     return constants, {"num_warps": 8 if wide_items else 4, "num_stages": 2 if wide_items else 3}
 
 
@@ -127,13 +128,12 @@ def attend_rows(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The tokens from `past` on attend to what they may see: q [T, H, W] -> [T, H, V], where `out`
-    is.
+    """Compute causal attention of the tokens from `past` on: q [T, H, W] -> [T, H, V], in `out`.
 
-    k [G, S, W] and v [G, S, V] lie as they like but for their last stride; what is beyond the last
-    row's token is not read. Query head h uses key head h // (H / G). A window of n sees the token
-    itself and the n - 1 before it. sinks [H]: a logit per head that takes its share of the softmax.
-    bf16 or float32, summed in float32.
+    k [G, S, W] and v [G, S, V] may have any strides except the last, which is 1. Keys after the
+    last row's token are not read. Query head h uses key head h // (H / G). With a window of n, a
+    token sees itself and the n - 1 tokens before it. sinks [H]: a logit per head that takes its
+    share of the softmax. bf16 or float32, summed in float32.
     """
     (rows, heads, width), groups, values = q.shape, len(k), v.shape[2]
     assert k.stride(2) == v.stride(2) == 1

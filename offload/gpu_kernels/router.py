@@ -1,10 +1,11 @@
-"""Routers in Triton: a row's logits, and the experts that they choose.
+"""Compute a router in Triton: a row's logits, and the experts that they choose.
 
-Does not know experts or layers. Imported only where there is a GPU.
+Imported only where there is a GPU.
 
-Two launches: a program per row and expert, whose weights are read as they are; then one per row,
-that takes the best of what is left until it has K. Of equals it takes the first, as the CPU's
-router does (native/kernels/router.cpp). No row sees another.
+There are two launches. The first has a program per row and expert, and reads the weights in their
+own type. The second has a program per row, which takes the best remaining expert until it has K.
+It breaks ties by the lowest id, like the CPU's router (native/kernels/router.cpp). A row's result
+does not depend on the other rows.
 """
 
 # ruff: noqa: N803 (constants of a Triton kernel are written in capitals)
@@ -19,12 +20,12 @@ from moeinf.offload.gpu_kernels.router_spec import RouterKind
 from moeinf.offload.gpu_kernels.tiles import FUSION
 
 NO_KEY = tl.constexpr(-(1 << 63))
-_PIECE = 2048  # of a row at a time
+_PIECE = 2048  # columns of a row at a time
 
 
 @triton.jit
 def router_logits(x, weight, bias, logits, width, PIECE: tl.constexpr, BIASED: tl.constexpr):
-    """Of one expert and one row of x [T, D]; weight [E, D], bias [E], logits [T, E] float32."""
+    """Compute one logit of x [T, D]; weight [E, D], bias [E], logits [T, E] float32."""
     expert, row = tl.program_id(0), tl.program_id(1)
     x += row * width
     weight += expert.to(tl.int64) * width
@@ -43,13 +44,13 @@ def router_logits(x, weight, bias, logits, width, PIECE: tl.constexpr, BIASED: t
 
 @triton.jit
 def keys_of(values, names, there):
-    """int64 that sort as values do, of equals the lesser name first; NaN last, but what is not
-    `there`, which has no name.
+    """Return int64 keys in the order of the values; among equals, the lower name has the larger.
 
-    A name is below 2^31. bits of float32 sort as integers once those below 0 are turned around.
+    NaN is below every number, and NO_KEY, for what is not `there`, is below NaN. A name is below
+    2^31. The bits of float32 sort as integers after those of negative numbers are inverted.
     """
-    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
-    bits = tl.where(values == values, bits, -1)  # the last one, and a NaN
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    bits = tl.where(values == values, bits, -1)  # a NaN that sorts below -inf
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - names).to(tl.int64)
     return tl.where(there, keys, NO_KEY)
@@ -57,22 +58,22 @@ def keys_of(values, names, there):
 
 @triton.jit
 def name_of(keys):
-    """int32."""
+    """Return the name of each key, int32."""
     return 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def value_of(keys):
-    """float32."""
+    """Return the value of each key, float32."""
     bits = (keys >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def limited(choice, group, expert, there, kept, SECOND: tl.constexpr):
-    """Which of choice [GROUPS, WIDTH] are in the `kept` groups that are worth most: [GROUPS, 1].
+    """Return the mask [GROUPS, 1] of the `kept` best groups of choice [GROUPS, WIDTH].
 
-    A group is worth its best score, with SECOND its best two together.
+    The worth of a group is its best score, or with SECOND the sum of its best two.
     """
     keys = keys_of(choice, expert, there)
     best = tl.max(keys, 1)
@@ -91,7 +92,7 @@ def limited(choice, group, expert, there, kept, SECOND: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    less = tl.exp(-tl.abs(x))  # of this no number is too large
+    less = tl.exp(-tl.abs(x))  # never overflows
     return tl.div_rn(tl.where(x < 0, less, 1.0), 1.0 + less)
 
 
@@ -101,9 +102,9 @@ def choose_experts(
     SCORE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
     CHOSEN: tl.constexpr, RENORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits [T, E] -> ids [T, K] and weights [T, K]; see RouterKind.
+    """Choose one row's experts: logits [T, E] -> ids [T, K] and weights [T, K]; see RouterKind.
 
-    Experts lie as [GROUPS, WIDTH], powers of two that hold the model's groups.
+    Experts are arranged as [GROUPS, WIDTH], powers of two that hold the model's groups.
     """
     row = tl.program_id(0)
     group, inner = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
@@ -116,7 +117,7 @@ def choose_experts(
     if SCORE == "softmax":
         shares = tl.exp(found - tl.max(tl.max(found, 1), 0))
         choice = tl.div_rn(shares, tl.zeros_like(shares) + tl.sum(tl.sum(shares, 1), 0))
-        if GROUPS > 1:  # beyond its groups a score is 0, but may be taken if there is no other
+        if GROUPS > 1:  # outside the kept groups a score is 0, and is taken only as a last resort
             inside = limited(choice, group, expert, there, kept, False) | (choice != choice)
             choice = tl.where(inside, choice, 0.0)
     if SCORE == "sigmoid":
@@ -138,7 +139,7 @@ def choose_experts(
         names = tl.where(place == k, name_of(best), names)
         values = tl.where(place == k, value, values)
         keys = tl.where(keys == best, NO_KEY, keys)
-    if SCORE == "sigmoid":  # the bias has only chosen
+    if SCORE == "sigmoid":  # the bias counts only in the choice, not in the weights
         values = sigmoid(tl.load(logits + names))
     if SCORE == "top_softmax":
         values = tl.exp(values - tl.max(tl.where(place < K, values, float("-inf")), 0))
@@ -154,7 +155,7 @@ def choose_experts(
 def route(
     x: Tensor, weight: Tensor, kind: RouterKind, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, D] and weight [E, D], in any type -> ids [T, K] int64 and weights [T, K] float32."""
+    """Route x [T, D] by weight [E, D], any type, to ids [T, K] int64 and weights [T, K] float32."""
     x, (experts, width) = x.contiguous(), weight.shape
     logits = torch.empty(len(x), experts, dtype=torch.float32, device=x.device)
     ids = torch.empty(len(x), kind.top_k, dtype=torch.int64, device=x.device)

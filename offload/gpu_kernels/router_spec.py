@@ -1,7 +1,4 @@
-"""How a router chooses, in numbers: what a kernel has to know of it.
-
-Does not know weights, nor who computes.
-"""
+"""Describe the choice of a router as parameters for a kernel."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RouterKind:
-    """The arithmetic of models/layers/routing.py.
+    """Parameters of the arithmetic of models/layers/routing.py.
 
-    score         softmax       over all experts; of `groups`, those with the best score count
+    score         softmax       over all experts; keeps the `groups` with the best single score
                   top_softmax   over the K best of the logits plus a bias
-                  sigmoid       plus a bias that only chooses; of `groups`, those with the best two
-                  mixer         of the best, among those close to it; then the same without it
+                  sigmoid       plus a bias, only for the choice; keeps `groups` by their best two
+                  mixer         softmax of the best among those close to it; repeated without it
     renormalise   divide the K weights by their sum
     scale         then multiply them
-    groups        (all, kept)
-    jitter        of the mixer: what is close
+    groups        (number of groups, number kept)
+    jitter        of the mixer: the threshold of "close"
     """
 
     score: Literal["softmax", "top_softmax", "sigmoid", "mixer"]

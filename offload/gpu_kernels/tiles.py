@@ -1,11 +1,12 @@
-"""How a GPU reads weights and computes with them: the pieces of which expert_kernels.py is made.
+"""Triton functions that read weights and compute with them, shared by our kernels.
 
-Does not know slots, routing or memory; nothing imports it where there is no GPU, because it imports
-Triton. The tiles, and the canonical arithmetic over them, are drawn in native/kernels/tiles.h;
-bf16's order of sums in native/kernels/kernels.h, activations in native/kernels/activations.h. Every
-step here gives the bits that those give: sums within a group are exact integers, in whatever order,
-and what is rounded is rounded in their order. So kernels must be launched without contraction into
-fused operations (FUSION below), divisions are div_rn, and fused ones are written tl.fma.
+Imported only where there is a GPU, because it imports Triton. native/kernels/tiles.h draws the
+tiles and defines their arithmetic, kernels.h the order of bf16's sums, activations.h the
+activations.
+
+Every step gives the bits of the CPU's kernels. Sums within a group are exact integers, in any
+order. Rounded steps follow the CPU's order. So kernels must be launched without contraction into
+fused operations (FUSION below). Divisions are div_rn, and fused operations are written tl.fma.
 
 Letters of shapes: R rows of activations, L lanes, which are rows of weights (outputs), C groups
 that are read at once, V 32-bit words of one row of a group.
@@ -17,14 +18,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FUSION = {"enable_fp_fusion": False}  # of every launch
+FUSION = {"enable_fp_fusion": False}  # options of every launch
 CHUNK = tl.constexpr(4)  # groups: 4 x 4 words x 32 rows of q4 are 2 KiB, 16 bytes a thread
 
 
 @triton.jit
 def dot4(weights, codes, total, EMULATE: tl.constexpr):
-    """total + the sum over 4 bytes of unsigned weights times signed codes: [R, C, V, L]."""
-    if EMULATE:  # Triton's interpreter knows no assembly
+    """Return total plus the sum of 4 unsigned weight bytes times signed codes: [R, C, V, L]."""
+    if EMULATE:  # Triton's interpreter does not support assembly
         shift = 8 * tl.arange(0, 4)[None, None, None, None, :]
         ours = (weights[:, :, :, :, None] >> shift) & 255
         return total + tl.sum(ours * ((codes[:, :, :, :, None] << (24 - shift)) >> 24), 4)
@@ -36,7 +37,7 @@ def dot4(weights, codes, total, EMULATE: tl.constexpr):
 
 @triton.jit
 def doubled_e2m1(codes):
-    """Four codes of E2M1, a byte each with zeros above, as 12 + twice their value: kMxfp4Codes."""
+    """Return 12 + twice the value of four E2M1 codes, one code a byte (kMxfp4Codes)."""
     ones = 0x01010101
     low = codes & ones
     from_2 = (codes >> 2) & ones
@@ -48,7 +49,7 @@ def doubled_e2m1(codes):
 
 @triton.jit
 def in_order(values, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """[R, C, L] -> C tensors [R, L]."""
+    """Split [R, C, L] into C tensors [R, L], in order."""
     pairs = tl.reshape(tl.permute(values, (0, 2, 1)), (ROWS, LANES, 2, 2))
     even, odd = tl.split(pairs)
     first, third = tl.split(even)
@@ -63,10 +64,10 @@ def tile_words(FORM: tl.constexpr):
 
 @triton.jit
 def scales_of(words, tile_at, row, half, mask, FORM: tl.constexpr):
-    """The scales of rows in tiles that begin at word tile_at, in float32; mask says which.
+    """Return the scales of rows in tiles that begin at word tile_at, in float32, where mask is set.
 
-    Read as words, each by the 2 or 4 lanes that share it: Triton overlaps loads with arithmetic
-    only when they are as wide as that.
+    They are read as words, each by the 2 or 4 lanes that share it. Triton overlaps only loads of at
+    least that width with arithmetic.
     """
     if FORM == "mxfp4":
         word = tl.load(words + tile_at + 128 + half * 4 + row // 4, mask, 0)
@@ -83,11 +84,12 @@ def tile_sums(
     FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Products of quantised rows with rows of a matrix in tiles: [R, L] float32.
+    """Compute products of quantised rows with rows of a matrix in tiles: [R, L] float32.
 
-    Lanes are whole row blocks: block_at [L] says at which word a lane's begins; lanes that are not
-    `there` are 0. x_row [R] names rows of activations. What the compiler must see to load 16 bytes
-    a thread is that 16 lanes are neighbours; it loses that where lanes are taken modulo more.
+    Lanes are whole row blocks: block_at [L] is the word at which a lane's block begins. Lanes that
+    are not `there` are 0. x_row [R] names rows of activations. The compiler loads 16 bytes a thread
+    only if it can prove that 16 lanes are neighbours. It cannot if lanes are taken modulo more than
+    16.
     """
     WORDS: tl.constexpr = 8 if FORM == "q8" else 4
     TILE: tl.constexpr = tile_words(FORM)
@@ -139,7 +141,7 @@ def plain_sums(
     weights, row_at, there, columns, x, x_row, x_there,
     ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Products of bf16 rows with rows of a bf16 matrix that begin at row_at [L]: [R, L] float32."""
+    """Compute products of bf16 rows with bf16 matrix rows at row_at [L]: [R, L] float32."""
     column = tl.arange(0, 32)
     parts = tl.zeros((ROWS, LANES, 32), tl.float32)
     for begin in tl.range(0, columns, 32, num_stages=STAGES):
@@ -167,7 +169,7 @@ def plain_sums(
 
 @triton.jit
 def quantised(values, FORM: tl.constexpr):
-    """Groups [G, 32] float32 -> codes [G, 32] int32, starts [G] int32, scales [G] float32."""
+    """Quantise [G, 32] float32 to codes [G, 32] int32, starts [G] int32, scales [G] float32."""
     ZERO: tl.constexpr = 128 if FORM == "q8" else (8 if FORM == "q4" else 12)
     HALF: tl.constexpr = 0.5 if FORM == "mxfp4" else 1.0
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # a NaN is above infinity
@@ -184,7 +186,7 @@ def quantised(values, FORM: tl.constexpr):
 
 @triton.jit
 def stored(values, Kind: tl.constexpr):
-    """float32 -> Kind. To bf16 by the nearest even, which Triton's interpreter would cut off."""
+    """Convert float32 to Kind; bf16 to nearest even, where Triton's interpreter truncates."""
     if Kind == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         number = (bits & 0x7FFFFFFF) <= 0x7F800000
@@ -195,7 +197,7 @@ def stored(values, Kind: tl.constexpr):
 
 @triton.jit
 def exponential(x):
-    """exp(x) by the polynomial of activations.cpp; NaN stays."""
+    """Return exp(x) by the polynomial of activations.cpp; NaN stays."""
     x = tl.where(x < -88.0, -88.0, x)
     x = tl.where(x > 88.0, 88.0, x)
     n = (x * 1.44269504 + 12582912.0) - 12582912.0
@@ -212,7 +214,7 @@ def exponential(x):
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """What an expert computes between its matrices; without a gate, `gate` is not used."""
+    """Apply an expert's activation to gate and up; relu does not use `gate`."""
     if ACTIVATION == "relu":
         return tl.where(up < 0.0, 0.0, up)
     if ACTIVATION == "swiglu":
