@@ -1,8 +1,8 @@
-"""Page-locks the host slots beside the load, as long as memory stays free for everybody else.
+"""Page-lock the host slots during the load, while enough memory stays free.
 
-Does not know experts or the device. A slice at a time, by a thread that ends when all is locked,
-when too little memory would be left, or when the system refuses; the rest stays pageable, which
-is slower to copy and never wrong, and `note` says why.
+A thread locks one slice at a time. It ends when all slices are locked, when too little memory would
+be left, or when the system refuses. The rest stays pageable, which is slower to copy but still
+correct. `note` gives the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SLICE_BYTES = 256 << 20
 
 
 class PageLocking:
-    """The thread that locks. `lock` may be used by others meanwhile."""
+    """The thread that locks. Other threads may use `lock` meanwhile."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class PageLocking:
         available_bytes: Callable[[], int],
         headroom_bytes: int,
     ) -> None:
-        """available_bytes: what is free on the machine now; headroom_bytes of it are left."""
+        """Start the thread. available_bytes: free memory now, of which headroom_bytes are kept."""
         self._slots, self._locked = slots, 0
         self._available, self._headroom = available_bytes, headroom_bytes
         self._ending = threading.Event()
@@ -48,17 +48,17 @@ class PageLocking:
             self._locked = lock.locked_slots
 
     def wait(self) -> None:
-        """Returns when it has got as far as it will."""
+        """Wait until the thread ends."""
         self._thread.join()
 
     def close(self) -> None:
-        """Ends after the slice that is being locked; a lock is undone with its last user."""
+        """Stop after the current slice; memory is unlocked with the last user of the lock."""
         self._ending.set()
         self._thread.join()
 
     @property
     def note(self) -> str | None:
-        """What was not locked, and why; None while or when all is well."""
+        """The number of locked slots and why locking stopped; None without a problem."""
         if not self._why:
             return None
         return (

@@ -1,1 +1,1 @@
-"""Cache policies: which expert to evict, which to prefetch. base.py says what a policy is."""
+"""Cache policies: which expert to evict, which to prefetch. base.py defines the interface."""

@@ -1,6 +1,6 @@
-"""What policies are called, for faces that offer them.
+"""Names of the policies, for the command line and the server.
 
-Does not know policies: those need numpy, and a command line must be there at once.
+This module imports no policy: policies need numpy, and the command line must start fast.
 """
 
 from __future__ import annotations

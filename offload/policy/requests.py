@@ -1,6 +1,6 @@
-"""What each running request has routed so far, and what past requests say that it will route.
+"""Follow the routing of each running request, and predict the rest from past requests.
 
-Does not know residency or counts over time. Shared by the policies that read the EAMC.
+Shared by the policies that read the EAMC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RunningRequest:
     def __init__(self, eamc: Eamc) -> None:
         self._eamc = eamc
         self._matchers: dict[Phase, Matcher] = {}
-        self._found: tuple[Phase, int, list[int]] | None = None  # what _predicted is made of
+        self._found: tuple[Phase, int, list[int]] | None = None  # the inputs of _predicted
         self._predicted: Floats
         self.decode_passes = 0
 
@@ -34,13 +34,14 @@ class RunningRequest:
             matcher.begin_pass()
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        """This request's rows [t, K] chose ids in `layer`."""
+        """Record the ids [t, K] that this request's rows chose in `layer`."""
         self._matchers[self.phase].observe(layer, ids)
 
     def similarity(self) -> Floats:
-        """[N] on the observed rows of the running pass, phase by phase as the paper has it.
+        """Return the similarity [N] on the observed rows of the running pass, per phase.
 
-        Before the first decode layer has run, what prefill is like must do.
+        The split by phase is that of the MoE-Infinity paper. Before the first decode layer has
+        run, the similarity of prefill is the fallback.
         """
         matcher = self._matchers[self.phase]
         before = self._matchers.get("prefill")
@@ -49,15 +50,16 @@ class RunningRequest:
         return matcher.similarity()
 
     def pair_similarity(self) -> Floats:
-        """[N] on all that is known: the mean over prefill and decode."""
+        """Return the similarity [N] on all observed rows: the mean over prefill and decode."""
         parts = [m.similarity() for m in self._matchers.values() if m.layer >= 0]
         total: Floats = sum(parts, np.zeros(len(self._eamc), np.float32))
         return total / np.float32(max(1, len(parts)))
 
     def predict(self, similarity: Floats, matches: int, phase: Phase) -> Floats | None:
-        """[L, E], rows sum to 1: what the matched entries routed in `phase`; None: no entry.
+        """Return the routing shares [L, E] of the matched entries in `phase`; rows sum to 1.
 
-        The same array as before while the same entries match. Not to be written.
+        None: the EAMC is empty. While the same entries match, the array is the same as before. The
+        caller must not write to it.
         """
         if not len(self._eamc):
             return None
@@ -69,10 +71,10 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """All requests that live, and those of the running pass."""
+    """All requests that have not ended, and those of the running pass."""
 
     def __init__(self, shape: RoutingShape, eamc: Eamc | None) -> None:
-        # An empty collection is false, and fills while requests run.
+        # Not `eamc or …`: an empty EAMC is false, and fills while requests run.
         self.eamc = Eamc(1, shape.layers, shape.experts) if eamc is None else eamc
         self._all: dict[int, RunningRequest] = {}
         self._rows: dict[int, NDArray[np.intp]] = {}  # of the running pass
@@ -82,7 +84,7 @@ class RunningRequests:
         self._rows = {request: np.flatnonzero(rows == request) for request in requests}
         for request in requests:
             known = self._all.get(request)
-            # A prompt after answers is a new turn of a conversation: a request of its own.
+            # A prompt after decode is a new turn of a conversation, and counts as a new request.
             if known is None or (phase != "decode" and known.decode_passes):
                 self._all[request] = RunningRequest(self.eamc)
             self._all[request].begin_pass(phase)
@@ -92,7 +94,7 @@ class RunningRequests:
             self._all[request].routed(layer, ids if len(rows) == len(ids) else ids[rows])
 
     def active(self) -> list[RunningRequest]:
-        """Those of the running (or last) pass that still live."""
+        """Return the requests of the running (or last) pass that have not ended."""
         return [self._all[request] for request in self._rows if request in self._all]
 
     def end(self, request: int) -> None:

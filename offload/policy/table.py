@@ -1,6 +1,6 @@
-"""The cache policies by name.
+"""List the cache policies by name.
 
-`belady` is not among them: it needs the future, so only the simulator has it.
+`belady` is not in the table: it needs the future, so only the simulator has it.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ POLICIES: dict[str, Callable[[Setup], Policy]] = {
     "lfu": Lfu,
     "lru": Lru,
 }
-USE_PAST = frozenset({"adaptive", "eamc"})  # these read the EAMC, and may wish
+USE_PAST = frozenset({"adaptive", "eamc"})  # these read the EAMC, and may prefetch
 USE_HINTS = frozenset({"adaptive"})

@@ -1,6 +1,6 @@
-"""Turns a memory budget into slots, and says what is the least that works.
+"""Convert a memory budget into slots, and compute the smallest budget that works.
 
-Does not know the machine: how much memory is free is runtime's business.
+Does not know the machine: runtime finds out how much memory is free.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from moeinf.errors import Unavailable
 
 
 class DoesNotFit(Unavailable, MemoryError):
-    """The memory given for experts is below the least with which the model can run."""
+    """The memory for experts is below the minimum of the model."""
 
     code = "does_not_fit"
 
@@ -39,7 +39,7 @@ class SlotBudget:
 
     @property
     def min_slots(self) -> int:
-        """2·K: the experts that one token uses in a layer, and as many being read for the next."""
+        """2·K: the experts of one token in a layer, and K that are read for the next layer."""
         return min(2 * self.top_k, self.experts)
 
     @property
@@ -48,11 +48,11 @@ class SlotBudget:
 
     @property
     def max_bytes(self) -> int:
-        """All experts resident; more memory brings nothing."""
+        """Bytes with which all experts are resident; more memory has no effect."""
         return self.experts * self.slot_bytes
 
     def slots(self, memory_bytes: int) -> int:
-        """Slots within `memory_bytes`, never more than experts. Raises DoesNotFit."""
+        """Return the slots within `memory_bytes`, at most one per expert. Raises DoesNotFit."""
         if memory_bytes < self.min_bytes:
             raise DoesNotFit(memory_bytes, self.min_bytes)
         return min(memory_bytes // self.slot_bytes, self.experts)

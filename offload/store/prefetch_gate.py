@@ -1,20 +1,20 @@
-"""Whether reading ahead can pay: only where the engine waits for reads at all.
+"""Decide if prefetching can pay: only if the engine waits for reads.
 
 Does not know experts, predictions or how a pass is timed.
 
-A right read ahead saves at most the wait for it; a wrong one costs its bytes, and a slot. What all
-of them together can save is the share of decode time spent waiting: where it is small, they are not
-worth their bytes, however good the predictions. The share is one of decayed sums, so that a
-moment's noise neither starts nor ends reading ahead.
+A correct prefetch saves at most the wait for its read. A wrong one costs its bytes and a slot. All
+prefetches together can save at most the share of decode time spent waiting. If the share is small,
+they are not worth their bytes, even with good predictions. The share is computed from decayed sums,
+so that short noise neither starts nor ends prefetching.
 """
 
 from __future__ import annotations
 
-_MEMORY = 0.95  # per token: some 20 are remembered
+_MEMORY = 0.95  # decay per token: some 20 tokens count
 
 
 class Throttle:
-    """Open while waiting takes at least `share` of decode time; open before anything is known."""
+    """Open while waiting takes at least `share` of decode time; open before the first pass."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -25,6 +25,6 @@ class Throttle:
         return self._waited >= self._share * self._seconds
 
     def passed(self, waited: float, seconds: float) -> None:
-        """A decode pass took `seconds`, of which `waited` with nothing left to compute."""
+        """Add a decode pass of `seconds`, of which `waited` were without work to compute."""
         self._waited = self._waited * _MEMORY + waited
         self._seconds = self._seconds * _MEMORY + seconds

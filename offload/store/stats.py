@@ -1,7 +1,7 @@
-"""Counters of an expert store, in the terms of docs/architecture.md ("Measurements").
+"""Count the events of an expert store, in the terms of docs/architecture.md ("Measurements").
 
-Does not know time of day, requests or text. An *event* is one selected expert of one token in one
-layer; it is a hit when the expert was resident at the moment its layer asked for it.
+Does not know requests or text. An *event* is one selected expert of one token in one layer. It is a
+hit if the expert was resident when its layer asked for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class StoreStats:
-    """Sums since the store was built; a difference of two describes what lies between them."""
+    """Sums since the store was built; the difference of two covers the time between them."""
 
     decode_events: int = 0
     decode_hits: int = 0
@@ -21,16 +21,16 @@ class StoreStats:
     decode_loads: int = 0
     bytes_read: int = 0
     decode_bytes_read: int = 0
-    stall_seconds: float = 0.0  # waiting for experts with nothing left to compute
+    stall_seconds: float = 0.0  # waiting for experts without work to compute
     decode_stall_seconds: float = 0.0
-    decode_hits_hinted: int = 0  # hits on what a gate's hint had brought, at their first use
-    decode_hits_predicted: int = 0  # the same of lookahead and warm start; all others: cached
+    decode_hits_hinted: int = 0  # first use of an expert that a gate's hint prefetched
+    decode_hits_predicted: int = 0  # the same for lookahead and warm start; all others: cached
     ahead_bytes_read: int = 0  # before a layer asked
-    ahead_bytes_used: int = 0  # of those, asked for later, or while they were on their way
-    ahead_bytes_wasted: int = 0  # evicted unused; what is neither may still be used
-    decode_policy_seconds: float = 0.0  # deciding what comes and leaves, and the books of it
-    decode_device_hits: int = 0  # of the hits, those on an expert in a device slot
-    decode_cpu_events: int = 0  # with a device: what the CPU computed, where it lay
+    ahead_bytes_used: int = 0  # the part that a layer asked for later, also while in flight
+    ahead_bytes_wasted: int = 0  # the part evicted unused; the remainder may still be used
+    decode_policy_seconds: float = 0.0  # deciding what to load and evict, and its bookkeeping
+    decode_device_hits: int = 0  # hits on an expert in a device slot
+    decode_cpu_events: int = 0  # with a device: events that the CPU computed from host slots
     bus_bytes: int = 0  # copied from host to device slots
     decode_bus_bytes: int = 0
 
@@ -49,16 +49,16 @@ class StoreStats:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of decode events that were hits; None before the first."""
+        """Share of decode events that were hits; None before the first event."""
         return self.decode_hits / self.decode_events if self.decode_events else None
 
     @property
     def decode_hits_cached(self) -> int:
-        """Hits on what was there for an earlier use's sake."""
+        """Hits on experts that an earlier use had made resident."""
         return self.decode_hits - self.decode_hits_hinted - self.decode_hits_predicted
 
     @property
     def ahead_accuracy(self) -> float | None:
-        """Share that was used of what was read ahead and is settled; None without any."""
+        """Used share of the prefetched bytes that were used or wasted; None without any."""
         used, wasted = self.ahead_bytes_used, max(0, self.ahead_bytes_wasted)
         return used / (used + wasted) if used + wasted else None

@@ -1,6 +1,6 @@
-"""Moves experts from their shards into slots. The only importer of the native copy queue.
+"""Read experts from their shards into slots. Only this module imports the native copy queue.
 
-Does not know which experts are wanted, nor who has to leave for them.
+Does not know which experts are needed, nor which are evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moeinf.offload.format.shards import FileRecord
 
 
 class ExpertReadError(Failure, OSError):
-    """An expert's bytes cannot be read. shard: the file, relative to the model's folder."""
+    """Reading an expert's bytes failed. shard: the file, relative to the model's folder."""
 
     code = "unreadable_shard"
     hint = "`moeinf verify MODEL --repair`"
@@ -33,7 +33,7 @@ class ExpertReadError(Failure, OSError):
 class Transfer:
     """Reads experts by cell (layer · E + expert) into the slots of `pool`, several at a time.
 
-    `shards` has the record of each cell, in order.
+    `shards` has the record of each cell, by cell.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class Transfer:
         block_bytes: int = 1 << 30,
         busy: int = MAX_READERS,
     ) -> None:
-        """busy: reads at once that keep the drive busy; reads ahead wait while so many run."""
+        """Open the queue and add every shard.
+
+        busy: number of reads that keep the drive busy; prefetches wait while that many run.
+        """
         self._queue = CopyQueue(
             pool, readers=readers, direct=direct_io, block_bytes=block_bytes, busy=busy
         )
@@ -61,14 +64,14 @@ class Transfer:
         ]
 
     def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
-        """Asks for cells that a layer waits for; one ticket each, in order.
+        """Queue reads of cells that a layer waits for; return one ticket each, in order.
 
-        A slot that still holds the bytes of its cell gives a ticket that need not be waited for.
+        If a slot still holds the bytes of its cell, its ticket needs no wait.
         """
         return self._submit(cells, slots, DEMAND)
 
     def wait(self, ticket: int, cell: int) -> None:
-        """Returns when the cell's bytes are in its slot. Raises ExpertReadError."""
+        """Wait until the cell's bytes are in its slot. Raises ExpertReadError."""
         try:
             self._queue.wait(ticket)
         except OSError as error:
@@ -76,43 +79,43 @@ class Transfer:
             raise ExpertReadError(shard, error.strerror or str(error)) from error
 
     def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
-        """The same for cells that nobody waits for: after all demand, larger priorities first."""
+        """Queue prefetches: they run after all demand reads, larger priorities first."""
         return self._submit(cells, slots, priority)
 
     def hasten(self, ticket: int) -> None:
-        """Somebody waits for it now; it is not read a second time."""
+        """Raise a prefetch to a demand read; it is not read a second time."""
         self._queue.raise_priority(ticket, DEMAND)
 
     def cancel(self, ticket: int) -> bool:
-        """True: it had not begun, and nothing was written to its slot."""
+        """Cancel a read; return True if it had not begun, so that its slot is unchanged."""
         return self._queue.cancel(ticket)
 
     def ended(self) -> list[tuple[int, Exception | None]]:
-        """Tickets that have ended since the last call, with what failed; none is told twice.
+        """Return the tickets that ended since the last call, each once, with its error or None.
 
-        To be called while nobody is owed a wait for a ticket of `demand`.
+        Call it only when every ticket of `demand` has been waited for.
         """
         return self._queue.collect()
 
     def abandon(self, ticket: int) -> None:
-        """On return the ticket has ended, well or not; only a hung read may still write."""
+        """Cancel a ticket and wait until it has ended; only a hung read may still write."""
         self._queue.cancel(ticket)
-        # RuntimeError: cancelled, or a reader failed inside; ValueError: its failure was told.
+        # RuntimeError: cancelled, or a reader failed; ValueError: its failure was reported.
         with suppress(OSError, RuntimeError, ValueError):
             self._queue.wait(ticket)
 
     @property
     def direct_io(self) -> bool:
-        """Whether all reads have passed by the page cache: asked for, and never refused."""
+        """True if all reads bypassed the page cache: requested, and never refused."""
         return self._queue.direct and self._queue.direct_refusals == 0
 
     def no_slot(self, cell: int) -> ExpertReadError:
-        """The error of a cell that cannot even be asked for."""
+        """Return the error for a cell whose read cannot be queued."""
         problem = "reads that do not end hold every slot"
         return ExpertReadError(self._shards[cell].path, problem)
 
     def may_write(self, slot: int) -> bool:
-        """Whether a read that was given up may still write into the slot."""
+        """Return True if an abandoned read may still write into the slot."""
         return not self._queue.can_submit(slot)
 
     def bytes_of(self, cell: int) -> int:
