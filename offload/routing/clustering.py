@@ -1,8 +1,8 @@
-"""What an EAMC tells people: groups of similar requests, nearest neighbours, how sparse they are.
+"""Analyse an EAMC for a report: groups of similar requests, nearest neighbours, sparsity.
 
-Does not know files or faces; nothing here is used to predict. k-means is the paper's analysis
-(arXiv 2401.14361, section 5: 10 to 30 groups in 1,000 requests); the number of groups is the one
-with the best silhouette (Rousseeuw 1987).
+Predictions do not use this module. k-means is the paper's analysis (arXiv 2401.14361, section 5: 10
+to 30 groups in 1,000 requests). The number of groups is the one with the best silhouette
+(Rousseeuw 1987).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _LEAST_SILHOUETTE = 0.25  # below, "no substantial structure" (Kaufman and Rouss
 
 @dataclass(frozen=True)
 class Groups:
-    """of [N] names each entry's group, the largest being 0; silhouette is 0 for a single group."""
+    """Groups of entries. of [N]: each entry's group, 0 is the largest.
+
+    silhouette is 0 for a single group.
+    """
 
     of: NDArray[np.int64]
     sizes: list[int]
@@ -38,7 +41,7 @@ class Summary:
     entries: int
     prompt_events: int  # Σ counts: tokens · K · layers
     decode_events: int
-    used_by_one: float  # share of all experts that a request uses, mean
+    used_by_one: float  # mean share of all experts that a request uses
     used_by_all: float
     similarity: Floats
     groups: Groups
@@ -46,8 +49,8 @@ class Summary:
 
 
 def summarise(eamc: Eamc) -> Summary:
-    """Raises nothing; an empty EAMC has no groups."""
-    order = eamc.oldest_first()  # not that of places, which depends on what was replaced
+    """Return the figures of an EAMC; an empty one has no groups."""
+    order = eamc.oldest_first()  # the order of places depends on replacements
     prefill, decode = eamc.counts("prefill")[:, :, order], eamc.counts("decode")[:, :, order]
     both = prefill + decode
     count = len(eamc)
@@ -69,7 +72,7 @@ def summarise(eamc: Eamc) -> Summary:
 
 
 def nearest(similarity: Floats) -> Floats:
-    """[N]: each entry's similarity to the most similar other one."""
+    """Return each entry's similarity to the most similar other entry, [N]."""
     others = similarity.copy()
     np.fill_diagonal(others, -1)
     found: Floats = others.max(axis=1)
@@ -77,7 +80,7 @@ def nearest(similarity: Floats) -> Floats:
 
 
 def find_groups(vectors: Floats, similarity: Floats) -> Groups:
-    """Spherical k-means of unit vectors [N, D], with the number of groups that separates best."""
+    """Group unit vectors [N, D] by spherical k-means, with the best number of groups."""
     count = len(vectors)
     best, best_score = np.zeros(count, np.int64), 0.0
     for k in (k for k in _GROUP_COUNTS if k < count):
@@ -89,9 +92,10 @@ def find_groups(vectors: Floats, similarity: Floats) -> Groups:
 
 
 def silhouette(of: NDArray[np.int64], distance: Floats) -> float:
-    """Mean over entries of (b - a) / max(a, b); one that is alone in its group counts 0.
+    """Return the mean over entries of (b - a) / max(a, b); an entry alone in its group counts 0.
 
-    a is an entry's mean distance to the others of its group, b to those of the nearest other group.
+    a is an entry's mean distance to the other entries of its group, b to those of the nearest other
+    group.
     """
     names, sizes = np.unique(of, return_counts=True)
     if len(names) < 2:
@@ -109,7 +113,7 @@ def silhouette(of: NDArray[np.int64], distance: Floats) -> float:
 
 
 def _kmeans(vectors: Floats, k: int) -> NDArray[np.int64]:
-    """The best of a few runs, each begun with centres far apart; the same every time."""
+    """Return the best of a few runs, each from centres far apart; reproducible."""
     draw = np.random.default_rng(k)
     best, best_fit = np.zeros(len(vectors), np.int64), -np.inf
     for _ in range(_RESTARTS):
@@ -130,7 +134,7 @@ def _kmeans(vectors: Floats, k: int) -> NDArray[np.int64]:
 
 
 def _far_apart(vectors: Floats, k: int, draw: np.random.Generator) -> Floats:
-    """k-means++: each next centre is drawn by its squared distance to those before."""
+    """Draw k centres by k-means++: each by its squared distance to the centres before."""
     chosen = [int(draw.integers(len(vectors)))]
     gap = 1 - vectors @ vectors[chosen[0]]
     for _ in range(k - 1):
@@ -157,13 +161,13 @@ def _ordered(of: NDArray[np.int64], vectors: Floats, score: float) -> Groups:
 
 
 def _flat(counts: Floats) -> Floats:
-    """[L, E, N] -> [N, L·E]."""
+    """Reshape [L, E, N] to [N, L·E]."""
     layers, experts, entries = counts.shape
     return np.ascontiguousarray(counts.reshape(layers * experts, entries).T)
 
 
 def _unit(rows: Floats) -> Floats:
-    """Each row divided by its length; a row of zeros stays one."""
+    """Divide each row by its length; a row of zeros stays 0."""
     lengths = np.sqrt((rows.astype(np.float64) ** 2).sum(1, keepdims=True))
     unit: Floats = (rows / np.maximum(lengths, 1e-12)).astype(np.float32)
     return unit

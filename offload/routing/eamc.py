@@ -1,19 +1,17 @@
-"""The EAM collection: a fixed number of past requests, and which of them the running one is like.
-
-Does not know caches, policies, files or clocks.
+"""Keep the EAM collection (EAMC): past requests, matched by similarity to the running request.
 
 Source: MoE-Infinity (arXiv 2401.14361 v3), sections 4 and 5. Letters: L layers, E experts, N
-entries. What the paper leaves open: an entry is the pair (prefill rEAM, decode rEAM) of one
-request; the distance of two entries is the mean of the cosine distances of their parts; equally
-close entries rank by age, the newest first.
+entries. The paper leaves three things open, defined here as follows. An entry is the pair (prefill
+rEAM, decode rEAM) of one request. The distance of two entries is the mean of the cosine distances
+of their parts. Among equally close entries, the newest is first.
 
-How many entries: the paper fixes a capacity. `Eamc.automatic` chooses it by the workload: a
-request that is less than ALIKE like every stored one is added, any other takes the place of those
-that it is so like, up to a ceiling that matching and memory set. docs/study.md has measurements.
+The paper fixes a capacity; `Eamc.automatic` adapts the number of entries to the workload. A request
+whose similarity to every stored one is below ALIKE is added. Any other request replaces the entries
+that are that similar. Matching time and memory set a ceiling. docs/study.md has measurements.
 
-Counts lie twice: as [N, L, E], an entry in one piece to be summed, and as [L, E, N], so that one
-routed expert is one contiguous row of N numbers: matching adds K of them per layer instead of
-reading N whole matrices.
+Counts are stored twice. In [N, L, E], an entry is contiguous for summing. In [L, E, N], one routed
+expert is one contiguous row of N numbers. So matching adds K rows per layer instead of reading N
+whole matrices.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from moeinf.offload.routing.trace import Phase, RequestEam
 KIND = "eamc"
 VERSION = 1
 
-ALIKE = 0.97  # cosine from which two requests say the same
-MOST_ENTRIES = 512  # what a token can afford to be matched with
+ALIKE = 0.97  # cosine from which two requests count as equal
+MOST_ENTRIES = 512  # limit from the matching time per token
 MOST_BYTES = 64 << 20
 
 Floats = NDArray[np.float32]
@@ -40,15 +38,15 @@ _PARTS = ("prefill", "decode")
 
 
 def ceiling(layers: int, experts: int) -> int:
-    """Entries that an automatic EAMC has at most: each takes 16·L·E bytes of memory."""
+    """Return the largest size of an automatic EAMC: an entry takes 16·L·E bytes of memory."""
     return max(1, min(MOST_ENTRIES, MOST_BYTES // (16 * layers * experts)))
 
 
 class Eamc:
-    """At most `capacity` entries of L layers x E experts; a full one replaces the most similar.
+    """At most `capacity` entries of L layers x E experts; a full EAMC replaces the most similar.
 
-    With `alike`, a new entry also replaces all those whose cosine to it is at least that. Adding
-    the entries of such a collection, oldest first, to an empty one restores it just the same.
+    With `alike`, a new entry also replaces all entries whose cosine to it is at least `alike`.
+    Adding the entries of an EAMC, oldest first, to an empty one restores it.
     """
 
     def __init__(
@@ -65,27 +63,27 @@ class Eamc:
         self._counts: dict[str, Floats] = {
             part: np.zeros((layers, experts, 0), np.float32) for part in _PARTS
         }
-        # Σ over rows 0 … l of the squared counts: what a cosine over observed rows divides by.
+        # Σ over rows 0 … l of the squared counts: the divisor of a cosine over observed rows.
         self._squares: dict[str, Floats] = {
             part: np.zeros((layers, 0), np.float32) for part in _PARTS
         }
-        self._stamps = np.zeros(0, np.int64)  # grows with every entry: larger = newer
+        self._stamps = np.zeros(0, np.int64)  # larger = newer
         self._next_stamp = 0
-        self.changes = 0  # entries that came or were replaced, ever: running matches check it
+        self.changes = 0  # calls of `add`: running matches compare it
 
     @classmethod
     def automatic(cls, layers: int, experts: int) -> Eamc:
-        """As many entries as the workload has different requests, within the ceiling."""
+        """Make an EAMC that keeps each different request of the workload, within the ceiling."""
         return cls(ceiling(layers, experts), layers, experts, ALIKE)
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, prefill: NDArray[np.integer], decode: NDArray[np.integer]) -> int:
-        """Stores the rEAMs [L, E] of a finished request; returns the place that they took.
+        """Store the rEAMs [L, E] of a finished request; return their place.
 
-        When full, the stored entry with the smallest distance to the new one goes; with `alike`,
-        those that it is so like go in any case.
+        A full EAMC drops the entry with the smallest distance to the new one. With `alike`, entries
+        that are that similar are always dropped.
         """
         new = {"prefill": prefill.astype(np.float32), "decode": decode.astype(np.float32)}
         place = self._place_for(new)
@@ -102,23 +100,23 @@ class Eamc:
         return place
 
     def entry(self, place: int) -> RequestEam:
-        """The counts of one entry."""
+        """Return the counts of one entry."""
         prefill, decode = (self._entries[p][place].astype(np.uint32) for p in _PARTS)
         return RequestEam(prefill, decode)
 
     def entries(self) -> list[RequestEam]:
-        """All entries, oldest first: adding them to an empty EAMC in this order restores it."""
+        """Return all entries, oldest first: adding them in this order restores the EAMC."""
         return [self.entry(int(place)) for place in self.oldest_first()]
 
     def oldest_first(self) -> NDArray[np.intp]:
-        """The places [N] in the order in which their entries came."""
+        """Return the places [N], by the age of their entries."""
         return np.argsort(self._stamps[: self._size])
 
     def similarity(self, prefill: NDArray[np.number], decode: NDArray[np.number]) -> Floats:
-        """[N]: 1 - distance of a pair of EAMs [L, E] to every entry.
+        """Return 1 - distance of a pair of EAMs [L, E] to every entry, [N].
 
-        The distance is the mean of the parts' cosine distances; a part that both lack does not
-        count, a part that one lacks has cosine 0.
+        The distance is the mean of the parts' cosine distances. A part that is zero in both does
+        not count. A part that is zero in one has cosine 0.
         """
         total = np.zeros(self._size, np.float32)
         parts = np.zeros(self._size, np.float32)
@@ -132,23 +130,23 @@ class Eamc:
         return (total / np.maximum(parts, 1)).astype(np.float32)
 
     def best(self, similarity: Floats, most: int = 1) -> list[int]:
-        """The places of the `most` most similar entries, best first; ties: the newest first."""
+        """Return the places of the `most` most similar entries, best first; ties: newest first."""
         return best_matches(similarity, self._stamps, most)
 
     def sum_of(self, places: Sequence[int], phase: Phase) -> Floats:
-        """[L, E]: the matched matrices of this phase, summed cell by cell."""
+        """Return the sum [L, E] of these entries' matrices of this phase."""
         counts = self._entries[part_of(phase)][list(places)]
         total: Floats = counts.sum(0)
         return total
 
     def shares_of(self, places: Sequence[int], phase: Phase) -> Floats:
-        """[L, E]: `normalised(sum_of(places, phase))`, bit for bit."""
+        """Return `normalised(sum_of(places, phase))`, [L, E], bit for bit."""
         return sum_as_shares(self._entries[part_of(phase)], places)
 
     def probable_cells(self) -> list[int]:
-        """The cells layer · E + expert that requests used, the most used first.
+        """Return the cells (layer · E + expert) that requests used, the most used first.
 
-        Every request counts alike, and its prefill as much as its decode.
+        Every request has the same weight, and so have its prefill and its decode.
         """
         total = np.zeros(self.layers * self.experts, np.float64)
         for part in _PARTS:
@@ -157,15 +155,15 @@ class Eamc:
         return [int(cell) for cell in np.argsort(-total, kind="stable") if total[cell] > 0]
 
     def counts(self, phase: Phase) -> Floats:
-        """[L, E, N]: a view of the stored counts of this phase. Not to be written."""
+        """Return a view [L, E, N] of the counts of this phase; do not write to it."""
         return self._counts[part_of(phase)][:, :, : self._size]
 
     def squares(self, phase: Phase) -> Floats:
-        """[L, N]: a view of each entry's squared norm over layers 0 … l. Not to be written."""
+        """Return a view [L, N] of the squared norms over layers 0 … l; do not write to it."""
         return self._squares[part_of(phase)][:, : self._size]
 
     def to_bytes(self) -> bytes:
-        """A container of kind "eamc": prefill and decode [N, L, E] uint32, oldest first."""
+        """Return a container of kind "eamc": prefill and decode [N, L, E] uint32, oldest first."""
         entries = self.entries()
         none = np.zeros((0, self.layers, self.experts), np.uint32)
         arrays = {
@@ -179,7 +177,10 @@ class Eamc:
     def from_bytes(
         cls, data: bytes, capacity: int | None = None, most_bytes: int = 1 << 30
     ) -> Eamc:
-        """What `to_bytes` wrote; a smaller `capacity` replaces as `add` does. BadContainer."""
+        """Read the bytes of `to_bytes`. Raises BadContainer.
+
+        A smaller `capacity` replaces entries like `add`.
+        """
         meta, arrays = unpack(data, KIND, VERSION, most_bytes)
         try:
             most, layers, experts = (_positive(meta[k]) for k in ("capacity", "layers", "experts"))
@@ -209,7 +210,7 @@ class Eamc:
         return self.best(similarity)[0] if full else self._size
 
     def _fill(self, place: int) -> None:
-        """Forgets an entry: the last one moves to its place."""
+        """Drop an entry: the last entry moves to its place."""
         last = self._size - 1
         for part in _PARTS:
             self._entries[part][place] = self._entries[part][last]
@@ -232,11 +233,10 @@ class Eamc:
 
 
 class Matcher:
-    """Follows one request through the passes of one phase; native/policy/eam_match.h draws how.
+    """Matches one request during the passes of one phase; native/policy/eam_match.h draws how.
 
     The query is the request's EAM of this phase on the observed rows: layers 0 … l of the running
-    pass, each with the request's earlier passes of the phase added. Entries may come and go
-    meanwhile.
+    pass, each plus the request's earlier passes of the phase. The EAMC may change meanwhile.
     """
 
     def __init__(self, eamc: Eamc, phase: Phase) -> None:
@@ -246,20 +246,22 @@ class Matcher:
 
     @property
     def layer(self) -> int:
-        """The last observed one of the running pass; -1: none."""
+        """The last observed layer of the running pass; -1 before the first."""
         return self._match.layer
 
     def begin_pass(self) -> None:
-        """Nothing of this pass is observed yet."""
+        """Start a pass, of which no layer is observed yet."""
         self._match.begin_pass()
 
     def observe(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        """`layer` of the running pass routed ids [T, K]; -1 = none. Layers ascend; one that the
-        pass skipped counts with its history."""
+        """Observe the ids [T, K] of `layer` in the running pass; -1: no expert.
+
+        Layers ascend. A layer that the pass skips counts with its earlier passes.
+        """
         self._current().observe(layer, ids)
 
     def similarity(self) -> Floats:
-        """[N]: the cosine over the observed rows; 0 before anything is observed."""
+        """Return the cosine over the observed rows, [N]; 0 before the first observation."""
         return self._current().similarity()
 
     def _current(self) -> EamMatch:
@@ -270,12 +272,12 @@ class Matcher:
 
 
 def part_of(phase: Phase) -> str:
-    """Encode passes count as prefill: they fill the encoder's rows."""
+    """Return the part of a phase; encode passes count as prefill, in the encoder's rows."""
     return "decode" if phase == "decode" else "prefill"
 
 
 def cosine(dot: Floats, square: float, squares: Floats) -> Floats:
-    """dot ÷ (norm · norms), [N]; 0 where either side is all zero."""
+    """Return dot ÷ (norm · norms), [N]; 0 where either side is all zero."""
     product = np.sqrt(squares * np.float32(square))
     found = np.zeros_like(dot)
     np.divide(dot, product, out=found, where=product > 0)
@@ -283,7 +285,7 @@ def cosine(dot: Floats, square: float, squares: Floats) -> Floats:
 
 
 def normalised(matrix: NDArray[np.number]) -> Floats:
-    """[L, E]: each row divided by its sum; a row that nothing predicts is uniform, 1/E."""
+    """Divide each row [L, E] by its sum; a row of zeros becomes uniform, 1/E."""
     rows = np.asarray(matrix, np.float32)
     sums = rows.sum(1, keepdims=True)
     uniform = np.float32(1 / rows.shape[1])
@@ -292,22 +294,25 @@ def normalised(matrix: NDArray[np.number]) -> Floats:
 
 
 def distance_weights(layer: int, layers: int) -> Floats:
-    """[L]: 1 - (i - l)/L for the layers i > l that are still to come, 0 for the others."""
+    """Return 1 - (i - l)/L for the later layers i > l, 0 for the others: [L]."""
     ahead = np.arange(layers) - layer
     return np.where(ahead > 0, 1 - ahead / layers, 0).astype(np.float32)
 
 
 def prefetch_priorities(prediction: Floats, layer: int) -> Floats:
-    """pEAM [L, E] at layer l: the normalised prediction, weighted by distance (PredictEAM)."""
+    """Return the pEAM [L, E] at layer l: the normalised prediction, weighted by distance.
+
+    Source: PredictEAM of the paper.
+    """
     weights = distance_weights(layer, len(prediction))
     return (prediction * weights[:, None]).astype(np.float32)
 
 
 def eviction_priorities(prediction: Floats, epsilon: float) -> Floats:
-    """[L, E]: (P + ε)·(1 - i/L); the resident expert with the smallest leaves (Algorithm 1).
+    """Return (P + ε)·(1 - i/L), [L, E]; the resident expert with the smallest is evicted.
 
-    The paper divides pEAM by its row's sum, which cancels the distance weights: P is the
-    row-normalised prediction without them.
+    Source: Algorithm 1 of the paper. It divides pEAM by its row's sum, which cancels the distance
+    weights. So P is the row-normalised prediction without them.
     """
     layers = len(prediction)
     late = 1 - np.arange(layers, dtype=np.float32) / layers

@@ -1,9 +1,9 @@
-"""Where a replay's next-layer hints come from: the recording, or a model of a gate.
+"""Give a replay its next-layer hints: from the recording, or from a model of a gate.
 
-Does not know policies or time. A modelled gate keeps each expert that a layer really chooses with
-probability `recall`, and adds experts that it does not choose, drawn evenly, until the share of
-right ones is `precision`; in random order. Real gates are wrong more kindly: towards experts that
-come soon, and surer of the right ones.
+A modelled gate keeps each expert that a layer chooses with probability `recall`. It adds experts
+that the layer does not choose, drawn uniformly, until the share of correct ones is `precision`. The
+order is random. Real gates are better: their wrong experts are often used soon, and their correct
+ones come earlier in the order.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moeinf.offload.routing.trace import Pass
 
 class HintSource(Protocol):
     def of_pass(self, running: Pass) -> NDArray[np.int16] | None:
-        """[L, T, H] as `Pass.hints`; None: no hints in this pass."""
+        """Return hints [L, T, H] as in `Pass.hints`; None: no hints in this pass."""
         ...
 
 
 class RecordedHints:
-    """What the model's gates said while the recording was made."""
+    """The hints that the model's gates gave during the recording."""
 
     def of_pass(self, running: Pass) -> NDArray[np.int16] | None:
         return running.hints if running.phase == "decode" else None
 
 
 class ModelledHints:
-    """A gate of given recall and precision, for decode passes. The same seed, the same hints."""
+    """A gate of given recall and precision, for decode passes; reproducible by its seed."""
 
     def __init__(self, recall: float, precision: float, experts: int, seed: int = 0) -> None:
         if not (0 < recall <= 1 and 0 < precision <= 1):

@@ -1,7 +1,7 @@
-"""Recordings as bytes (`.eam` files): routing events with ids, weights and next-layer hints.
+"""Convert recordings to bytes and back (`.eam` files): ids, weights and next-layer hints.
 
-Does not know how a recording is made or replayed. The container is that of array_file.py, of kind
-"recording". Arrays, with n = all rows of all passes, row by row in the order of the passes:
+The container is that of array_file.py, of kind "recording". Arrays, with n = all rows of all
+passes, row by row in the order of the passes:
 
     phases [P] u1 (0 encode, 1 prefill, 2 decode)      lengths [P] i4: rows of each pass
     rows [n] i8: the request of each row               accepted [n] b1
@@ -27,7 +27,11 @@ _PHASES: tuple[Phase, ...] = ("encode", "prefill", "decode")
 
 
 def recording_to_bytes(recording: Recording) -> bytes:
-    """Weights and hints are written when every pass has them; hints are padded to one width."""
+    """Return the recording as bytes.
+
+    Weights are written if every pass has them, hints if any pass has them. Hints are padded with -1
+    to one width.
+    """
     passes = recording.passes
     shape = recording.shape
     arrays: Arrays = {
@@ -52,7 +56,7 @@ def recording_to_bytes(recording: Recording) -> bytes:
 
 
 def recording_from_bytes(data: bytes) -> Recording:
-    """Raises BadContainer for anything that is not a whole and consistent recording."""
+    """Read a recording. Raises BadContainer if the bytes are not a complete, consistent one."""
     meta, arrays = unpack(data, KIND, VERSION)
     try:
         shape = RoutingShape(**{key: int(value) for key, value in meta["shape"].items()})
@@ -115,7 +119,7 @@ def _padded(done: Pass, width: int) -> NDArray[np.int16]:
 
 
 def _by_row(parts: list[Any], layers: int, width: int, dtype: Any) -> NDArray[Any]:
-    """[L, T, W] of each pass -> [n, L, W]."""
+    """Join the passes' [L, T, W] to [n, L, W]."""
     return _joined([part.transpose(1, 0, 2) for part in parts], (0, layers, width), dtype)
 
 

@@ -1,9 +1,10 @@
-"""Reads route traces as the BigMoeOnEdge project writes them, into recordings.
+"""Read route traces of the BigMoeOnEdge project into recordings.
 
-Does not know what is done with them. One prompt per file; its tokens become one prefill pass, every
-later step a decode pass. Format: `#` lines with name=value pairs (n_layer, n_expert,
-n_expert_used, per layer expert_bytes and dense_bytes), then CSV with at least phase, step, layer,
-slot and expert; phase 0 is the prompt, 1 decode. Layers that stay silent for a token have no rows.
+A file has one prompt. Its tokens become one prefill pass, and every later step a decode pass.
+
+Format: `#` lines with name=value pairs (n_layer, n_expert, n_expert_used, per layer expert_bytes
+and dense_bytes). Then CSV with at least phase, step, layer, slot and expert; phase 0 is the prompt,
+1 decode. Layers that do not run for a token have no rows.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from moeinf.errors import UnusableInput, reason
 from moeinf.offload.routing.trace import Pass, PassBuilder, Recording, RoutingShape
 
 _MOST_LAYERS, _MOST_EXPERTS = 1024, 1 << 15  # ids are int16
-_MOST_BYTES = 256 << 20  # of text: some 8 million rows
-_MOST_IDS = 1 << 28  # of all tokens
+_MOST_BYTES = 256 << 20  # bytes of text: some 8 million rows
+_MOST_IDS = 1 << 28  # ids of all tokens
 
 
 class BadRouteTrace(UnusableInput, ValueError):
-    """A file is not a route trace."""
+    """The file is not a route trace."""
 
     code = "bad_route_trace"
     hint = "`moeinf trace --out FILE.eam`, which writes a recording"
 
 
 def read_route_csv(path: Path) -> Recording:
-    """A `.csv` or `.csv.gz` file as a recording of one request. Raises BadRouteTrace, OSError."""
+    """Read a `.csv` or `.csv.gz` file as a recording of one request.
+
+    Raises BadRouteTrace and OSError.
+    """
     with path.open("rb") as file:
         raw = file.read(_MOST_BYTES + 1)
     try:
@@ -88,7 +92,7 @@ def _pass(shape: RoutingShape, tokens: list[NDArray[np.int16]], decode: bool) ->
 
 
 def _shape(comments: Iterable[str]) -> RoutingShape:
-    """Sizes are means over layers: a slot is as large as the model's largest expert anyway."""
+    """Read the shape: expert_bytes is the mean over layers, dense_bytes the sum."""
     sizes: dict[str, list[int]] = {}
     for comment in comments:
         for pair in comment.split():

@@ -1,6 +1,4 @@
-"""Routing as data: expert activation matrices (EAM) and recordings of routing events.
-
-Does not know which experts are resident, what a policy makes of events, or where files are kept.
+"""Represent routing as data: expert activation matrices (EAM) and recordings of routing events.
 
 Source: MoE-Infinity (arXiv 2401.14361 v3), section 4. Letters: L MoE layers (encoder layers first),
 E experts per layer, K experts per token, T rows (tokens) of a pass, P passes.
@@ -26,10 +24,11 @@ Ids = NDArray[np.int16]  # [T, K], -1: no expert
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What must be known of a model to read its routing.
+    """The sizes of a model that its routing depends on.
 
-    encoder_layers of the L layers come first and run once per request. The sizes in bytes describe
-    what was recorded (0: unknown): one routed expert, and all that is not a routed expert.
+    The first encoder_layers of the L layers run once per request. The sizes in bytes are those of
+    the recorded model (0: unknown): of one routed expert, and of all weights outside routed
+    experts.
     """
 
     layers: int
@@ -42,12 +41,14 @@ class RoutingShape:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass of T rows, as it was routed.
+    """The routing of one forward pass of T rows.
 
-    rows [T] int64 names each row's request; ids [L, T, K] int16 (-1: no expert, or a layer that did
-    not run for that row); weights [L, T, K] float32 and hints [L, T, H] int16 (what the gate of
-    layer l, applied to the hidden state of layer l-1, chose for l; -1: none) are None when they
-    were not recorded; accepted [T] says which rows became history.
+    rows [T] int64: each row's request.
+    ids [L, T, K] int16: -1 for no expert, or for a layer that did not run for that row.
+    accepted [T]: True for rows that became history.
+    weights [L, T, K] float32: None if not recorded.
+    hints [L, T, H] int16: the choice of layer l's gate, applied to the hidden state of layer l-1;
+    -1 for no expert; None if not recorded.
     """
 
     phase: Phase
@@ -63,9 +64,9 @@ class Pass:
         return list(dict.fromkeys(self.rows.tolist()))
 
     def eam(self, experts: int, chosen: NDArray[np.bool_]) -> Eam:
-        """The iEAM [L, E] of the rows that `chosen` [T] selects."""
+        """Return the iEAM [L, E] of the rows that `chosen` [T] selects."""
         layers = len(self.ids)
-        ids = self.ids[:, chosen].reshape(layers, -1)  # one count for all layers, not one each
+        ids = self.ids[:, chosen].reshape(layers, -1)  # one bincount for all layers
         cells = ids + np.arange(layers)[:, None] * experts
         counts = np.bincount(cells[ids >= 0], minlength=layers * experts)
         return counts.reshape(layers, experts).astype(np.uint32)
@@ -89,13 +90,13 @@ class PassBuilder:
         ids: NDArray[np.integer],
         weights: NDArray[np.floating] | None = None,
     ) -> None:
-        """`layer` has chosen ids [T, K] with weights [T, K]."""
+        """Record that `layer` chose ids [T, K] with weights [T, K]."""
         self.ids[layer] = ids
         if self._weights is not None and weights is not None:
             self._weights[layer] = weights
 
     def hint(self, layer: int, ids: NDArray[np.integer]) -> None:
-        """The gate of `layer` would choose ids [T, H], says a hidden state from before it."""
+        """Record the ids [T, H] that the gate of `layer` chose from an earlier hidden state."""
         width = ids.shape[1]
         have = self._hints
         if have is None or have.shape[2] < width:
@@ -107,7 +108,7 @@ class PassBuilder:
         have[layer, :, :width] = ids
 
     def end(self, accepted: NDArray[np.bool_] | None = None) -> Pass:
-        """The finished pass; accepted [T] as in the `Experts` protocol (None: all)."""
+        """Return the finished pass; accepted [T] as in the `Experts` protocol (None: all rows)."""
         kept = np.ones(len(self.rows), np.bool_) if accepted is None else np.array(accepted, bool)
         return Pass(self._phase, self.rows, self.ids, kept, self._weights, self._hints)
 
@@ -125,19 +126,19 @@ class RequestEam:
         return cls(np.zeros(size, np.uint32), np.zeros(size, np.uint32))
 
     def part(self, phase: Phase) -> Eam:
-        """The matrix that passes of `phase` are summed into."""
+        """Return the matrix into which passes of `phase` are summed."""
         return self.decode if phase == "decode" else self.prefill
 
 
 class Tracer:
-    """Sums passes into rEAMs, request by request; rows that were not accepted do not count."""
+    """Sums passes into rEAMs, per request; rows that were not accepted do not count."""
 
     def __init__(self, shape: RoutingShape) -> None:
         self._shape = shape
         self.requests: dict[int, RequestEam] = {}
 
     def add(self, done: Pass) -> None:
-        """Counts a finished pass for each of its requests."""
+        """Add a finished pass to each of its requests."""
         for request in done.requests:
             eam = self.requests.setdefault(request, RequestEam.empty(self._shape))
             chosen = (done.rows == request) & done.accepted
@@ -145,7 +146,7 @@ class Tracer:
             part += done.eam(self._shape.experts, chosen)
 
     def finish(self, request: int) -> RequestEam | None:
-        """What the request left, and forgets it; None when it had no pass."""
+        """Remove a request and return its rEAMs; None if it had no pass."""
         return self.requests.pop(request, None)
 
 
@@ -153,8 +154,8 @@ class Tracer:
 class Recording:
     """The routing events of a workload, in order.
 
-    A request lives from the first pass that names it to the last. labels tell requests apart for
-    people (the data set, the kind of task).
+    A request lasts from the first pass that names it to the last. labels describe requests for
+    readers (the data set, the kind of task).
     """
 
     name: str
@@ -180,20 +181,20 @@ class Recording:
         return sum(len(done.rows) for done in self.passes)
 
     def request_eams(self) -> dict[int, RequestEam]:
-        """The rEAMs of every request, in order of its first pass."""
+        """Return the rEAMs of every request, in order of its first pass."""
         tracer = Tracer(self.shape)
         for done in self.passes:
             tracer.add(done)
         return tracer.requests
 
     def last_pass(self) -> dict[int, int]:
-        """Per request: the index of its last pass."""
+        """Return the index of the last pass of each request."""
         return {r: p for p, done in enumerate(self.passes) for r in done.requests}
 
     def select(self, requests: Sequence[int], name: str | None = None) -> Recording:
-        """The passes of these requests alone, in the order of `requests`, one after the other.
+        """Return the passes of these requests only, one request after the other.
 
-        Passes that serve several requests are cut into one per request.
+        The order is that of `requests`. Passes of several requests are cut into one per request.
         """
         chosen = Recording(name or self.name, self.shape)
         for request in requests:
