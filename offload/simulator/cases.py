@@ -1,7 +1,4 @@
-"""What a study replays: one case of policy, capacity and knobs; workloads cut and mixed.
-
-Does not know faces, files or pictures.
-"""
+"""Replay one case of a study (policy, capacity, knobs), and cut and mix its workloads."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """The share of all experts that a device holds, and what becomes of those that it misses."""
+    """The share of all experts that fit on a device, how misses are handled, and its speeds."""
 
     share: float
     miss: Miss
@@ -71,8 +68,10 @@ def run_case(
     device: OnDevice | None = None,
     progress: Progress = lambda _passes: None,
 ) -> Outcome:
-    """Replays, with a device's tier above if one is given; a given EAMC of earlier requests is used
-    and grows. UnknownChoice: no such knob."""
+    """Replay one case. Raises UnknownChoice for an unknown knob.
+
+    eamc: collection of earlier requests, which grows. device: adds a device tier above the host.
+    """
     if unknown := set(case.knobs) - _KNOBS:
         known = ", ".join(sorted(_KNOBS))
         raise UnknownChoice(f"no knob {', '.join(sorted(unknown))}; there are {known}")
@@ -104,7 +103,10 @@ def _slots(share: float, shape: RoutingShape) -> int:
 
 
 def shifted(recording: Recording, labels: str) -> Recording:
-    """`A+B,C`: the requests labelled A or B, then those labelled C. Raises UnknownChoice."""
+    """Select requests by label in order; raises UnknownChoice.
+
+    `A+B,C` selects the requests labelled A or B, then those labelled C.
+    """
     chosen: list[int] = []
     for part in labels.split(","):
         wanted = set(part.split("+"))
@@ -117,7 +119,7 @@ def shifted(recording: Recording, labels: str) -> Recording:
 
 
 def interleaved(recording: Recording, users: int) -> Recording:
-    """The same requests, `users` at a time, one pass of each in turn."""
+    """Return the same requests interleaved: `users` at a time, one pass of each in turn."""
     waiting = deque(recording.requests)
     mixed = Recording(f"{recording.name} x{users}", recording.shape, labels=recording.labels)
     active: deque[Iterator[Pass]] = deque()

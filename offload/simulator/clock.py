@@ -1,12 +1,12 @@
-"""The simulator's clock: what a layer takes to compute, and one link that reads experts.
+"""Model time for the simulator: the compute time of a layer, and one link that reads experts.
 
-Does not know policies. docs/study.md argues the model; nothing here is measured on a machine.
+docs/study.md justifies the model. No number here is measured on a machine.
 
-Compute: all bytes that a token reads, dense included, ÷ RAM bandwidth, spread evenly over layers:
-a layer first takes its dense share, then routes, then takes each chosen expert's share as the
-expert is there, those that are resident first. Reads share one link of RAM bandwidth ÷
-`ram_over_link`, one after the other. Demand goes before everything that waits; a read that has
-begun ends. What a device tier adds is said in tiered_replay.py.
+Compute takes all bytes that a token reads, dense included, ÷ RAM bandwidth, spread evenly over
+layers. A layer first takes its dense share, then routes. Then it computes each chosen expert when
+it has arrived, resident experts first. Reads share one link of RAM bandwidth ÷ `ram_over_link`, one
+after the other. A demand read goes before all waiting reads, and a started read is not interrupted.
+tiered_replay.py adds the times of a device tier.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNKNOWN_EXPERT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TimeModel:
-    """ram_bytes_per_s sets the unit of every stall; only ram_over_link changes a comparison."""
+    """Bandwidths. ram_bytes_per_s scales every stall; only ram_over_link changes a comparison."""
 
     ram_over_link: float = 8.0
     ram_bytes_per_s: float = 30e9
 
     def sized(self, shape: RoutingShape) -> RoutingShape:
-        """The shape with sizes; one that has none gets experts of 1 MiB and no dense bytes."""
+        """Return the shape; without sizes, experts get 1 MiB and dense weights 0 bytes."""
         if shape.expert_bytes:
             return shape
         return RoutingShape(
@@ -37,22 +37,25 @@ class TimeModel:
         )
 
     def dense_seconds(self, shape: RoutingShape) -> float:
-        """Of one layer."""
+        """Return the time for the dense weights of one layer."""
         return shape.dense_bytes / shape.layers / self.ram_bytes_per_s
 
     def expert_seconds(self, shape: RoutingShape) -> float:
-        """To compute one expert that is resident."""
+        """Return the time to compute one resident expert."""
         return shape.expert_bytes / self.ram_bytes_per_s
 
     def read_seconds(self, shape: RoutingShape) -> float:
-        """To read one expert over the link."""
+        """Return the time to read one expert over the link."""
         return shape.expert_bytes * self.ram_over_link / self.ram_bytes_per_s
 
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
-    """Bytes per second of experts: over the bus and by the CPU, each beside the other, and by the
-    device from its own memory, which also reads the dense weights."""
+    """Bytes per second of experts: over the bus, by the CPU, by the device.
+
+    Bus and CPU are measured while the other is busy. The device reads experts and dense weights
+    from its own memory.
+    """
 
     bus_bytes_per_s: float = 25e9
     cpu_bytes_per_s: float = 30e9
@@ -60,20 +63,23 @@ class DeviceSpeeds:
 
     @property
     def fetched_share(self) -> float:
-        """Of the misses that `auto` divides."""
+        """The share of the misses that `auto` fetches over the bus."""
         return Contended(self.bus_bytes_per_s, self.cpu_bytes_per_s).fetched_share
 
     def floor_seconds(self, hit_bytes: float, missed_bytes: float) -> float:
-        """Of one token's experts: the device computes the hits while bus and CPU, which divide the
-        misses in the best way, both work to the end."""
+        """Return the shortest possible time for one token's experts.
+
+        The device computes the hits, while bus and CPU divide the misses so that both end together.
+        """
         below = missed_bytes / (self.bus_bytes_per_s + self.cpu_bytes_per_s)
         return max(hit_bytes / self.device_bytes_per_s, below)
 
 
 class Link:
-    """One read after the other; waiting ones are started only while time is left for them.
+    """Runs one read after the other; waiting reads start only while the link is idle.
 
-    start(cell) -> bool is asked when a waiting read could begin: it takes a slot, or declines.
+    start(cell) is called when a waiting read could begin. It takes a slot and returns True, or
+    returns False.
     """
 
     def __init__(self, read_seconds: float, start: Callable[[int], bool]) -> None:
@@ -82,15 +88,15 @@ class Link:
         self._waiting: deque[int] = deque()
         self._asked_at = 0.0
         self.free_at = 0.0
-        self.arriving: dict[int, float] = {}  # cell -> when it will be there, in that order
+        self.arriving: dict[int, float] = {}  # cell -> time of arrival, in that order
 
     def wish(self, cells: Iterable[int], now: float) -> None:
-        """These wait from now on, in this order, instead of those that waited before."""
+        """Replace the waiting reads by these cells, in this order."""
         self._waiting = deque(cells)
         self._asked_at = now
 
     def run_until(self, now: float) -> None:
-        """Begins waiting reads whose turn comes before `now`."""
+        """Start waiting reads whose turn comes before `now`."""
         while self._waiting:
             begin = max(self.free_at, self._asked_at)
             if begin >= now:
@@ -101,13 +107,13 @@ class Link:
                 self.arriving[cell] = self.free_at
 
     def arrived(self, now: float) -> list[int]:
-        """Cells whose reads have ended by `now`; each is told once."""
+        """Return the cells whose reads have ended by `now`, each once."""
         done = [cell for cell, time in self.arriving.items() if time <= now]
         for cell in done:
             del self.arriving[cell]
         return done
 
     def demand(self, now: float) -> float:
-        """Begins a read at once, or when the running one ends; returns when it ends."""
+        """Start a read now, or when the running one ends; return the time of its end."""
         self.free_at = max(now, self.free_at) + self._read_seconds
         return self.free_at

@@ -1,6 +1,6 @@
-"""What a replay has counted and timed, per decoded token and in all.
+"""Hold the counts and times of a replay, per decoded token and in total.
 
-Does not know how it was replayed. With one tier nothing is said of a device: those counts stay 0.
+With one tier the device's counts stay 0.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Token:
     insertions: int = 0
     stall_seconds: float = 0.0
     seconds: float = 0.0
-    device_hits: int = 0  # of the hits, those in a device slot
-    cpu_events: int = 0  # what the CPU computed where it lay
+    device_hits: int = 0  # hits in a device slot
+    cpu_events: int = 0  # events that the CPU computed from host slots
     copies: int = 0  # experts copied over the bus
     floor_seconds: float = 0.0
 
 
 @dataclass
 class Outcome:
-    """Sums over decode passes; `tokens` has them one by one. Prefetch counts too are of decode."""
+    """Sums over decode passes, prefetches included; `tokens` has the single passes."""
 
     expert_bytes: int
     tokens: list[Token] = field(default_factory=list)
@@ -62,12 +62,12 @@ class Outcome:
 
     @property
     def host_hit_rate(self) -> float:
-        """Of all events, those that were only in a host slot."""
+        """Share of events whose expert was only in a host slot."""
         return self.hit_rate - self.device_hit_rate
 
     @property
     def cpu_share(self) -> float:
-        """Of all events, those that the CPU computed."""
+        """Share of events that the CPU computed."""
         return self._sum("cpu_events") / max(1.0, self._sum("events"))
 
     @property
@@ -88,16 +88,16 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Decode time that the model gives the whole replay."""
+        """Decode time of the whole replay, in the time model."""
         return self._sum("seconds")
 
     @property
     def prefetch_precision(self) -> float | None:
-        """Share of reads ahead that were used before they left; None without reads ahead."""
+        """Share of prefetches that were used before eviction; None without prefetches."""
         return self.used_ahead / self.fetched_ahead if self.fetched_ahead else None
 
     @property
     def prefetch_recall(self) -> float | None:
-        """Share of what was not resident in time that had been read ahead."""
+        """Prefetched and used ÷ (that + demand reads); None without prefetches."""
         needed = self.used_ahead + self.demand_reads
         return self.used_ahead / needed if self.fetched_ahead and needed else None

@@ -1,16 +1,16 @@
-"""Replays a recording against a cache policy, event by event, under the time model of clock.py.
+"""Replay a recording against a cache policy, event by event, under the time model of clock.py.
 
-Does not know where recordings come from, and computes nothing: it moves names between a set and a
-link. The policies are the very objects that the engine runs. (The engine reads ahead only where
-waiting takes a share of its time, see prefetch_gate.py; a replay always does.)
+A replay computes no expert: it moves cells between a set and a link. The policies are the same
+objects as in the engine. The engine prefetches only if waiting takes a share of its time, see
+prefetch_gate.py. A replay always prefetches.
 
-One layer, as time runs (see also expert_store.py, which does this with real bytes):
+One layer in time (expert_store.py does the same with real bytes):
 
     dense share ─ route ─ hits compute ─ misses compute as they arrive ─▶ next layer
                     └ demand reads, then what the policy wishes ahead ───▶
 
-*Stall* is the end of a layer less what its compute alone takes. A *hit* was resident when its
-layer asked; a read still on its way is a miss, but is not read again.
+*Stall* is the time of a layer minus its compute time. A *hit* was resident when its layer asked. A
+read in flight is a miss, but is not read again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ _TELL_EVERY = 64
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a replay is run under. late: routing reaches the policy after its pass, as from a
-    captured graph. collect: finished requests join the EAMC."""
+    """The conditions of a replay.
+
+    late: the policy receives the routing after its pass, as from a captured graph.
+    collect: finished requests are added to the EAMC.
+    """
 
     slots: int
     time: TimeModel = field(default_factory=TimeModel)
@@ -47,9 +50,9 @@ class Conditions:
 
 
 class Walk(ABC):
-    """Goes through a recording, pass by pass; what a pass does to which tiers is a subclass's.
+    """Goes through a recording, pass by pass; a subclass defines the effect on its tiers.
 
-    `run` once. The policies that it tells of ended requests are in `policies`.
+    Call `run` once. `policies` are told about ended requests.
     """
 
     def __init__(self, recording: Recording, conditions: Conditions, eamc: Eamc | None) -> None:
@@ -64,7 +67,7 @@ class Walk(ABC):
 
     @abstractmethod
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
-        """One pass, hinted [L, T, H]: `_now` moves on, and `_token` is charged."""
+        """Replay one pass with hints [L, T, H]: advance `_now` and add to `_token`."""
 
     def run(self, progress: Progress = lambda _passes: None) -> Outcome:
         """Replay every pass."""
@@ -80,7 +83,7 @@ class Walk(ABC):
                 age = ages[request] = ages.get(request, -1) + 1
                 self._token = Token(request, age)
             else:
-                self._token = Token(-1, 0)  # what a prompt waits for is no token's
+                self._token = Token(-1, 0)  # not kept: outcome counts decode passes only
             hinted = hints.of_pass(running) if hints is not None else None
             self._pass(running, hinted)
             if self._decoding:
@@ -120,8 +123,8 @@ class Replay(Walk):
         self._dense, self._expert = time.dense_seconds(shape), time.expert_seconds(shape)
         self._link = Link(time.read_seconds(shape), self._begin_ahead)
         self._resident: set[int] = set()
-        self._pinned: dict[int, None] = {}  # the first to be computed first
-        self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
+        self._pinned: dict[int, None] = {}  # in order of computation
+        self._ahead: set[int] = set()  # prefetched, neither used nor evicted yet
         self._most_wishes = 2 * shape.top_k
 
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
@@ -150,7 +153,7 @@ class Replay(Walk):
         self._token.insertions += policy.insertions - insertions
 
     def _layer(self, cells: list[int], rows: int) -> None:
-        """Routed: the hits compute, the misses come; afterwards what the policy wishes waits."""
+        """Compute the hits, read and compute the misses, then queue the policy's prefetches."""
         resident, start = self._resident, self._now
         hits = [cell for cell in cells if cell in resident]
         misses = [cell for cell in cells if cell not in resident]
@@ -183,10 +186,10 @@ class Replay(Walk):
         if len(self._resident) + len(self._link.arriving) < self._conditions.slots:
             return
         victim = self.policy.victim(lambda other: other not in self._pinned)
-        while victim is None and self._pinned:  # more misses than slots: the next computed leaves
+        while victim is None and self._pinned:  # more misses than slots: evict the next computed
             del self._pinned[next(iter(self._pinned))]
             victim = self.policy.victim(lambda other: other not in self._pinned)
-        if victim is None:  # every slot is being read into: the first to arrive goes unused
+        if victim is None:  # reads fill every slot: drop the first to arrive, unused
             there = next(iter(self._link.arriving))
             del self._link.arriving[there]
             return
@@ -197,7 +200,7 @@ class Replay(Walk):
         self._ahead.discard(victim)
 
     def _begin_ahead(self, cell: int) -> bool:
-        """A wished read could begin now."""
+        """Take a slot for a prefetch that could begin now; return False if it cannot."""
         if cell in self._resident or cell in self._link.arriving:
             return False
         if len(self._resident) + len(self._link.arriving) >= self._conditions.slots:

@@ -1,7 +1,4 @@
-"""The device's tier in a replay: device_slots.py without a device, its copies taking time.
-
-Does not know routing, nor who computes what.
-"""
+"""Simulate the device's tier in a replay: device_slots.py without a device, with timed copies."""
 
 from __future__ import annotations
 
@@ -17,8 +14,10 @@ from moeinf.offload.store.residency import Residency
 
 @dataclass(frozen=True)
 class Above:
-    """What stands above the host slots. share: of the misses that `auto` fetches; None: that of the
-    speeds."""
+    """The device tier above the host slots.
+
+    share: share of the misses that `auto` fetches; None: computed from the speeds.
+    """
 
     slots: int
     miss: Miss = "auto"
@@ -27,16 +26,19 @@ class Above:
 
 
 class ReplayedTier:
-    """Who is in device slots, and which copies are on the bus."""
+    """The experts in device slots, and the copies in flight on the bus."""
 
     def __init__(
         self, residency: Residency, policy: Policy, host: Residency, copy_seconds: float
     ) -> None:
-        """residency: of the device, all empty. host: the tier below. copy_seconds: of an expert."""
+        """Set the tiers: residency of the device, all empty, and of the host below.
+
+        copy_seconds: time to copy one expert.
+        """
         self.policy, self._host, self.copy_seconds = policy, host, copy_seconds
         self._residency = residency
-        self.free_at = 0.0  # the bus, of all that is queued
-        self._there_at: dict[int, float] = {}  # per cell that was ever copied: the last time
+        self.free_at = 0.0  # when the bus ends all queued copies
+        self._there_at: dict[int, float] = {}  # when each cell's last copy ends
         self._flying: deque[tuple[float, list[int]]] = deque()  # (end, cells pinned in the host)
 
     @property
@@ -51,7 +53,7 @@ class ReplayedTier:
         return self._residency.has_slot(cell)
 
     def there_at(self, cells: Iterable[int], now: float) -> float:
-        """When the bytes of cells that it has are all there."""
+        """Return the time at which the bytes of all these resident cells have arrived."""
         return max((self._there_at[cell] for cell in cells), default=now)
 
     def bus_is_idle(self, now: float) -> bool:
@@ -63,9 +65,9 @@ class ReplayedTier:
         return sum(len(cells) for _, cells in self._flying)
 
     def bring(self, cells: Iterable[int], now: float, busy: Collection[int] = ()) -> list[int]:
-        """Copies the first of these, as many as there is room for, in one batch; which they are.
+        """Copy the first of these cells that find room, in one batch; return them.
 
-        Who is `busy` leaves only if nobody else can.
+        A `busy` expert is evicted only if no other can be.
         """
         self._land(now)
         taken: list[int] = []
@@ -85,7 +87,7 @@ class ReplayedTier:
         return taken
 
     def end_copies(self) -> float | None:
-        """When the last of them ends, after which none reads the host. None: none does."""
+        """Land all copies and return the time at which the last ends; None: no copy in flight."""
         if not self._flying:
             return None
         self._land(self.free_at)
