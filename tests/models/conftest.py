@@ -18,14 +18,14 @@ from tests.tiny import TINY, save_tiny
 
 TOKENS = 60
 
-# The same examples every time, however slow the machine.
+# The same examples in every run, without a time limit.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
 @dataclass
 class Pair:
-    """Our model, and what transformers says about one sequence of tokens."""
+    """Our model, and the logits of transformers for one sequence of tokens."""
 
     ours: Loaded
     ids: list[int]
@@ -35,7 +35,7 @@ class Pair:
         return 1e-4 * float(self.logits.abs().max())
 
     def assert_close(self, actual: Tensor, start: int = 0) -> None:
-        """actual [n, vocab] are the logits of the tokens from `start` on."""
+        """Compare actual [n, vocab], the logits of the tokens from `start` on."""
         expected = self.logits[start : start + len(actual)]
         assert actual.shape == expected.shape
         assert actual.dtype == torch.float32
@@ -44,7 +44,7 @@ class Pair:
 
 
 class LargestStorage(TorchDispatchMode):
-    """The largest memory behind any result of a torch operation."""
+    """Records the bytes of the largest storage of any result of a torch operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class LargestStorage(TorchDispatchMode):
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny matmuls on several threads mostly wait for each other: 10 times slower when busy."""
+    """Use one thread: on a busy machine, tiny matmuls on several threads are 10 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Hostile config.json values: every one ends as a ModelDataError that names its key."""
+"""Test hostile config.json values: each raises a ModelDataError that names its key."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_absurd_sizes(name: str, key: str, value: object) -> None:
 @pytest.mark.parametrize("name", list(_SIZES))
 @given(key=st.data(), value=st.one_of(st.none(), st.integers(-3, 40), scalars))
 def test_nothing_but_model_data_error(name: str, key: st.DataObject, value: object) -> None:
-    """Whatever one key holds, parsing succeeds or says what is wrong with the model."""
+    """For any value of one key, parsing succeeds or raises ModelDataError."""
     values = CONFIGS[name]
     chosen = key.draw(st.sampled_from(sorted(set(values) - {"model_type"})))
     try:
@@ -199,7 +199,7 @@ def test_unknown_keys_are_ignored(name: str) -> None:
 
 
 def test_old_spelling() -> None:
-    """rope_theta and rope_scaling, as in DeepSeek-V2-Lite's published config."""
+    """Read rope_theta and rope_scaling, as in DeepSeek-V2-Lite's published config."""
     scaling = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"}
     scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}
     old = {**CONFIGS["deepseek-lite"], "rope_theta": 10000, "rope_scaling": scaling}

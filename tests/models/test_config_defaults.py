@@ -1,4 +1,4 @@
-"""What a config lacks is what transformers takes for it, or is refused, key by key."""
+"""Test missing keys of a config: each gets the default of transformers, or raises an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.encoder_decoders import PAIRS
 from tests.fakes import load_resident
 from tests.tiny import TINY, save_tiny, tiny_config
 
-DERIVED = ("layer_types", "mlp_layer_types")  # which hide the keys that they are made from
+DERIVED = ("layer_types", "mlp_layer_types")  # they hide the keys from which they are computed
 # Every family, and every section of rope; arctic has no class in transformers 5.
 NAMES = ["mixtral-window", "mixtral-all-experts", "olmoe-yarn", "deepseek-lite", "deepseek-groups"]
 NAMES += ["deepseek-v3", "deepseek-v3-bare", "glm4", "glm4-yarn", "glm4-lite", "gpt-oss", "granite"]
@@ -41,7 +41,7 @@ def _without(values: Values, *keys: str) -> Values:
 
 
 def _lacking(values: Values) -> Iterator[tuple[str, Values]]:
-    """The config without each of its keys, with each null, and the same of its rope section."""
+    """Yield the config without each key, and with each key null, also in its rope section."""
     keys = set(values) - {"model_type"}
     for key in sorted(keys):
         yield f"no {key}", _without(values, key)
@@ -63,13 +63,13 @@ def _lacking(values: Values) -> Iterator[tuple[str, Values]]:
 
 
 def _theirs(values: Values) -> Values | None:
-    """The config with what transformers takes for what it lacks; None where it takes nothing."""
+    """Return the config with the defaults of transformers; None if transformers refuses it."""
     kind = type(AutoConfig.for_model(values["model_type"]))
     try:
         full = kind.from_dict(copy.deepcopy(_without(values, "model_type"))).to_dict()
     except Exception:
         return None
-    # Beside the section transformers writes it, and never reads it.
+    # transformers writes this key outside the section, and never reads it there.
     return _without(full, "original_max_position_embeddings")
 
 
@@ -80,7 +80,7 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_absent_is_as_in_transformers(name: str) -> None:
-    """What we parse with a key absent is what we parse when transformers has filled it in."""
+    """Parsing without a key gives the same as parsing with the default of transformers."""
     other = []
     for lack, values in _lacking(_values(name)):
         try:
@@ -89,7 +89,7 @@ def test_what_is_absent_is_as_in_transformers(name: str) -> None:
             continue  # refused
         full = _theirs(values)
         if full is None and lack.startswith("null"):
-            continue  # they do not take null there, of which nothing follows
+            continue  # transformers refuses null there, so there is nothing to compare
         try:
             same = full is not None and family_of(full).parse(full) == found
         except ModelDataError:
@@ -141,7 +141,7 @@ def test_logits_without_the_keys(
         ("deepseek-v3", "rope_interleave", None),
         ("deepseek-v3", "n_group", None),
         ("gpt-oss", "sliding_window", None),
-        ("olmoe-yarn", "original_max_position_embeddings", 25),  # which transformers ignores
+        ("olmoe-yarn", "original_max_position_embeddings", 25),  # transformers ignores it
     ],
 )
 def test_refused_where_transformers_means_another(name: str, key: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Every family against transformers, in one runner."""
+"""Compare every family with transformers, in one runner."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_decode(pair: Pair) -> None:
 
 
 def test_batch_equals_single(pair: Pair) -> None:
-    """Requests of uneven age, with one and with many rows, in one pass."""
+    """Run requests of different length, with one and with many rows, in one pass."""
     model = pair.ours.model
     states = [model.new_state(60) for _ in range(3)]
     model.extend([(pair.ids[:21], states[1])], pair.ours.experts)
@@ -83,10 +83,10 @@ def test_truncate_and_snapshot(pair: Pair) -> None:
 
 
 def _typical(errors: list[Tensor]) -> float:
-    """Root mean square over the 90 % of tokens that err least.
+    """Return the root mean square over the 90 % of tokens with the smallest errors.
 
-    Where rounding tips a token into another expert, its error says how different the experts are,
-    not how well anybody computes; over many seeds both sides tip equally often.
+    If rounding moves a token to another expert, its error measures the difference of the experts,
+    not the precision. Over many seeds this happens equally often on both sides.
     """
     per_token = torch.cat(errors).square().mean(-1).sort().values  # [tokens]
     return float(per_token[: len(per_token) * 9 // 10].mean().sqrt())
@@ -94,7 +94,7 @@ def _typical(errors: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("name", list(TINY))
 def test_bfloat16(name: str, tmp_path: Path) -> None:
-    """With the same bfloat16 weights we err no more than 1.5 times what transformers errs."""
+    """With the same bfloat16 weights our error is at most 1.5 times that of transformers."""
     theirs, ours = [], []
     for seed in range(6):
         folder = tmp_path / str(seed)

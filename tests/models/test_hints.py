@@ -1,4 +1,4 @@
-"""Hints: the next layer's router on this layer's hidden state, told only to those who ask."""
+"""Test hints: the next layer's router on this layer's hidden state, given only on request."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_right_router_by_hand() -> None:
 
 
 def test_hints_of_the_demo_find_most_experts() -> None:
-    """By chance it would be 4 of 32; guessing the experts of the token before finds fewer."""
+    """Chance finds 4 of 32; predicting the experts of the previous token finds fewer than hints."""
     demo, tokenizer = load_resident(DEMO_CHECKPOINT), Tokenizer(DEMO_CHECKPOINT)
     experts = WatchedExperts(demo.experts)
     experts.wants_hints = True

@@ -1,4 +1,4 @@
-"""Tensor names, which come from downloaded files."""
+"""Test the parsing of tensor names, which come from downloaded files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_deepseek_counts_only_sparse_layers() -> None:
 
 
 def test_qwen3_counts_only_sparse_layers() -> None:
-    """Every second layer, and of these not 3: layers 1 and 5 have experts."""
+    """Every second layer except 3: layers 1 and 5 have experts."""
     family, config = config_of("qwen3-sparse-step")
     assert config.moe == MoeShape(layers=2, experts=7, top_k=1, hidden=40, intermediate=18)
     name = "model.layers.{}.mlp.experts.6.down_proj.weight"
@@ -72,7 +72,7 @@ def test_qwen3_counts_only_sparse_layers() -> None:
         "model.layers.2.mlp.experts.0.gate_proj.weight",  # 2 layers: 0, 1
         "model.layers.00.mlp.experts.0.gate_proj.weight",  # a second spelling of layer 0
         "model.layers.0.mlp.experts.9999999999999999999999.gate_proj.weight",
-        "model.layers.0.mlp.experts.٣.gate_proj.weight",  # a digit to \\d, not to us
+        "model.layers.0.mlp.experts.٣.gate_proj.weight",  # a digit for \\d, but invalid
         "model.layers.0.mlp.experts.0.gate_proj.weight_scale_inv",  # quantised
         "model.layers.0.mlp.experts.0.gate_proj.weight\n",
         "model.layers.0.mlp.experts.gate_up_proj",  # fused
@@ -113,7 +113,7 @@ def test_ignored() -> None:
 
 @pytest.mark.parametrize("name", list(TINY))
 def test_building_needs_no_data(name: str) -> None:
-    """Parts may be on the meta device: that is how a checkpoint is checked before it is copied."""
+    """Parts may be on the meta device: a checkpoint is checked so before it is copied."""
 
     class Shapes(DictParts):
         def tensor(self, name: str, *shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def test_a_missing_tensor_is_named(make_pair: Callable[[str], Any]) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4", "glm4-lite"])
 def test_layers_for_multi_token_prediction_are_left_out(name: str) -> None:
-    """num_hidden_layers is 3, and one layer more is in the checkpoint; a second one is not ours."""
+    """num_hidden_layers is 3: one more layer in the checkpoint is valid, a second is not."""
     family, config = config_of(name)
     for tensor in ("mlp.experts.0.up_proj.weight", "eh_proj.weight", "shared_head.head.weight"):
         assert family.expert(f"model.layers.3.{tensor}", config) is None

@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE beyond its original context, where transformers needs help with longrope."""
+"""Test Phi-3.5-MoE beyond its original context, where transformers needs help with longrope."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LENGTH = 100  # the original context is 64
 
 
 def test_beyond_the_original_context(tmp_path: Path) -> None:
-    """Every token of a state with room for more than 64 turns by the long factors.
+    """A state with room for more than 64 tokens rotates every token by the long factors.
 
-    transformers 5.23 never tells longrope how long the text is; here it is told.
+    transformers 5.23 never passes the length of the text to longrope; the test does.
     """
     reference = save_tiny("phimoe-longrope", tmp_path)
 

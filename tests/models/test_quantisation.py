@@ -1,4 +1,4 @@
-"""Quantisations that are not read are refused by the name of their method."""
+"""Test that an unsupported quantisation is an error that names its method."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Configs in the spelling of transformers 5, and in the older one of most published files.
-
-Does not know what the values mean.
-"""
+"""Test configs in the spelling of transformers 5, and in the older one of most published files."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def old_spelling(values: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling beside each other, torch_dtype, `type` for rope_type."""
+    """Return the old spelling: rope_theta and rope_scaling, torch_dtype, `type` for rope_type."""
     old = {key: value for key, value in values.items() if key not in ("rope_parameters", "dtype")}
     rope = dict(values.get("rope_parameters") or {})
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             old[key] = rope.pop(key)
     kind = rope.pop("rope_type", "default")
-    plain = kind == "default" and values["model_type"] != "gpt_oss"  # whose default is another
+    plain = kind == "default" and values["model_type"] != "gpt_oss"  # its default is another
     old["rope_scaling"] = None if plain else {**rope, "type": kind}
     return {**old, "torch_dtype": "float32"}
 

@@ -1,4 +1,4 @@
-"""Attention against the textbook formula."""
+"""Compare attention with the textbook formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models.conftest import LargestStorage
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """float64, one head and one query at a time."""
+    """Compute attention in float64, one head and one query at a time."""
     new, heads, total = len(q), q.shape[1], k.shape[1]
     out = torch.zeros(new, heads, v.shape[2], dtype=torch.float64)
     for t in range(new):
@@ -44,7 +44,7 @@ def test_attend(new: int, total: int, heads: int, groups: int, window: int | Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_row_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cutting the keys changes nothing but the last bits."""
+    """Cutting the keys changes only the last bits."""
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 3, 8), torch.randn(2, 50, 8), torch.randn(2, 50, 5)
     q, k, v = (x.to(dtype) for x in (q, k, v))

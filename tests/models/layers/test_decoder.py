@@ -1,4 +1,4 @@
-"""extend's promises: what it refuses, what a failed pass leaves behind, what it tells experts."""
+"""Test `extend`: invalid arguments, the state after a failed pass, the calls to experts."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_a_failed_pass_leaves_every_length(olmoe: Pair) -> None:
     experts = WatchedExperts(olmoe.ours.experts)
     states = [model.new_state(60), model.new_state(60)]
     model.extend([(olmoe.ids[:6], states[0])], experts)
-    experts.fail_in = 1  # of the second layer
+    experts.fail_in = 1  # the second layer
     with pytest.raises(RuntimeError, match="gone"):
         model.extend([(olmoe.ids[6:9], states[0]), ([5], states[1])], experts)
     assert [s.length for s in states] == [6, 0]
-    assert experts.passes[-1].accepted == [False] * 4  # told, so that it is no history
+    assert experts.passes[-1].accepted == [False] * 4  # so the rows do not become history
     experts.fail_in = None
     olmoe.assert_close(model.extend([(olmoe.ids[6:9], states[0])], experts, "all"), 6)
     assert experts.passes[-1].accepted is None
@@ -94,7 +94,7 @@ def test_logits_belong_to_the_caller(olmoe: Pair) -> None:
 
 
 def test_many_rows_of_logits(olmoe: Pair) -> None:
-    """More rows than are computed at once."""
+    """Compute more rows than fit in one block."""
     model, ids = olmoe.ours.model, [*olmoe.ids, *olmoe.ids]
     logits = model.extend([(ids, model.new_state(128))], olmoe.ours.experts, "all")
     assert logits.shape == (120, 97)

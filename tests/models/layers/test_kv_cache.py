@@ -1,4 +1,4 @@
-"""The cache as a value: lengths, copies, memory."""
+"""Test the KV cache as a value: lengths, copies, memory."""
 
 from __future__ import annotations
 

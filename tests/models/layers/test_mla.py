@@ -1,4 +1,4 @@
-"""Latent attention's two ways to compute, and what they hold."""
+"""Test the two ways to compute latent attention, and their memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows_of(*spans: Span) -> PassRows:
 
 
 def run(layer: MlaAttention, x: Tensor, cuts: list[int]) -> Tensor:
-    """The output for all of x, given in pieces."""
+    """Return the output for all of x, given in pieces."""
     cache, out = KvCache(LAYOUT, len(x)), []
     for start, stop in zip([0, *cuts], [*cuts, len(x)], strict=True):
         out.append(layer(x[start:stop], rows_of(Span(cache, slice(0, stop - start), start))))
@@ -55,7 +55,7 @@ def test_absorbed_equals_expanded(layer: MlaAttention) -> None:
 def test_a_block_of_heads_at_a_time(
     layer: MlaAttention, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for one head only, the same result takes less memory."""
+    """A block of one head gives the same result with less memory."""
     x = torch.randn(300, 6, generator=torch.Generator().manual_seed(1))
 
     def last() -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Recurrent memory: the delta rule token by token, marks to go back to, passes that fail."""
+"""Test recurrent memory: the delta rule token by token, marks to return to, failed passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_many_tokens_at_once_equal_one_after_the_other() -> None:
     decay, rate = -torch.rand(n, heads) * 2, torch.rand(n, heads)
     start = torch.randn(heads, 5, 7)
     s, expected = start.clone(), []
-    for t in range(n):  # the rule as it stands in the paper
+    for t in range(n):  # the rule of the paper
         s = s * decay[t].exp()[:, None, None]
         told = torch.einsum("hkv,hk->hv", s, k[t])
         s = s + torch.einsum("hk,hv->hkv", k[t], rate[t][:, None] * (v[t] - told))
@@ -53,7 +53,7 @@ def test_a_fast_decay_does_not_overflow() -> None:
 
 
 def write(memory: RecurrentMemory, past: int, count: int) -> None:
-    """A pass that remembers how many tokens there were, and the same in its mark."""
+    """Write a pass whose state holds its end, and whose mark its own place, in tokens."""
     memory.begin(past, count)
     at = memory.mark_at
     for layer in range(2):
@@ -75,8 +75,8 @@ def test_going_back_reaches_the_last_mark_before() -> None:
     write(memory, 0, 512)  # mark at 448
     write(memory, 512, 100)  # at 576
     for past in range(612, 640):
-        write(memory, past, 1)  # none
-    write(memory, 640, 10)  # at 640: what it began with
+        write(memory, past, 1)  # no mark
+    write(memory, 640, 10)  # mark at 640, the state before the pass
     copy = memory.copy()
     for tokens, reached in ((649, 640), (640, 640), (639, 576), (500, 448), (447, 0)):
         assert memory.rewind(tokens) == reached
@@ -112,7 +112,7 @@ def loaded(name: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-full-first"])
 def test_long_texts_and_what_is_left_of_them(name: str) -> None:
-    """Several chunks in a pass, then back, then another end: as if it had been read at once."""
+    """Several chunks in a pass, a return, another end: the same result as in one pass."""
     reference, ours = loaded(name)
     ids = torch.randint(97, (300,), generator=torch.Generator().manual_seed(5)).tolist()
     other = ids[:170] + [(i + 1) % 97 for i in ids[170:260]]
@@ -152,7 +152,7 @@ def test_its_size_does_not_depend_on_the_text(make_pair: Callable[[str], Any]) -
 
 
 def test_the_text_part_of_a_model_that_also_sees() -> None:
-    """As it is published: experts fused, names one level deeper, an eye and an MTP layer aside."""
+    """The published form: fused experts, names one level deeper, a vision part, an MTP layer."""
     reference = tiny_reference("qwen3.5")
     named = {n: p.detach() for n, p in reference.named_parameters()}
     inner = {n.replace("model.", "model.language_model.", 1): p for n, p in named.items()}

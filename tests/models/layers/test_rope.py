@@ -1,4 +1,4 @@
-"""Rope frequencies against transformers; rotations against complex numbers."""
+"""Compare rope frequencies with transformers, and rotations with complex numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing on scores computed by hand."""
+"""Test routing on scores computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeinf.models.layers.routing import SigmoidRouter, SoftmaxRouter, SparseMix
 
 
 def scores_of(*probabilities: float) -> SoftmaxRouter:
-    """A router whose softmax is `probabilities` for the input [[1.0]]."""
+    """Return a router whose softmax is `probabilities` for the input [[1.0]]."""
     return SoftmaxRouter(torch.tensor(probabilities).log()[:, None], top_k=2, renormalise=False)
 
 
@@ -45,14 +45,14 @@ def test_only_the_best_groups_count() -> None:
 
 
 def test_float32_whatever_the_input() -> None:
-    """Logits that bfloat16 cannot tell apart are told apart."""
+    """Logits that are equal in bfloat16 stay different."""
     router = SoftmaxRouter(torch.tensor([[1.0], [1.001]]), 1, renormalise=False)
     ids, weights = router(torch.ones(1, 1, dtype=torch.bfloat16))
     assert (ids.item(), weights.dtype) == (1, torch.float32)
 
 
 def sigmoid_router(scores: list[float], bias: list[float], **settings: Any) -> SigmoidRouter:
-    """A router whose sigmoid is `scores` for the input [[1.0]]."""
+    """Return a router whose sigmoid is `scores` for the input [[1.0]]."""
     return SigmoidRouter(torch.tensor(scores).logit()[:, None], torch.tensor(bias), **settings)
 
 
@@ -80,7 +80,7 @@ def mix(*logits: float) -> tuple[list[int], list[float]]:
 
 
 def test_the_sparse_mixer_weighs_against_what_comes_close() -> None:
-    """Close to 2.0 is what is at most 20 % below it, so 1.7 and not 1.5; to 1.7, 1.5 is close."""
+    """At most 20 % below 2.0 is close to it, so 1.7 and not 1.5; 1.5 is close to 1.7."""
     ids, weights = mix(1.5, 2.0, -5.0, 1.7)
     assert ids == [1, 3]
     assert weights == pytest.approx([1 / (1 + math.exp(-0.3)), 1 / (1 + math.exp(-0.2))])

@@ -1,4 +1,4 @@
-"""Configs and tensor names of encoder-decoders, which come from downloaded files."""
+"""Test configs and tensor names of encoder-decoders, which come from downloaded files."""
 
 from __future__ import annotations
 

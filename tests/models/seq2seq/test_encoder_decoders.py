@@ -1,4 +1,4 @@
-"""Encoder-decoders against their reference: source, answer, and what experts are told."""
+"""Compare encoder-decoders with their reference: source, answer, and the calls to experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCE, ANSWER = 37, 30
 
 @dataclass
 class Translation:
-    """Our model, a source, an answer, and the reference's logits for every token of it."""
+    """Our model, a source, an answer, and the reference's logits for every token of the answer."""
 
     ours: Loaded
     source: list[int]
@@ -47,7 +47,7 @@ class Translation:
 
 
 def _reference_logits(reference: Any, source: list[int], answer: list[int]) -> Tensor:
-    """Token by token with transformers' cache, as generate() runs it."""
+    """Return the logits token by token with transformers' cache, like generate()."""
     rows, past = [], None
     with torch.no_grad():
         encoded = reference.get_encoder()(input_ids=torch.tensor([source]))
@@ -99,7 +99,7 @@ def test_decode(pair: Translation) -> None:
 
 
 def test_several_tokens_at_once(pair: Translation) -> None:
-    """As a prompt for the decoder; so few that no expert is full."""
+    """A prompt for the decoder, short enough that no expert is full."""
     state = pair.read()
     for start, stop in pairwise((0, 2, 3, 6, 7, 10)):
         batch = [(pair.answer[start:stop], state)]
@@ -124,7 +124,7 @@ def test_batch_equals_single(pair: Translation) -> None:
 
 
 def test_phases_and_layers(pair: Translation) -> None:
-    """The encoder's MoE layers come first, run once, and never again."""
+    """The encoder's MoE layers come first, and run only once."""
     watched = WatchedExperts(pair.ours.experts)
     model, state = pair.model, pair.model.new_state(40)
     state.request = 4
@@ -173,7 +173,7 @@ def test_failures_leave_the_state(translate: Callable[[str], Translation]) -> No
 
 
 def test_full_experts_drop_tokens(translate: Callable[[str], Translation]) -> None:
-    """37 tokens and 3 experts of 3 places: at most 9 have an expert, the first to come."""
+    """37 tokens and 3 experts of 3 places: at most the first 9 tokens get an expert."""
     pair = translate("switch-full")
     watched = WatchedExperts(pair.ours.experts)
     pair.model.encode(pair.source, pair.model.new_state(40), watched)
