@@ -1,6 +1,6 @@
-"""Where device kernels are tested: on a GPU if there is one, else in Triton's interpreter.
+"""Select the device of kernel tests: a GPU if there is one, else Triton's interpreter.
 
-tests/conftest.py asks for the interpreter. `DEVICE` is where the tests' tensors go.
+tests/conftest.py enables the interpreter. `DEVICE` holds the tests' tensors.
 """
 
 import torch

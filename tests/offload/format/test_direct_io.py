@@ -1,4 +1,4 @@
-"""Files past the page cache: every size and offset around pages and blocks, and what may refuse."""
+"""Test direct I/O: every size and offset around pages and blocks, and refusals of O_DIRECT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, BLOCK_BYTES, 2 * BLOC
 
 
 def write(path: Path, data: bytes, *cuts: int) -> None:
-    """In pieces that end at `cuts`."""
+    """Write the data in pieces that end at `cuts`."""
     with DirectWriter(path) as file:
         for start, stop in zip((0, *cuts), (*cuts, len(data)), strict=True):
             file.write(memoryview(data)[start:stop])
@@ -27,7 +27,7 @@ def write(path: Path, data: bytes, *cuts: int) -> None:
 
 @pytest.fixture(params=["disk", "no open", "no call"])
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As it is; one that refuses to open with O_DIRECT; one that refuses the calls after it."""
+    """Give the real file system, one that refuses O_DIRECT, one that refuses later calls."""
 
     def refuse(name: str, asks: Callable[..., int]) -> None:
         call = getattr(os, name)

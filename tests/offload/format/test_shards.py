@@ -1,4 +1,4 @@
-"""Shards: valid safetensors whose data begins at byte 4096, hashed as they are written."""
+"""Test shards: valid safetensors whose data begins at byte 4096, hashed during the write."""
 
 from __future__ import annotations
 

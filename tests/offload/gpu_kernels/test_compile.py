@@ -1,4 +1,4 @@
-"""Device kernels compile for GPUs that are not here, and a CPU's run never imports Triton."""
+"""Test that device kernels compile for other GPUs, and that a run on CPU never imports Triton."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def ended(*command, **environment):
 
 @pytest.mark.full
 def test_kernels_compile_for_every_generation_without_spilling(tmp_path):
-    """A few of them; without a name the script compiles all."""
+    """Compile a few kernels; without a name the script compiles all."""
     run = ended(
         os.fspath(ROOT / "scripts" / "check_device_kernels.py"),
         "--only", "expert_inner q4 swiglu|expert_down bf16|linear_rows mxfp4 16|gather_rows q8|"
@@ -52,7 +52,7 @@ def test_many_rows_go_through_tensor_cores_with_two_turns_of_loads_under_way(tmp
     assert len(found) == 6
     for products, ahead in found:
         assert int(products) > 0
-        assert int(ahead) >= 2 * 8  # of one turn: weights, codes and both their scales, twice
+        assert int(ahead) >= 2 * 8  # a turn loads weights, codes and their scales, twice
 
 
 def test_without_a_device_nothing_imports_triton():

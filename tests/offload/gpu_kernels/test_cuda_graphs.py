@@ -1,7 +1,7 @@
-"""torch's CUDA graphs as they are asked for, on a torch whose CUDA is made up: nothing is computed.
+"""Test our calls of torch's CUDA graphs with a fake CUDA that computes nothing.
 
-What it cannot show is what graphs do: tests/runtime/test_real_gpu.py asserts where there is a GPU
-that a decode step's were rehearsed and repeat its bits.
+tests/runtime/test_real_gpu.py checks real graphs where there is a GPU: those of a decode step are
+rehearsed and reproduce its bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Stream:
 
 
 class Graph:
-    """`told`: what all of them were asked, in order. `work`: whether there is any now."""
+    """A fake graph. `told`: the calls of all graphs, in order. `work`: True if there is work."""
 
     told: list[tuple[object, ...]]
     work = True
@@ -47,7 +47,7 @@ class Graph:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
-    """What torch was asked, in order."""
+    """Give the list of calls of torch, in order."""
     Graph.told, handles = [], iter(range(99))
 
     def note(word: str) -> Any:
@@ -79,7 +79,7 @@ def test_work_is_written_into_two_pools(told: list[tuple[object, ...]]) -> None:
     graphs = made()
     with graphs.aside(lambda: told.append(("warm",))):
         assert told[:3] == [("warm",), ("scratch",), ("empty cache",)]
-        assert told[3:] == [("begin", 0), ("end",), ("begin", 1), ("end",)]  # what holds each
+        assert told[3:] == [("begin", 0), ("end",), ("begin", 1), ("end",)]  # per pool
         del told[:]
         graphs.begin()
         play = graphs.end()
@@ -100,7 +100,7 @@ def test_work_is_written_into_two_pools(told: list[tuple[object, ...]]) -> None:
     graphs.forget()
     assert told[-1] == ("empty cache",)
     with graphs.aside(lambda: None):
-        assert ("begin", 2) in told  # a new one
+        assert ("begin", 2) in told  # a new pool
 
 
 def test_an_error_ends_what_was_begun(told: list[tuple[object, ...]]) -> None:

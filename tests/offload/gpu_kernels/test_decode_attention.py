@@ -1,6 +1,6 @@
-"""Attention of one newest token on the device, against float64.
+"""Compare attention of the newest token on the device with float64.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py).
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 """
 
 import pytest
@@ -20,7 +20,7 @@ SHAPES = {  # heads, key heads, width, value width
 
 
 def drawn(shape, position, capacity, dtype=torch.bfloat16, seed=0):
-    """q, k and v; what no token has written is NaN."""
+    """Return q, k and v; places that no token has written are NaN."""
     heads, groups, width, values = SHAPES[shape]
     draw = torch.Generator().manual_seed(seed)
     q = torch.randn(heads, width, generator=draw).to(dtype)
@@ -70,7 +70,7 @@ def test_float32(shape):
 
 @pytest.mark.parametrize(("position", "window"), [(5, 8), (8, 8), (9, 8), (5000, 4097), (99, 1)])
 def test_windows_and_sinks(position, window):
-    """Of 4,097 keys every part has two blocks; some parts have none."""
+    """With 4,097 keys every part has two blocks, and some parts have no keys."""
     q, k, v = drawn("grouped", position, position + 3)
     sinks = torch.linspace(-2.0, 6.0, 8).bfloat16()
     found = attended(q, k, v, position, 0.2, window, sinks.to(DEVICE))

@@ -1,4 +1,4 @@
-"""What torch's CUDA is told, on a torch whose CUDA is made up."""
+"""Test our calls of torch's CUDA, with a fake CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeinf.offload.gpu_kernels.device import CudaDevice
 
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of the device's memory, 1000 bytes, as torch may have it."""
+    """Give the list of memory fractions set for torch, on a device of 1000 bytes."""
     told: list[float] = []
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
@@ -42,7 +42,7 @@ def test_engines_share_what_torch_may_have(shares: list[float]) -> None:
 
 
 def test_products_keep_their_bits(shares: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the environment has asked for."""
+    """Products keep full precision for every setting of the environment."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = True

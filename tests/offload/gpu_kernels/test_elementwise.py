@@ -1,7 +1,7 @@
-"""Norms, rope, the cache's rows and SwiGLU on the device, against torch's roundings.
+"""Compare norms, rope, the cache's rows and SwiGLU on the device with torch's roundings.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py). Sums of squares have another
-order there: a result may be the neighbour of torch's, and seldom is.
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py). The order of sums of
+squares differs: a result is seldom a neighbour of torch's, and else equal.
 """
 
 from dataclasses import replace
@@ -34,7 +34,10 @@ class Draw:
 
 
 def agree(found, wanted, apart=1, seldom=0.01):
-    """How many of its last bits a number may be off, and how many may; near 0, of the row's."""
+    """Check numbers by units in the last place: at most `apart`, in at most a share of `seldom`.
+
+    Near 0, the unit is that of the row.
+    """
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
     found = found.cpu()
@@ -48,7 +51,7 @@ def agree(found, wanted, apart=1, seldom=0.01):
 
 def angles_of(positions, count):
     angles = positions[:, None] / 10 ** torch.linspace(0, 3, count)
-    return angles.cos() * 1.1, angles.sin() * 1.1  # longrope's and yarn's are not of length 1
+    return angles.cos() * 1.1, angles.sin() * 1.1  # as with longrope and yarn, not of length 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -64,13 +67,13 @@ def test_norms_round_as_torch_does(dtype, wide, width, monkeypatch):
 
 
 def test_both_orders_of_a_norm_differ():
-    """So that the test above tells them apart."""
+    """The test above needs this difference."""
     x, weight = Draw(BF16)(4, 64), Draw(BF16, 1)(64, about=1.0)
     plain, wide = (rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, w) for w in (False, True))
     assert float((plain != wide).double().mean()) > 0.1
 
 
-GQA = {  # heads, key heads, width, angles, what else
+GQA = {  # heads, key heads, width, angles, other settings
     "plain": (4, 2, 16, 8, {}),
     "odd": (3, 1, 10, 5, {}),
     "partial": (3, 3, 24, 4, {}),
@@ -83,7 +86,7 @@ GQA = {  # heads, key heads, width, angles, what else
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("name", GQA)
 def test_heads_of_grouped_queries(name, dtype):
-    """Two requests at places of their own; nothing but those rows of their caches is written."""
+    """Two requests at different places: only those rows of their caches are written."""
     heads, groups, width, count, more = GQA[name]
     draw, kind = Draw(dtype), more.get("norm")
     q, k, v = (draw(3, n * width) for n in (heads, groups, groups))
@@ -130,7 +133,7 @@ def test_a_clip_keeps_nan_and_signs():
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("sizes", [(3, 24, 8, 40), (2, 5, 6, 17)], ids=str)
 def test_heads_of_latent_attention(sizes, dtype):
-    """What belongs to the absorbed query's first columns is left alone."""
+    """The first columns of the output, for the absorbed query, are not written."""
     heads, nope, rope, kv_lora = sizes
     draw, shape = Draw(dtype), MlaShape(heads, nope, rope, 4, kv_lora, None, 0.2)
     q, latent = draw(2, heads * (nope + rope)), draw(2, kv_lora + rope) * 3
@@ -153,8 +156,8 @@ def test_heads_of_latent_attention(sizes, dtype):
 
 
 def test_pairs_are_neighbours():
-    """By hand: a quarter turn."""
-    q = torch.arange(1.0, 5.0)[None].repeat(1, 5).to(DEVICE)  # a head: one column, four that turn
+    """A rotation by 90 degrees, computed by hand."""
+    q = torch.arange(1.0, 5.0)[None].repeat(1, 5).to(DEVICE)  # a head: one column, four that rotate
     given = torch.cat((torch.zeros(1, 1, device=DEVICE), q[:, :4]), 1)
     quarter = torch.zeros(1, 2, device=DEVICE), torch.ones(1, 2, device=DEVICE)
     memory, out = torch.zeros(1, 1, 7, device=DEVICE), torch.zeros(1, 1, 7, device=DEVICE)

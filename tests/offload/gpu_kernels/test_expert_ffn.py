@@ -1,6 +1,6 @@
-"""Experts on the device: the bits of the CPU's kernels, from the same bytes, through a slot table.
+"""Test experts on the device: the bits of the CPU's kernels, from the same bytes, by a slot table.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py).
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 """
 
 import pytest
@@ -50,7 +50,7 @@ class Layer:
         return rows.cpu()
 
     def on_cpu(self, x, ids):
-        """Ids below zero leave their rows alone."""
+        """Return the rows of the CPU; ids below zero leave their rows unchanged."""
         rows = torch.full((ids.numel(), x.shape[1]), UNTOUCHED, dtype=x.dtype)
         places = [(ids.flatten() == e).nonzero().flatten().tolist() for e in range(len(self.data))]
         self.kernel.run(
@@ -60,7 +60,7 @@ class Layer:
         return rows
 
     def exact(self, x, expert):
-        """float64 [T, D]."""
+        """Return the result in float64, [T, D]."""
         *inners, down = (v.double() for v in self.values[expert] if v.shape[0] > 1)
         biases = [v.double() for v in self.values[expert] if v.shape[0] == 1] or [0.0] * 3
         products = [x.double() @ w.T + b for w, b in zip(inners, biases, strict=False)]
@@ -83,7 +83,7 @@ def test_pairs_on_the_device_get_the_cpus_bits_and_others_are_left_alone(
     layer = Layer(form, 70, 45, activation, biases)
     x, ids = random(3, 70).to(dtype), torch.tensor([[2, 0], [1, -1], [1, 2]])
     table = torch.cat((torch.full((4,), 77), layer.table)).int()
-    table[4 + 1] = -1  # expert 1 is elsewhere
+    table[4 + 1] = -1  # expert 1 is not resident
     rows = layer.on_device(x, ids, table, 4)
     assert (rows[2:5] == UNTOUCHED).all()
     wanted = layer.on_cpu(x, torch.where(ids == 1, -1, ids))
@@ -133,7 +133,7 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form):
 
 @pytest.mark.parametrize("form", ["q4", "bf16", "f32"])
 def test_experts_named_by_slots_fill_their_places(form):
-    """The face of SlotMath; many rows of one expert in bf16, and all of f32, are torch's."""
+    """The interface of SlotMath; torch computes many rows of one expert in bf16, and all f32."""
     if form == "f32":
         shape = ExpertLayout(32, 24, "F32")
         weights = [random(48, 32, seed=1) / 6, random(32, 24, seed=2) / 6]

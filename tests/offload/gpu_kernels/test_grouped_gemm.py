@@ -1,6 +1,6 @@
-"""Many rows on the device: the bits of the CPU's kernels and of pairs that go alone.
+"""Test many rows on the device: the bits of the CPU's kernels and of separate pairs.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py).
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 """
 
 import pytest
@@ -27,7 +27,7 @@ portable_path = pairs.portable_path
 
 
 def routed(counts, top_k, absent=0):
-    """ids [T, top_k] of so many pairs per expert and some of nobody, in no order."""
+    """Return shuffled ids [T, top_k]: counts[e] pairs of expert e and `absent` ids of -1."""
     ids = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)])
     ids = torch.cat((ids, torch.full((absent,), -1)))
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))].view(-1, top_k)
@@ -42,7 +42,7 @@ def routed(counts, top_k, absent=0):
 def test_blocks_of_pairs_get_the_bits_of_the_cpu_and_of_pairs_alone(
     form, activation, biases, dtype
 ):
-    """Experts of 0, 1, 16, 17 and 33 rows, one that is elsewhere, ids of nobody."""
+    """Experts of 0, 1, 16, 17 and 33 rows, one that is not resident, ids of -1."""
     layer = Layer(form, 70, 45, activation, biases, count=6)
     ids = routed([0, 1, 16, 17, 33, 8], 2, absent=3)
     table = torch.cat((torch.full((4,), 77), layer.table)).int()
@@ -60,7 +60,7 @@ def test_blocks_of_pairs_get_the_bits_of_the_cpu_and_of_pairs_alone(
     ("form", "tokens"), [("q4", 17), ("q4", 33), ("q4", 100), ("q8", 33), ("mxfp4", 33)]
 )
 def test_a_row_does_not_see_how_many_travel_with_it(form, tokens):
-    """One expert of all tokens and one of the last: blocks of 16, 32 and 64 rows."""
+    """One expert has all tokens, one only the last: blocks of 16, 32 and 64 rows."""
     layer = Layer(form, 100, 70, count=2)
     x, ids = random(tokens, 100).bfloat16(), torch.zeros(tokens, 2, dtype=torch.int32)
     ids[:, 1] = -1
@@ -106,7 +106,7 @@ def test_every_pair_is_in_one_block_of_its_expert(data):
 
 
 def test_blocks_are_found_without_waiting_for_the_device():
-    """Tensors without values: an operation that needs one, or a shape made of one, raises."""
+    """On tensors without values, an operation or a shape that needs a value raises."""
     with FakeTensorMode():
         assert blocks_of(torch.zeros(100, dtype=torch.int32), 4, 16).most == 100 // 16 + 4
 
@@ -117,7 +117,7 @@ def test_blocks_are_no_larger_than_what_an_expert_gets():
 
 
 def test_what_triton_cannot_compile_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a B200 blocks of 64 rows."""
+    """Triton cannot compile blocks of 64 rows on a B200."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, most in (((10, 0), 32), ((9, 0), 64), ((12, 0), 64)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
@@ -145,11 +145,11 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form):
     "byte", [0x00, 0x11, 0x26, 0x43, 0x5A, 0x77, 0x7F, 0x80, 0x88, 0x9B, 0xDC, 0xEE, 0xF7, 0xFF]
 )
 def test_the_largest_sums_of_a_group_are_exact(form, byte):
-    """Codes all alike, against activations of 127 and of -127: |d| up to 32 · 127 · 128."""
+    """All codes equal, times activations of 127 and of -127: |d| up to 32 · 127 · 128."""
     data = aligned(matrix_bytes(form, 16, 64))
     data.fill_(byte)
     scales = {"q4": 512, "q8": 1024, "mxfp4": 512}[form]
-    data[scales:] = 127  # of E8M0: 1
+    data[scales:] = 127  # 1 in E8M0
     if form != "mxfp4":
         data[scales:].view(torch.float16).fill_(1.0)
     x = torch.full((20, 64), 127.0)
@@ -186,7 +186,7 @@ def test_dense_layers_get_the_cpus_bits_in_any_number_of_rows(form, rows, column
 
 
 def test_experts_named_by_slots_fill_their_places():
-    """The face of SlotMath, of more tokens than go pair by pair."""
+    """The interface of SlotMath, for too many tokens to compute pair by pair."""
     layer = Layer("q4", 32, 24, count=3)
     ids = routed([30, 21, 9], 2)
     x = random(30, 32).bfloat16()

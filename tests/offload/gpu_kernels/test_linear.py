@@ -1,7 +1,6 @@
-"""Dense layers and embeddings on the device: the bits of runtime/dense/cpu_linear.py, from the same
-bytes.
+"""Compare dense layers and embeddings on the device with runtime/dense/cpu_linear.py, bit for bit.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py).
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 """
 
 import pytest
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.first  # Triton's interpreter is slow
 
 
 def matrix(form, rows, columns):
-    """The same matrix for the CPU and for the device, and the values that it means."""
+    """Return the same matrix for the CPU and for the device, and its values."""
     generator = torch.Generator().manual_seed(3)
     data, values = stored(torch.randn(rows, columns, generator=generator) * 0.05, form)
     return data, data.clone().to(DEVICE), values
@@ -41,7 +40,7 @@ def test_up_to_16_rows_get_the_cpus_bits_in_any_company(form, rows, columns):
     for count in (1, 2, 5, 16):
         assert torch.equal(ours(x[:count].to(DEVICE)).cpu(), wanted[:count]), count
     many = ours(x.to(DEVICE)).cpu()
-    if form != "bf16":  # of which torch takes more
+    if form != "bf16":  # torch computes more rows of bf16
         assert torch.equal(many, wanted)
     assert relative(many, x.double() @ values.double().T) < 0.02
 

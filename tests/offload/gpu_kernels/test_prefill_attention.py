@@ -1,6 +1,6 @@
-"""Attention of many rows on the device, against float64.
+"""Compare attention of many rows on the device with float64.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py).
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 """
 
 from itertools import pairwise
@@ -24,7 +24,7 @@ SHAPES = {  # heads, key heads, width, value width
 
 
 def drawn(shape, past, rows, capacity, dtype=torch.bfloat16):
-    """q, k and v, which lie in one memory; what no token has written is NaN."""
+    """Return q, k and v, where k and v share memory; unwritten places are NaN."""
     heads, groups, width, values = SHAPES[shape]
     draw = torch.Generator().manual_seed(past + rows)
     q = torch.randn(rows, heads, width, generator=draw)
@@ -35,7 +35,7 @@ def drawn(shape, past, rows, capacity, dtype=torch.bfloat16):
 
 
 def wanted(q, k, v, past, scale, window=None, sinks=None):
-    """[T, H, V] in float64, a row at a time."""
+    """Return the result [T, H, V] in float64, a row at a time."""
     found = []
     for row, heads in enumerate(q.double().cpu()):
         last = past + row + 1
@@ -64,7 +64,7 @@ def test_every_shape(shape, past, rows):
 
 @pytest.mark.parametrize("total", [256, 257, 287, 2049])
 def test_every_length(total):
-    """Whole blocks of keys, one token more, one less."""
+    """Test whole blocks of keys, one token more, one less."""
     close(*drawn("grouped", total - 5, 5, total + 3), total - 5, 0.3)
 
 
@@ -108,7 +108,7 @@ def test_how_a_text_is_cut_and_stored_changes_nothing(window):
 
 @pytest.mark.parametrize("shape", ["grouped", "latent"])
 def test_the_newest_token_alone(shape):
-    """As the kernel of decode steps has it."""
+    """The result agrees with that of the decode kernel."""
     q, k, v = drawn(shape, 99, 1, 110, torch.float32)
     sinks = torch.linspace(-1.0, 2.0, q.shape[1]).to(DEVICE)
     alone = attend_newest(q[0], k, v, torch.tensor([99], device=DEVICE), 0.2, 30, sinks)
@@ -118,7 +118,7 @@ def test_the_newest_token_alone(shape):
 
 
 def test_strides_and_a_place_for_the_result():
-    """Values as a product leaves them, [S, G, …], keys by themselves, rows of a larger result."""
+    """Values in the layout of a product, [S, G, …], separate keys, rows of a larger result."""
     q, k, v = drawn("grouped", 150, 7, 157)
     values = v.transpose(0, 1).contiguous().transpose(0, 1)
     assert values.stride(0) < values.stride(1)

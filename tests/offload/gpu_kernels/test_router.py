@@ -1,6 +1,6 @@
-"""Routers on the device, against torch's.
+"""Compare routers on the device with torch's.
 
-In Triton's interpreter where there is no GPU (tests/conftest.py).
+Without a GPU, Triton's interpreter runs the kernels (tests/conftest.py).
 """
 
 from dataclasses import replace
@@ -100,7 +100,7 @@ def test_of_equal_groups_the_first(name):
 
 
 def test_scores_of_0_are_of_equals_the_first_too():
-    """In the best group there is one that underflows; as in torch, one beyond the group may do."""
+    """A score in the best group underflows to 0, so a score outside may be chosen, as in torch."""
     x = torch.tensor([[1.0]])
     weight = torch.tensor([[-300.0], [-200.0], [200.0], [-300.0]])
     ids, weights = routed(x, weight, RouterKind("softmax", 2, False, 1.0, (2, 1)))

@@ -1,7 +1,7 @@
-"""The policy `eamc` in plain numpy, to be compared with.
+"""Implement the policy `eamc` in plain numpy, as a reference for tests.
 
-Does not know how to be fast. Every float32 operation comes in the order of
-native/policy/eamc_core.h, and every sort is stable, so that decisions are the same.
+It is slow. Every float32 operation has the order of native/policy/eamc_core.h, and every sort is
+stable, so that decisions are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Evictable = Callable[[int], bool]
 
 
 class PlainEamc(Passive):
-    """Evict and prefetch by Algorithm 1 of the paper, all cells at a time."""
+    """Evicts and prefetches by Algorithm 1 of the paper, all cells at a time."""
 
     def __init__(self, setup: Setup, matches: int = 1, epsilon: float = 1e-3) -> None:
         super().__init__(setup)

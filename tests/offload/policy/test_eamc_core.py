@@ -1,4 +1,4 @@
-"""The native core of `eamc` at its edges: ties, empty rows, arguments that do not exist."""
+"""Test edge cases of the native core of `eamc`: ties, empty rows, invalid arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_equal_keys_leave_by_last_use_then_by_number() -> None:
 def test_equal_wishes_come_by_number() -> None:
     found = core()
     found.begin_pass(False)
-    assert found.wishes(4) == [0, 1, 2]  # the last layer is L away and weighs nothing
+    assert found.wishes(4) == [0, 1, 2]  # the last layer is L away: its weight is 0
     found.admitted(1)
     assert found.wishes(4) == [0, 2]
     assert found.wishes(1) == [0]

@@ -1,4 +1,4 @@
-"""Groups, neighbours and shares of an EAMC, on collections whose answer is known."""
+"""Test groups, neighbours and shares of an EAMC, on collections with a known answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYERS, EXPERTS = 3, 16
 
 
 def planted(groups: int, each: int, seed: int = 0) -> Eamc:
-    """Requests of `groups` kinds, each kind with four experts of its own per layer."""
+    """Make requests of `groups` kinds, each kind with four different experts per layer."""
     draw = np.random.default_rng(seed)
     eamc = Eamc(groups * each, LAYERS, EXPERTS)
     for number in range(groups * each):
@@ -55,7 +55,7 @@ def test_figures_by_hand() -> None:
     assert about.used_by_all == pytest.approx(4 / 8)
     np.testing.assert_allclose(about.heat[0], [0.3, 0.7, 0, 0])
     np.testing.assert_allclose(about.heat[1], [0, 0.4, 0, 0.6])
-    # prefill: 4 / (√26 · √32) = 0.1387; decode: one of them lacks it, so half of that mass counts
+    # prefill: 4 / (√26 · √32) = 0.1387; one entry has no decode part, so half of that mass counts
     assert about.similarity[0, 1] == pytest.approx(0.1387 / 2**0.5, abs=1e-3)
     np.testing.assert_allclose(np.diag(about.similarity), 1, atol=1e-6)
 
@@ -66,7 +66,7 @@ def test_nearest_leaves_out_the_entry_itself() -> None:
 
 
 def test_silhouette_by_hand() -> None:
-    """a = 1, b = 4 for the first two; the third is alone. (0.75 + 0.75 + 0) / 3."""
+    """For the first two a = 1, b = 4; the third is alone. (0.75 + 0.75 + 0) / 3."""
     distance = np.array([[0, 1, 4], [1, 0, 4], [4, 4, 0]], np.float32)
     assert silhouette(np.array([0, 0, 1]), distance) == pytest.approx(0.5)
     assert silhouette(np.array([0, 0, 0]), distance) == 0

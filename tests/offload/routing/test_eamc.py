@@ -1,4 +1,4 @@
-"""The EAMC against examples worked by hand: matching, replacement, predictions, priorities."""
+"""Test the EAMC on examples computed by hand: matching, replacement, predictions, priorities."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def of(capacity: int, *prefills: np.ndarray) -> Eamc:
 
 
 def test_cosine_on_the_observed_rows_only() -> None:
-    """After layer 0 routed [3, 1, 0]: A: 12/(√10·4) = .9487, B: 4/(√10·4) = .3162,
-    C: 8/(√10·√8) = .8944. After layer 1 routed [4, 0, 0] too: A: 12/(√26·√32) = .4160,
-    B: 4/(√26·√32) = .1387, C: (8+16)/(√26·√24) = .9608."""
+    """Layer 0 routes [3, 1, 0], then layer 1 routes [4, 0, 0].
+
+    After layer 0: A: 12/(√10·4) = .9487, B: 4/(√10·4) = .3162, C: 8/(√10·√8) = .8944.
+    After layer 1: A: 12/(√26·√32) = .4160, B: 4/(√26·√32) = .1387, C: (8+16)/(√26·√24) = .9608.
+    """
     matcher = Matcher(of(9, A, B, C), "prefill")
     assert matcher.similarity().tolist() == [0, 0, 0]
     matcher.observe(0, np.array([[0], [0], [0], [1]]))
@@ -52,9 +54,12 @@ def test_cosine_on_the_observed_rows_only() -> None:
 
 
 def test_rows_of_later_layers_count_with_earlier_passes_once_they_ran() -> None:
-    """Pass 1 routes expert 0, then 1; pass 2 routes expert 0 in layer 0: the query is row 0 =
-    [2, 0, 0] alone, so A: 8/(2·4) = 1, C: 4/(2·√8) = .7071. Then layer 1 routes 0: rows
-    [2, 0, 0], [1, 1, 0]; A: (8+4)/(√6·√32) = .8660, C: (4+4)/(√6·√24) = .6667."""
+    """Pass 1 routes expert 0, then 1; pass 2 routes expert 0 in both layers.
+
+    After layer 0 of pass 2 the query is only row 0 = [2, 0, 0]: A: 8/(2·4) = 1,
+    C: 4/(2·√8) = .7071. After layer 1 its rows are [2, 0, 0], [1, 1, 0]:
+    A: (8+4)/(√6·√32) = .8660, C: (4+4)/(√6·√24) = .6667.
+    """
     matcher = Matcher(of(9, A, C), "prefill")
     matcher.observe(0, np.array([[0]]))
     matcher.observe(1, np.array([[1]]))
@@ -85,7 +90,7 @@ def test_a_full_collection_replaces_the_closest() -> None:
 
 
 def test_automatic_capacity_grows_with_what_is_different() -> None:
-    """3A is like A (cosine 1) and takes its place; B and C are not (.5 and less) and join."""
+    """3A has cosine 1 to A and replaces it; B and C have at most .5 and are added."""
     eamc = Eamc(9, 2, 3, alike=0.97)
     places = [eamc.add(prefill, NONE) for prefill in (A, B, 3 * A, C, 2 * B)]
     assert places == [0, 1, 0, 2, 1]
@@ -95,7 +100,7 @@ def test_automatic_capacity_grows_with_what_is_different() -> None:
 
 
 def test_an_entry_replaces_all_that_it_is_alike() -> None:
-    """A and C have cosine 8/(√32·√24) = .29; A + C has .86 and .73 to them, .28 to B."""
+    """The cosine of A and C is 8/(√32·√24) = .29; A + C has .86 and .73 to them, .28 to B."""
     eamc = Eamc(9, 2, 3, alike=0.7)
     for prefill in (A, B, C):
         eamc.add(prefill, NONE)
@@ -111,7 +116,7 @@ def test_an_entry_replaces_all_that_it_is_alike() -> None:
 def test_an_automatic_collection_is_restored_by_its_entries(
     seed: int, count: int, capacity: int
 ) -> None:
-    """What a rewritten log relies on: added again, oldest first, nothing is merged or lost."""
+    """A rewritten log relies on this: entries added oldest first are neither merged nor lost."""
     random = np.random.default_rng(seed)
     first, again = (Eamc(capacity, 2, 3, alike=0.9) for _ in range(2))
     for _ in range(count):
@@ -130,8 +135,11 @@ def test_the_ceiling_is_set_by_matching_or_memory() -> None:
 
 
 def test_distance_of_pairs_is_the_mean_of_both_parts() -> None:
-    """To (A, B): the query (A, A) has cosines 1 and 0, mean .5; (A, none) has 1 and 0 too, because
-    the entry has a decode part and the query none. To (A, none): 1 over the only part there is."""
+    """To (A, B), the query (A, A) has cosines 1 and 0, mean .5.
+
+    (A, none) has 1 and 0 too, because the entry has a decode part and the query has not. To
+    (A, none) it has 1, over the only part.
+    """
     eamc = Eamc(9, 2, 3)
     eamc.add(A, B)
     eamc.add(A, NONE)
@@ -149,7 +157,7 @@ def test_the_prediction_sums_matches_and_normalises_rows() -> None:
 
 
 def test_later_layers_count_less_for_prefetch() -> None:
-    """L = 4 at l = 1: layer 2 has 1 - 1/4, layer 3 has 1 - 2/4, layers 0 and 1 are over."""
+    """L = 4 at l = 1: layer 2 has 1 - 1/4, layer 3 has 1 - 2/4, layers 0 and 1 have 0."""
     assert distance_weights(1, 4).tolist() == [0, 0, 0.75, 0.5]
     prediction = np.array([[1, 0], [0, 1], [0.5, 0.5], [0.25, 0.75]], np.float32)
     expected = [[0, 0], [0, 0], [0.375, 0.375], [0.125, 0.375]]
@@ -175,7 +183,7 @@ def random_entries(seed: int, count: int, layers: int = 3, experts: int = 5) -> 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 999), st.integers(1, 20), st.data())
 def test_the_running_match_is_the_cosine(seed: int, count: int, data: st.DataObject) -> None:
-    """Against whole matrices multiplied anew, over passes, skipped layers and entries that come."""
+    """Compare with products of whole matrices, over passes, skipped layers and added entries."""
     eamc = random_entries(seed, count)
     matcher = Matcher(eamc, "decode")
     history = np.zeros((3, 5))

@@ -1,4 +1,4 @@
-"""EAMs and recordings against examples worked by hand."""
+"""Test EAMs and recordings on examples computed by hand."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_damaged_bytes_are_refused(damage: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255))
 def test_any_other_byte_is_refused_or_changes_nothing(place: int, value: int) -> None:
-    """Deflate leaves some bits without a meaning."""
+    """Some bits of deflate have no meaning."""
     recording = Recording("x", SHAPE)
     recording.add(one_pass([7], "prefill", [[0, 1]], [[2, 3]]).end())
     right = recording_to_bytes(recording)

@@ -1,8 +1,8 @@
-"""Replays against outcomes that were recorded before the policies were made fast.
+"""Compare replays with outcomes recorded before the policies were optimised.
 
 The recording is real routing, cut into requests of ten tokens each, so that the EAMC fills. The
-outcomes are those of commit 47deca1, for `eamc` with stable sorts: numpy's default sorts order ties
-by the processor's vector width, and ties are frequent there.
+outcomes are those of commit 47deca1, for `eamc` with stable sorts. numpy's default sorts order ties
+by the processor's vector width, and ties are frequent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def routing() -> Recording:
 
 
 def sums(outcome: Outcome) -> tuple[int, ...]:
-    """Return hits, reads, insertions, reads ahead, those used, and the stall in ns."""
+    """Return hits, reads, insertions, prefetches, used prefetches, and the stall in ns."""
     tokens = outcome.tokens
     return (
         sum(t.hits for t in tokens),
@@ -113,10 +113,10 @@ def test_eamc_decides_as_its_plain_transcription(
     ways: list[Callable[[Setup], Policy]] = [EamcPolicy, PlainEamc]
     found = [Replay(recording, way, conditions, Eamc(8, 4, 8)).run() for way in ways]
     assert found[0] == found[1]
-    assert (found[0].fetched_ahead == 0) == late  # late policies are not asked for wishes
+    assert (found[0].fetched_ahead == 0) == late  # late policies do not prefetch
 
 
-# Per routed expert; before the core of `eamc` was native it took 41.
+# Calls per routed expert; `eamc` took 41 before its core was native.
 CALLS = {"lru": 12, "lfu": 13, "eamc": 26, "adaptive": 13, "belady": 12}
 
 

@@ -1,4 +1,4 @@
-"""The simulator against replays worked by hand, and the study's targets on real traces."""
+"""Test the simulator on replays computed by hand, and the study's targets on real traces."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from moeinf.offload.simulator.replay import Conditions, Replay
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 
-# One second per byte of RAM; an expert is computed in 1 s, read in 4 s, dense takes 1 s per layer.
+# One second per byte of RAM. Per expert: compute 1 s, read 4 s. Dense: 1 s per layer.
 SHAPE = RoutingShape(layers=2, experts=4, top_k=2, expert_bytes=1, dense_bytes=2)
 CLOCK = TimeModel(ram_over_link=4, ram_bytes_per_s=1)
 
 
 def decode(*tokens: list[list[int]], hints: bool = False) -> Recording:
-    """Each token as its layers' ids; with perfect recorded hints if wanted."""
+    """Record decode tokens, each as its layers' ids; hints: with perfect recorded hints."""
     recording = Recording("hand", SHAPE)
     for layers in tokens:
         builder = PassBuilder(SHAPE, np.zeros(1, np.int64), "decode")
@@ -45,9 +45,13 @@ def decode(*tokens: list[list[int]], hints: bool = False) -> Recording:
 
 
 def test_stall_by_hand() -> None:
-    """Token 1 reads everything. Layer 0: dense 0-1, reads end at 5 and 9, computed at 10: 7 s over
-    its 2 s. Layer 1: dense 10-11, the same: 7 s. Token 2: layer 0 hits both, no stall. Layer 1
-    hits one (computed meanwhile) and reads one for 4 s, computed after 5: 3 s over its 2 s."""
+    """Token 1 reads everything, token 2 misses one expert.
+
+    Token 1, layer 0: dense 0-1, reads end at 5 and 9, computed at 10: 7 s over its 2 s.
+    Layer 1: dense 10-11, the same: 7 s.
+    Token 2, layer 0 hits both, no stall. Layer 1 hits one (computed meanwhile) and reads one for
+    4 s, computed after 5: 3 s over its 2 s.
+    """
     recording = decode([[0, 1], [0, 1]], [[0, 1], [0, 2]])
     outcome = Replay(recording, Lru, Conditions(8, CLOCK)).run()
     assert [token.stall_seconds for token in outcome.tokens] == [14, 3]
@@ -58,9 +62,12 @@ def test_stall_by_hand() -> None:
 
 
 def test_hints_are_read_while_computing() -> None:
-    """Adaptive with a perfect gate: layer 0's demand holds the link until 9; then layer 1's experts
-    are read, the first until 13, and layer 1 routes at 11. The second begins at 13, ends at 17,
-    computed at 18: 5 s over its 2 s, where demand alone would have taken 7."""
+    """Adaptive with a perfect gate.
+
+    Layer 0's demand reads occupy the link until 9. Then layer 1's experts are read, the first until
+    13, and layer 1 routes at 11. The second begins at 13, ends at 17, computed at 18: 5 s over its
+    2 s. Demand reads alone would take 7.
+    """
     recording = decode([[0, 1], [0, 1]], hints=True)
     conditions = Conditions(8, CLOCK, RecordedHints())
     outcome = Replay(recording, POLICIES["adaptive"], conditions).run()
@@ -70,7 +77,7 @@ def test_hints_are_read_while_computing() -> None:
 
 
 def test_the_cliff() -> None:
-    """Four experts in turn through three slots: least recently used hits nothing, Belady does."""
+    """Four experts in turn through three slots: LRU has no hits, Belady has."""
     shape = RoutingShape(layers=4, experts=2, top_k=1, expert_bytes=1)
     recording = Recording("cycle", shape)
     for _ in range(8):
@@ -91,7 +98,7 @@ def test_finished_requests_join_the_collection() -> None:
 
 
 def test_a_collection_that_begins_empty_is_used_once_it_fills() -> None:
-    """Requests of one kind: from the second on the past knows what a token will use."""
+    """Requests of one kind: from the second on, the EAMC predicts the experts of a token."""
     recording = Recording("alike", SHAPE)
     for request in range(6):
         for step in range(5):
@@ -108,7 +115,7 @@ def test_a_collection_that_begins_empty_is_used_once_it_fills() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
 def test_any_policy_any_size(name: str, slots: int) -> None:
-    """A prefill of more experts than slots, late events, hints: all reads are accounted for."""
+    """A prefill of more experts than slots, late events, hints: all reads are counted."""
     random = np.random.default_rng(slots)
     recording = Recording("random", SHAPE)
     for request in range(4):
@@ -184,7 +191,7 @@ def test_a_row_that_cannot_be_is_refused(row: str, words: str, tmp_path: Path) -
 def test_a_route_trace_grows_no_further_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of some kilobytes may inflate to any size, and a line may stand for a large array."""
+    """A file of some kilobytes may inflate to any size, and a line may need a large array."""
     path = tmp_path / "x.csv.gz"
     with gzip.open(path, "wb") as file:
         file.write(ROUTE.encode())
@@ -224,7 +231,7 @@ NAMES = ("qwen3-30b-a3b", "gemma-4-26b-a4b")
 
 @pytest.mark.parametrize(("name", "lru", "belady"), [(NAMES[0], 0.5, 0.76), (NAMES[1], 0.49, 0.74)])
 def test_calibration_at_a_tenth(name: str, lru: float, belady: float) -> None:
-    """The hit rates that the traces' own README states."""
+    """Compare with the hit rates in the README of the traces."""
     recording = trace(name)
     future = [(layer, p.ids[layer]) for p in recording.passes for layer in range(len(p.ids))]
     future = [(layer, ids) for layer, ids in future if (ids >= 0).any()]

@@ -1,4 +1,4 @@
-"""The study's own policies and workloads (scripts/study_parts.py), on routing drawn by hand."""
+"""Test the study's policies and workloads (scripts/study_parts.py), on synthetic routing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHAPE = RoutingShape(3, 16, 2, 0, 1 << 20, 1 << 20)
 
 
 def recording(requests: int, tokens: int, kinds: int = 2, seed: int = 0) -> Recording:
-    """Every kind of request prefers experts of its own; gates name the truth."""
+    """Draw requests; each kind prefers different experts, and the hints are correct."""
     random = np.random.default_rng(seed)
     made = Recording("drawn", _SHAPE)
     names = ("add", "subtract", "upper", "reverse")
@@ -70,11 +70,11 @@ def test_lru_chooses_victims_for_adaptive() -> None:
         policy.admitted(cell)
     policy.routed(0, np.array([[5, 7]]))
     assert policy.victim(lambda _: True) == 6
-    assert policy.insertions >= 0  # adaptive's own
+    assert policy.insertions >= 0  # an attribute of adaptive
 
 
 def test_ways_see_hints_only_where_they_should() -> None:
-    """Hints that are right save stalls; the offline optimum is not beaten."""
+    """Correct hints save stalls; no policy beats the offline optimum."""
     drawn = recording(6, 12)
     case = Case(drawn, 0.25, RecordedHints())
     adaptive = POLICIES["adaptive"]
@@ -83,7 +83,7 @@ def test_ways_see_hints_only_where_they_should() -> None:
     assert told.stall_ms_per_token < blind.stall_ms_per_token
     best = case.best().hit_rate
     for way in (*COMPARED, *ABLATED):
-        if not way.hints:  # reading ahead can hit more often than any eviction alone
+        if not way.hints:  # prefetching can hit more often than any eviction alone
             assert case.run(way).hit_rate <= best, way.name
     assert parts.hints_of(Recording("none", _SHAPE)) is not None
 

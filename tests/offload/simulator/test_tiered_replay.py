@@ -1,6 +1,6 @@
-"""The clocks of a replay with a device, worked out by hand, and the floor that none goes below.
+"""Test the times of a replay with a device, computed by hand, and the floor of each token.
 
-What it counts is compared with the real store in test_tiered_store_is_the_replay.py.
+test_tiered_store_is_the_replay.py compares its counts with the real store.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moeinf.offload.simulator.tiered_replay import TieredReplay
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "gemma-4-26b-a4b.route.csv.gz"
 
-# An expert: read in 20 s, copied in 4, computed by the CPU in 10 and by the device in 1, as is a
-# layer's dense share.
+# Per expert: read 20 s, copy 4 s, compute 10 s on the CPU and 1 s on the device. A layer's dense
+# share takes 1 s.
 SHAPE = RoutingShape(layers=2, experts=4, top_k=2, expert_bytes=20, dense_bytes=40)
 READS = TimeModel(ram_over_link=1, ram_bytes_per_s=1)
 SPEEDS = DeviceSpeeds(bus_bytes_per_s=5, cpu_bytes_per_s=2, device_bytes_per_s=20)
@@ -46,9 +46,12 @@ def replayed(recording: Recording, miss: Miss, device: int = 4, share: float = 0
 
 
 def test_fetch() -> None:
-    """Layer 0 of token 1: dense 0-1; read until 21 and 41, each copied in 4 as it arrives and
-    computed in 1: 46, of which 43 are stall. Layer 1 reads the same two again: 46. Token 2: all
-    four are on the device, 3 s a layer."""
+    """Token 1 reads all experts, token 2 finds them on the device.
+
+    Token 1, layer 0: dense 0-1; read until 21 and 41, each copied in 4 after it arrives and
+    computed in 1: 46, of which 43 are stall. Layer 1 reads the same two again: 46.
+    Token 2: all four are on the device, 3 s a layer.
+    """
     outcome = replayed(decode([[0, 1], [0, 1]], [[0, 1], [0, 1]]), "fetch")
     assert [token.seconds for token in outcome.tokens] == [92, 6]
     assert [token.stall_seconds for token in outcome.tokens] == [86, 0]
@@ -60,10 +63,13 @@ def test_fetch() -> None:
 
 
 def test_compute_and_promotion() -> None:
-    """Token 1, layer 0: reads until 21 and 41, each computed in 10: 51, and the two are promoted
-    until 59. Layer 1: dense until 52, reads until 72 and 92, computed at 102, promoted until 110.
-    Token 2: layer 0 at 103 hits both, which are there: 105. Layer 1 at 106: they are still on the
-    bus: the device has them at 110, done at 112."""
+    """Token 1 computes on the CPU and promotes, token 2 hits.
+
+    Token 1, layer 0: reads until 21 and 41, each computed in 10: 51, and the two are promoted until
+    59. Layer 1: dense until 52, reads until 72 and 92, computed at 102, promoted until 110.
+    Token 2, layer 0 at 103 hits both, whose copies have ended: 105. Layer 1 at 106: the copies are
+    in flight; the device has them at 110, done at 112.
+    """
     outcome = replayed(decode([[0, 1], [0, 1]], [[0, 1], [0, 1]]), "compute")
     assert [token.seconds for token in outcome.tokens] == [102, 10]
     assert [token.stall_seconds for token in outcome.tokens] == [96, 4]
@@ -72,11 +78,14 @@ def test_compute_and_promotion() -> None:
 
 
 def test_auto_divides_what_the_host_has() -> None:
-    """One device slot, bus and CPU alike. Token 1 fetches each as it comes from the disk. Token 2
-    begins with everything in the host. Layer 0: dense 0-1; one is fetched from 1 to 5 and computed
-    at 6, the CPU computes the other until 11, and promotes it until 15. Layer 1: dense 11-12; with
-    one on its way both ways end alike, so one is fetched from 15 to 19 and computed at 20, the CPU
-    is done at 22."""
+    """One device slot, bus and CPU equally fast.
+
+    Token 1 fetches each expert when it arrives from the disk. Token 2 begins with everything in the
+    host. Layer 0: dense 0-1; one is fetched from 1 to 5 and computed at 6. The CPU computes the
+    other until 11, and it is promoted until 15. Layer 1: dense 11-12; with one copy in flight both
+    choices end at the same time. So one is fetched from 15 to 19 and computed at 20, and the CPU is
+    done at 22.
+    """
     outcome = replayed(decode([[0, 1], [2, 3]], [[0, 1], [2, 3]]), "auto", device=1)
     first, second = outcome.tokens
     assert (first.hits, first.cpu_events, first.copies) == (0, 0, 4)
@@ -86,10 +95,13 @@ def test_auto_divides_what_the_host_has() -> None:
 
 
 def test_nothing_is_promoted_while_the_bus_is_busy() -> None:
-    """Two device slots, 25 s a copy. Token 1 reads: layer 0 is done at 51, and promoted until 101;
-    layer 1 at 102, when the bus is idle again: promoted until 152, over the others. Token 2: layer
-    0 is the CPU's, 103 to 123, and stays below; layer 1 has to wait until 152. Token 3: layer 0 is
-    promoted at 175."""
+    """Two device slots, 25 s a copy.
+
+    Token 1 reads: layer 0 is done at 51, and promoted until 101. Layer 1 is done at 102, when the
+    bus is idle again: promoted until 152, and the others are evicted.
+    Token 2: the CPU computes layer 0, 103 to 123, without promotion. Layer 1 waits until 152.
+    Token 3: layer 0 is promoted at 175.
+    """
     slow = DeviceSpeeds(bus_bytes_per_s=20 / 25, cpu_bytes_per_s=2, device_bytes_per_s=20)
     recording = decode(*[[[0, 1], [2, 3]]] * 3)
     conditions, above = Conditions(8, READS), Above(2, "compute", slow)

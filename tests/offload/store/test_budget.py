@@ -1,4 +1,4 @@
-"""Budgets become slots; too little is an error that names the least."""
+"""Test the conversion of budgets to slots; too little is an error that names the minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading ahead stops where nobody waits, and comes back where somebody does."""
+"""Test that prefetching stops without waits, and starts again with them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def test_open_until_a_token_has_shown_that_nothing_waits() -> None:
 
 
 def test_the_share_is_of_the_last_tokens() -> None:
-    """After much waiting it takes some 45 tokens without to close; a few with much to open."""
+    """Some 45 tokens without waits close the gate after long waits; a few long waits open it."""
     throttle = Throttle(0.05)
     for _ in range(1000):
-        throttle.passed(0.01, 0.02)  # a half
+        throttle.passed(0.01, 0.02)  # half of the time
     closed_after = 0
     while throttle.open:
         throttle.passed(0.0, 0.02)
