@@ -46,7 +46,7 @@ def doubled_numbers(words):
     `doubled_e2m1` converts four codes at once, with more instructions but fewer registers.
     """
     number = words & 0x77777777
-    upper = (words >> 2) & 0x11111111  # from 4 on, 0, 1, 2, 5 are missing
+    upper = (words >> 2) & 0x11111111  # codes 4 … 7 need 0, 1, 2, 5 more
     value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
     minus, high_minus = ((words >> 3) & 0x01010101) * 255, ((words >> 7) & 0x01010101) * 255
     low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: the result has no carries

@@ -27,7 +27,7 @@ from moeinf.offload.gpu_kernels.grouped_gemm import linear_many
 from moeinf.offload.gpu_kernels.tiles import FUSION
 from moeinf.offload.store.compute import MOST_ROWS
 
-_OUTPUTS = 32  # of one program of up to MOST_ROWS rows; more rows of tiles use tensor cores
+_OUTPUTS = 32  # outputs of a program of up to MOST_ROWS rows; more use tensor cores (tiles)
 _COLUMNS = 512  # columns of an embedding that one program reads
 
 

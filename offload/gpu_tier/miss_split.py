@@ -47,6 +47,7 @@ class Split:
 
         def end(fetched: int) -> tuple[float, int]:
             bus = (behind + fetched) / self._bus if fetched else 0.0
-            return max(bus, (misses - fetched) / self._cpu), -fetched  # ties: fetch more
+            # Ties: fetch more, because a fetched expert may stay resident.
+            return max(bus, (misses - fetched) / self._cpu), -fetched
 
         return min(range(misses + 1), key=end)

@@ -76,7 +76,7 @@ class DeviceSpeeds:
 
 
 class Link:
-    """Runs one read after the other; waiting reads start only while the link is idle.
+    """Runs one read after the other; a waiting read starts only if the link was idle before now.
 
     start(cell) is called when a waiting read could begin. It takes a slot and returns True, or
     returns False.

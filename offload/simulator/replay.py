@@ -52,7 +52,7 @@ class Conditions:
 class Walk(ABC):
     """Goes through a recording, pass by pass; a subclass defines the effect on its tiers.
 
-    Call `run` once. `policies` are told about ended requests.
+    Call `run` once. It reports ended requests to `policies`.
     """
 
     def __init__(self, recording: Recording, conditions: Conditions, eamc: Eamc | None) -> None:
