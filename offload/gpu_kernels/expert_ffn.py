@@ -1,11 +1,11 @@
 """Compute resident experts on the device, found through a slot table.
 
-The kernels read the same bytes as the CPU's kernels and give the same bits: in tiles for any number
-of rows, in bf16 for up to 16 rows of an expert. For up to 16 tokens, each (token, expert) pair is
-computed separately (expert_kernels.py). For more tokens, pairs that share an expert in tiles go
-through tensor cores together (grouped_gemm.py).
+The kernels read the same bytes as the CPU's kernels and give the same bits. In tiles this holds for
+any number of rows, in bf16 for up to 16 rows of an expert. For up to 16 tokens, each (token,
+expert) pair is computed separately (expert_kernels.py). For more tokens, pairs that share an expert
+in tiles go through tensor cores together (grouped_gemm.py).
 
-Work is launched on torch's current stream and nothing is read back, so the host never waits:
+Work is launched on torch's current stream. Nothing is read back, so the host never waits:
 `run_routed` takes ids and slot table on the device. The caller must not change the slots' bytes
 before the stream has passed.
 """

@@ -235,8 +235,9 @@ class Eamc:
 class Matcher:
     """Matches one request during the passes of one phase; native/policy/eam_match.h draws how.
 
-    The query is the request's EAM of this phase on the observed rows: layers 0 … l of the running
-    pass, each plus the request's earlier passes of the phase. The EAMC may change meanwhile.
+    The query is the request's EAM of this phase on the observed rows, layers 0 … l of the running
+    pass. Each row includes the request's earlier passes of the phase. The EAMC may change
+    meanwhile.
     """
 
     def __init__(self, eamc: Eamc, phase: Phase) -> None:
