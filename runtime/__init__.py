@@ -1,1 +1,1 @@
-"""Composes models and offload into an engine that answers. The only floor that knows both."""
+"""Compose models and offload into an engine. Only this layer imports both."""

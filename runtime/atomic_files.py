@@ -1,6 +1,6 @@
-"""Files that survive a power cut: temporary name → fsync → rename → fsync of the folder.
+"""Write files that survive a power cut.
 
-Does not know what the files hold.
+The order is: temporary name → fsync → rename → fsync of the folder.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from moeinf.runtime.regular_files import open_regular
 
 
 def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Writes `path` whole or not at all; on return it is on the disk.
+    """Write `path` completely or not at all; on return it is on the disk. Raises OSError.
 
-    Who writes the same file at the same time waits. What a killed process leaves, `.NAME.partial`,
-    is used by the next.
+    Concurrent writers of one file wait for each other. A killed process leaves `.NAME.partial`,
+    which the next writer reuses.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         descriptor = _open_locked(partial, mode)
     except OSError as error:
-        error.filename = os.fspath(path)  # who asked knows no other name
+        error.filename = os.fspath(path)  # the caller knows no other name
         raise
     try:
         os.ftruncate(descriptor, 0)
@@ -42,7 +42,7 @@ def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def _open_locked(path: Path, mode: int) -> int:
-    """Opens or makes a file that no other process has opened so, and that still has its name."""
+    """Open or create a file under an exclusive lock, and check that it still has its name."""
     while True:
         descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         try:
@@ -53,11 +53,11 @@ def _open_locked(path: Path, mode: int) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the one before has renamed it
+        os.close(descriptor)  # the previous owner has renamed the file
 
 
 def make_folder_durably(folder: Path) -> None:
-    """Makes a folder that only its owner may enter, and those above it that are missing."""
+    """Create a folder with mode 0700, and its missing parents."""
     if not folder.is_dir():
         make_folder_durably(folder.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -65,7 +65,7 @@ def make_folder_durably(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Sync a folder, so that the names in it are durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -74,7 +74,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_filesystem(folder: Path) -> None:
-    """Makes everything below a folder durable at once, which thousands of fsyncs would not."""
+    """Sync the file system of a folder; one call replaces thousands of fsyncs."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         syncfs(descriptor)

@@ -1,7 +1,4 @@
-"""Parse JSON of strangers in bounded memory and in linear time.
-
-Does not know where the text comes from or what it means.
-"""
+"""Parse untrusted JSON in bounded memory and in linear time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Where the tracebacks of our own bugs are kept: $MOEINF_HOME/logs/moeinf.log, 0600.
+"""Append the tracebacks of our own bugs to $MOEINF_HOME/logs/moeinf.log, mode 0600.
 
-Does not know what a bug is, nor how it is shown. A log that grows beyond _MOST_BYTES becomes
-moeinf.log.1, and that one goes.
+A log larger than _MOST_BYTES is renamed to moeinf.log.1, which replaces the previous one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MOST_BYTES = 1 << 20
 
 
 def note_bug(settings: Settings, error: BaseException) -> Path | None:
-    """Appends the traceback of `error`; the file, or None when it cannot be written."""
+    """Append the traceback of `error`; return the log file, or None when it cannot be written."""
     text = visible("".join(traceback.format_exception(error)))
     path = settings.logs / "moeinf.log"
     try:

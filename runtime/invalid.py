@@ -1,9 +1,9 @@
-"""The error for a value that the user gave and that cannot be used."""
+"""Define the error for an invalid value that the user gave."""
 
 from moeinf.errors import InvalidInput
 
 
 class InvalidValue(InvalidInput, ValueError):
-    """A value given by the user is invalid. Its text names the option and what is expected."""
+    """A value given by the user is invalid. The message names the option and what is expected."""
 
     code = "invalid"

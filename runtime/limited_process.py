@@ -1,14 +1,14 @@
 """Run untrusted work in a child process that has little memory and little time.
 
-Does not know what the work is. Chat templates, grammars and tokenizer files are data of strangers,
-and the libraries that read them can crash, hang, or take all memory. Both ends are in this file:
+Chat templates, grammars and tokenizer files are untrusted data. The libraries that read them can
+crash, hang, or use all memory. This file has both ends:
 
     parent: LimitedProcess.ask ── a line of JSON ──▶ serve: handler(request)
                                ◀── a line of JSON ── {"value": …} or {"error": "…"}
 
 The child limits its own address space. The parent enforces the wall time and kills a late child.
-A child that has read something large can be copied: the copy shares that memory, has a channel of
-its own, and ends alone.
+A child that has read something large can be forked. The copy shares that memory, has its own
+channel, and ends independently.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from typing import Any
 MAX_ANSWER_BYTES = 16 << 20
 _START_SECONDS = 20.0
 _COPY_SECONDS = 5.0
-_ALARM_MARGIN_SECONDS = 4  # the child ends itself this long after the parent should have ended it
+_ALARM_MARGIN_SECONDS = 4  # the child's own alarm, after the parent's deadline
 _ERROR_CHARACTERS = 500
 _BLOCK_BYTES = 1 << 16
 _COPY = b'{"copy": true}\n'
 
 
 class Refused(ValueError):
-    """The child's handler refused the request, in its own words."""
+    """The child's handler rejected the request. The message is the handler's."""
 
 
 class LimitExceeded(ValueError):
-    """The child took too much time or memory, or crashed. It has been killed."""
+    """The child exceeded its time or memory, or crashed. The parent has killed it."""
 
 
 class Channel:
-    """The parent's end of one child: one request at a time, whose answer can be waited for.
+    """The parent's end of one child. At most one request is in flight.
 
-    kill: ends the child at once.
+    kill: kills the child.
     """
 
     def __init__(self, channel: socket.socket, kill: Callable[[], None]) -> None:
@@ -62,17 +62,17 @@ class Channel:
         self.closed = False
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """Return the handler's value. Raises Refused, or LimitExceeded after `seconds`."""
+        """Return the handler's value. Raises Refused, and LimitExceeded after `seconds`."""
         self.start(request, seconds)
         return self.result()
 
     def start(self, request: dict[str, Any], seconds: float) -> None:
-        """Send a request and return at once. `done` says when `result` has its answer."""
+        """Send a request and return at once. Poll with `done`, then call `result`."""
         alarm = int(seconds) + _ALARM_MARGIN_SECONDS
         self._begin([({"request": request, "alarm": alarm}, seconds)])
 
     def done(self, seconds: float = 0.0) -> bool:
-        """Wait for the answer, `seconds` at most. False: it has not come yet."""
+        """Wait at most `seconds` for the answer; return False if it has not arrived."""
         until = time.monotonic() + seconds
         try:
             while self._asked and self._answer is None and self._step(until):
@@ -80,21 +80,21 @@ class Channel:
         except (OSError, ValueError) as error:
             self.close()
             self._answer = LimitExceeded(f"too much time or memory ({error})")
-        except BaseException:  # the answer must not be taken for that to the next request
+        except BaseException:  # the next request must not receive this answer
             self.close()
             raise
         return not self._asked or self._answer is not None
 
     def usable(self) -> bool:
-        """Whether the child lives and owes no answer; one that came meanwhile is dropped."""
+        """Return True if the child is alive and owes no answer; drop an answer that has arrived."""
         if not self.done() or self.closed:
             return False
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
-        return not poll.poll(0)  # it would be the end of the channel
+        return not poll.poll(0)  # an event would mean that the channel has ended
 
     def result(self) -> Any:
-        """Return the value that was asked for last. Raises Refused and LimitExceeded."""
+        """Wait for the last request and return its value. Raises Refused and LimitExceeded."""
         while not self.done(_START_SECONDS):
             pass
         answer, self._answer, self._asked = self._answer, None, False
@@ -121,16 +121,16 @@ class Channel:
             self._answer = LimitExceeded("too much time or memory (its process ended)")
         else:
             self._next()
-            self.done()  # sends what the child takes now
+            self.done()  # send as much as the child accepts now
 
     def _next(self) -> None:
-        """Send the first message that waits. Its time begins with the last byte that is sent."""
+        """Start to send the first waiting message. Its time starts at the last byte sent."""
         self._unsent, self._seconds = self._waiting.popleft()
         self._read.clear()
         self._deadline = time.monotonic() + self._seconds
 
     def _step(self, until: float) -> bool:
-        """Read or write once; False when `until` has come. Raises OSError or ValueError."""
+        """Read or write once; return False at `until`. Raises OSError or ValueError."""
         left = min(until, self._deadline) - time.monotonic()
         poll = select.poll()  # select.select refuses descriptors from 1024 on
         poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -155,17 +155,17 @@ class Channel:
                 self._answer = answer
             elif "error" not in answer:
                 self._next()
-            else:  # the rest makes no sense, nor does this child
+            else:  # the remaining messages and this child are useless
                 self.close()
                 self._answer = answer
         return True
 
 
 class LimitedProcess(Channel):
-    """One child process that runs `python -m MODULE`; it starts at once, and again after a kill.
+    """One child process that runs `python -m MODULE`. It starts at once, and again after a kill.
 
-    `begin` is a request that every new child gets before all others, within `begin_seconds`; None
-    only waits for the child to be there.
+    Every new child gets the request `begin` first, within `begin_seconds`. Without `begin`, this
+    request only waits for the child to start.
     """
 
     def __init__(
@@ -189,9 +189,10 @@ class LimitedProcess(Channel):
         self._ready = True
 
     def copy(self) -> Channel:
-        """Return a copy of the child, which has answered a request. Raises LimitExceeded.
+        """Fork the child and return a channel to the copy. Raises LimitExceeded.
 
-        The child must have no other thread. Its handler goes on in both, each with its own state.
+        The child must have answered a request and must have no other thread. Handler state is
+        separate in both processes.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -219,12 +220,12 @@ class LimitedProcess(Channel):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = process = subprocess.Popen(
-                # -P: a jinja2.py in the working directory must not be imported
+                # -P: do not import a jinja2.py from the working directory
                 [sys.executable, "-P", "-m", self._module],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the engine
+                start_new_session=True,  # Ctrl-C goes to the engine only
             )
 
         def kill() -> None:
@@ -238,8 +239,8 @@ class LimitedProcess(Channel):
 def serve(handler: Callable[[dict[str, Any]], Any], address_space_bytes: int) -> None:
     """Answer requests in the child until its channel, which is standard input, ends.
 
-    `handler` gets each request and returns a value that JSON can carry. An exception of any kind,
-    also a panic of a Rust library, is sent back as text.
+    `handler` takes each request and returns a value that JSON can carry. Any exception, including a
+    panic of a Rust library, is sent back as text.
     """
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     allowed = (
@@ -247,7 +248,7 @@ def serve(handler: Callable[[dict[str, Any]], Any], address_space_bytes: int) ->
     )
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # copies leave no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forked copies leave no zombies
     channel = socket.socket(fileno=0)
     while True:
         line, descriptors = _request(channel)
@@ -255,7 +256,7 @@ def serve(handler: Callable[[dict[str, Any]], Any], address_space_bytes: int) ->
             os._exit(0)
         if descriptors:
             answer = {"value": os.fork()}
-            if answer["value"] == 0:  # the copy: its channel takes the place of the first one's
+            if answer["value"] == 0:  # in the copy: the new channel replaces the first one
                 os.dup2(descriptors[0], 0)
                 os.dup2(0, 1)
             os.close(descriptors[0])
@@ -267,7 +268,7 @@ def serve(handler: Callable[[dict[str, Any]], Any], address_space_bytes: int) ->
 
 
 def _request(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """Read a line, and the descriptors that came with it; an empty line when the parent is gone."""
+    """Return a line and the descriptors that came with it; an empty line if the parent is gone."""
     line, descriptors = bytearray(), list[int]()
     while not line.endswith(b"\n"):
         block, found, _, _ = socket.recv_fds(channel, _BLOCK_BYTES, 1)
@@ -290,5 +291,5 @@ def _answer(handler: Callable[[dict[str, Any]], Any], message: dict[str, Any]) -
         return {"error": "it needs too much memory"}
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # PanicException is no Exception
+    except BaseException as error:  # PanicException is not an Exception
         return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}

@@ -1,7 +1,4 @@
-"""Model names: what a person may type, and the folder it means.
-
-Does not know which models exist.
-"""
+"""Parse model names: name[:tag] or org/name[:tag], and the folder name that they map to."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from moeinf.errors import InvalidInput
 
 TAGS = ("q4", "q8", "mxfp4", "bf16", "f32")
 DEFAULT_TAG = "q4"
-DEMO = "demo"  # the model inside the package
+DEMO = "demo"  # the model in the package
 _NATIVE_MXFP4 = ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b")  # as published: 4.25 bits per weight
 _DEFAULT_TAGS = {
-    DEMO: "bf16",  # it is small, and shows what was trained
+    DEMO: "bf16",  # it is small, and bf16 is the trained format
     **dict.fromkeys(_NATIVE_MXFP4, "mxfp4"),
     **dict.fromkeys((f"openai--{name}" for name in _NATIVE_MXFP4), "mxfp4"),
 }
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
-MACHINE_STATE = "devices.json"  # lies in state/ beside the folders that are named as models are
+MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
 
 
 class BadName(InvalidInput, ValueError):
@@ -34,7 +31,7 @@ class BadName(InvalidInput, ValueError):
 
 @dataclass(frozen=True, order=True)
 class ModelName:
-    """name:tag, in lower case; a hub id org/name is stored as org--name."""
+    """name:tag in lower case. The hub id org/name is stored as org--name."""
 
     name: str
     tag: str
@@ -44,17 +41,17 @@ class ModelName:
 
 
 def is_path(text: str) -> bool:
-    """Whether MODEL means a local checkpoint folder."""
+    """Return True if MODEL is the path of a local checkpoint folder."""
     return text in (".", "..", "~") or text.startswith(("./", "../", "/", "~/"))
 
 
 def default_tag(name: str) -> str:
-    """What a name without a tag means."""
+    """Return the tag of a name without a tag."""
     return _DEFAULT_TAGS.get(name, DEFAULT_TAG)
 
 
 def parse_name(text: str) -> ModelName:
-    """`name[:tag]` or `org/name[:tag]`. Raises BadName."""
+    """Parse `name[:tag]` or `org/name[:tag]`. Raises BadName."""
     whole, colon, tag = text.strip().lower().partition(":")
     parts = whole.split("/")
     fine = len(parts) <= 2 and all(

@@ -1,7 +1,7 @@
-"""Open regular files only, of bounded size, that no link leads astray.
+"""Open and read only regular files of bounded size, and follow only safe links.
 
-Does not know what the files hold. A FIFO in the place of a file would block, a device would be read
-without end, and a link in a checkpoint's folder could copy a private file into a model.
+A FIFO in place of a file would block, and a device would be read without end. A link in a
+checkpoint's folder could copy a private file into a model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def check_regular(path: Path) -> None:
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     """Return a descriptor of a regular file. Raises NotRegular, OSError."""
-    with suppress(FileNotFoundError):  # `flags` may create it
-        check_regular(path)  # opening a device may already do something
-    # Without O_NONBLOCK a FIFO that appears meanwhile would wait for its other end.
+    with suppress(FileNotFoundError):  # `flags` may create the file
+        check_regular(path)  # opening a device may already have effects
+    # Without O_NONBLOCK, open would wait for the other end of a FIFO that has just appeared.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -47,7 +47,7 @@ def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
         if size > most_bytes:
             raise NotRegular(path, f"it is too large ({size} bytes, at most {most_bytes})")
         data = bytearray()
-        while len(data) <= most_bytes:  # a file may grow, and those of /proc have no size
+        while len(data) <= most_bytes:  # a file may grow, and files in /proc report size 0
             block = file.read(most_bytes + 1 - len(data))
             if not block:
                 return bytes(data)
@@ -56,9 +56,9 @@ def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def read_contained(path: Path, most_bytes: int) -> bytes:
-    """Return the bytes of a regular file of a checkpoint's folder. Raises NotRegular, OSError.
+    """Return the bytes of a regular file in a checkpoint's folder. Raises NotRegular, OSError.
 
-    A link is followed only within the file's own folder, or into a Hugging Face cache.
+    A link may lead only into the file's own folder or into a Hugging Face cache.
     """
     if path.is_symlink():
         _check_link(path)
@@ -75,7 +75,7 @@ def _check_link(path: Path) -> None:
 
 
 def _in_hugging_face_cache(path: Path) -> bool:
-    """Whether a path is that of a file of some repository: models--ORG--NAME/blobs/…"""
+    """Return True for a path in a Hugging Face cache: models--ORG--NAME/blobs/… or snapshots/…."""
     inner = zip(path.parts, path.parts[1:], strict=False)
     return any(
         repository.startswith(("models--", "datasets--")) and folder in ("blobs", "snapshots")

@@ -1,6 +1,6 @@
-"""What is asked of a model: messages, how to choose tokens, and when an answer ends.
+"""Requests to a model: messages, sampling options, and when an answer ends.
 
-Does not know engines: whoever asks a server has none. Imports nothing heavy, numpy neither.
+A client of a server imports this without an engine, so it imports nothing heavy, not even numpy.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from moeinf.errors import ContextExceeded
 from moeinf.runtime.invalid import InvalidValue
 
 Role = Literal["system", "user", "assistant"]
-Form = str | dict[str, Any] | None  # of an answer: "json", or a JSON schema
-# The regexes of tokenizers give up after 10,000,000 steps, of which each character of a run takes
-# one: Qwen2's, Llama-3's and DeepSeek-V3's panic at that many spaces.
+Form = str | dict[str, Any] | None  # of an answer: None, "json", or a JSON schema
+# The regex engine of tokenizers gives up after 10,000,000 steps, and each character of a run takes
+# one. The patterns of Qwen2, Llama-3 and DeepSeek-V3 panic at that many spaces.
 MAX_TEXT_BYTES = 8 << 20
 
 
@@ -33,7 +33,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to end: after max_tokens (None: at the context's end), or before a `stop` text."""
+    """When an answer ends: after max_tokens, or before a `stop` text.
+
+    max_tokens None: at the end of the context.
+    """
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -41,13 +44,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to choose. None: not said, so the model's generation_config or Ollama's default decides.
+    """Sampling options. None: the model's generation_config or Ollama's default decides.
 
     temperature      0 is greedy: the largest logit, the first of equals
     top_k            keep the k most likely tokens; 0 keeps all
     top_p, min_p     keep the smallest set of this mass; keep what has this share of the best
     repeat_penalty   divides positive and multiplies negative logits of recent tokens (CTRL paper)
     repeat_last_n    how many tokens are recent; -1: the whole context
+
+    Raises InvalidValue for a value outside its range.
     """
 
     temperature: float | None = None
@@ -64,11 +69,11 @@ class SamplingOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             low, high = _RANGE[field.name]
-            if value is not None and not low <= value <= high:  # no bound is infinite
+            if value is not None and not low <= value <= high:  # infinity and NaN fail, too
                 raise InvalidValue(f"{field.name} is {value}; it must be from {low} to {high}")
 
     def having(self, name: str, value: float | str) -> SamplingOptions:
-        """These options with one of them set, from a number or its text. Raises InvalidValue."""
+        """Return these options with one set from a number or its text. Raises InvalidValue."""
         try:
             whole = name in ("top_k", "seed", "repeat_last_n")
             changes: dict[str, Any] = {name: int(value) if whole else float(value)}
@@ -77,7 +82,7 @@ class SamplingOptions:
         return replace(self, **changes)
 
     def over(self, defaults: SamplingOptions) -> SamplingOptions:
-        """What is said here, and where nothing is said, what `defaults` says."""
+        """Return these options; `defaults` fills those that are not set."""
         said = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(defaults, **{name: v for name, v in said.items() if v is not None})
 

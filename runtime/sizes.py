@@ -1,7 +1,4 @@
-"""Sizes as people write them: 6MiB, 4GB, 512M, 50%.
-
-Does not know what a size is for.
-"""
+"""Parse and format sizes as people write them: 6MiB, 4GB, 512M, 50%."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECAS
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 _STEPS = " kmgt"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # phase, bytes done, total bytes
 
 
 @dataclass(frozen=True)
 class MemorySize:
-    """An amount of memory: so many bytes, or a share of something that is known later."""
+    """An amount of memory: a number of bytes, or a share of a total that is known later."""
 
     bytes: int | None = None
     share: float | None = None
 
     def of(self, whole_bytes: int) -> int:
-        """Bytes, where a share is of `whole_bytes`."""
+        """Return the bytes; a share is taken of `whole_bytes`."""
         if self.bytes is not None:
             return self.bytes
         assert self.share is not None
@@ -34,7 +31,11 @@ class MemorySize:
 
 
 def parse_size(text: str) -> int:
-    """Bytes. K, M, G, T count in 1024s with `i` or alone, in 1000s with `B`: 1M = 1MiB ≠ 1MB."""
+    """Parse a size into bytes. Raises InvalidValue.
+
+    K, M, G and T are powers of 1024, alone or with `i`, and powers of 1000 with `B`: 1M = 1MiB ≠
+    1MB.
+    """
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise InvalidValue(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
@@ -46,7 +47,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_memory(text: str) -> MemorySize:
-    """A size, or a share from 0% to 100%."""
+    """Parse a size, or a share from 0% to 100%. Raises InvalidValue."""
     match = _SHARE.fullmatch(text.strip())
     if not match:
         return MemorySize(bytes=parse_size(text))
@@ -57,7 +58,7 @@ def parse_memory(text: str) -> MemorySize:
 
 
 def format_bytes(count: float) -> str:
-    """At most four digits and a binary unit: 512 B, 9.4 MiB, 13.8 GiB."""
+    """Format bytes with at most four digits and a binary unit: 512 B, 9.4 MiB, 13.8 GiB."""
     for unit in _UNITS:
         if abs(count) < 1000 or unit == _UNITS[-1]:
             break

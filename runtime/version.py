@@ -1,7 +1,4 @@
-"""Which moeinf this is.
-
-Does not know who asks.
-"""
+"""Find the version of moeinf."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import importlib.metadata
 
 
 def version() -> str:
-    """What was installed; "source" when the package runs without having been installed."""
+    """Return the installed version, or "source" if the package is not installed."""
     try:
         return importlib.metadata.version("moeinf")
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,4 @@
-"""Control characters of outside text, made visible: what is printed cannot steer a terminal.
-
-Does not know where text comes from or goes to.
-"""
+"""Escape control characters of untrusted text, so that printed text cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with every control character written as its escape: \x1b, \u202e."""
+    r"""Return `text` with every control character as its escape, for example \x1b or \u202e."""
     return _CONTROL.sub(_escape, text)
 
 
 def json_visible(document: str) -> str:
-    r"""Return a JSON document that means the same, with control characters as \u001b."""
+    r"""Return an equivalent JSON document with control characters escaped, such as \u001b."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 

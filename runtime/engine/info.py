@@ -1,4 +1,4 @@
-"""The facts of one open engine, for every face; they never change while it is open."""
+"""Facts of one open engine, for the CLI and the server. They never change while it is open."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moeinf.runtime.requests import SamplingOptions
 class EngineInfo:
     """The model, its placement and its defaults. Sizes are in bytes, contexts in tokens.
 
-    choices: one line for each decision of the load; a face may print them.
+    choices: one line per decision of the load, for a CLI or server to print.
     """
 
     manifest: Manifest
-    folder: Path  # of the model's files
+    folder: Path  # with the model's files
     placement: Placement
-    policy: str  # of experts' slots, as configured
+    policy: str  # cache policy of the expert slots, as configured
     sampling: SamplingOptions  # the model's defaults
     ends: frozenset[int]  # token ids that end an answer
     vocab_size: int
     reads_sources: bool  # an encoder-decoder: a state needs a source before `extend`
-    digest: str  # of the model's files, see Manifest.digest
+    digest: str  # of the model's files; see Manifest.digest
     choices: tuple[str, ...] = ()
     load_seconds: float = 0.0
 
@@ -40,12 +40,12 @@ class EngineInfo:
 
     @property
     def format(self) -> str:
-        """The format of the weights: F32, BF16, Q8, …"""
+        """The format of the weights, for example F32, BF16 or Q8."""
         return self.manifest.dtype
 
     @property
     def experts(self) -> int:
-        """Experts of all layers."""
+        """The number of experts in all layers."""
         return self.manifest.slots.experts
 
     @property
@@ -63,7 +63,7 @@ class EngineInfo:
 
     @property
     def slots(self) -> int:
-        """Expert slots in host memory."""
+        """The number of expert slots in host memory."""
         return self.placement.slots
 
     @property
@@ -72,5 +72,5 @@ class EngineInfo:
 
     @property
     def experts_bytes(self) -> int:
-        """The size of all host slots."""
+        """The size of all host slots in bytes."""
         return self.placement.experts_bytes

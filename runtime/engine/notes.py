@@ -1,4 +1,4 @@
-"""Lines that a face should print: failures and costs that do not stop the engine."""
+"""Collect lines for the user: failures and costs that do not stop the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Notes:
         self._lines.append(line)
 
     def append_once(self, line: str | None) -> None:
-        """Append a line that was never given here before. None is ignored."""
+        """Append a line unless it was appended here before. None is ignored."""
         if line is not None and line not in self._once:
             self._once.add(line)
             self._lines.append(line)

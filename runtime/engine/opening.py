@@ -1,6 +1,6 @@
 """Open an engine step by step: plan, open the expert store, load the weights, warm up.
 
-Does not know passes or requests. What a step opens, it closes through the ExitStack it is given.
+Each step registers what it opens in the given ExitStack, which closes it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 
-# oneDNN keeps the code of every matrix shape it has met, some 0.6 MB each, up to 1,024 of them, and
-# in prefill nearly every expert has another number of rows. Sixteen serve a decode step of any
-# family; both variables are read at the first product (docs/decisions/0010).
+# oneDNN caches code for each matrix shape, some 0.6 MB each, up to 1,024 shapes. In prefill nearly
+# every expert has a different number of rows. Sixteen shapes serve a decode step of any family.
+# Both variables are read at the first product (docs/decisions/0010).
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CODE_CACHE_SHAPES = "16"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine that is registered and placed, and not open yet."""
+    """An engine that is registered and placed, but not yet open."""
 
     manifest: Manifest
     folder: Path
@@ -63,16 +63,17 @@ class Plan:
 
     @property
     def traced(self) -> bool:
-        """True if requests are traced; never in a home that cannot be written."""
+        """True if requests are traced; False if $MOEINF_HOME is not writable."""
         return self.config.trace and self.registration.seen
 
 
 def plan_engine(
     manifest: Manifest, folder: Path, config: EngineConfig, settings: Settings, opened: ExitStack
 ) -> Plan:
-    """Place the model beside the live engines, and enter it among them, in one step.
+    """Place the model beside the live engines and register it among them, in one step.
 
-    Raises DoesNotFit and BadContext, DamagedModel, NoSuchModel when the model goes away meanwhile.
+    Raises DoesNotFit, BadContext and DamagedModel, and NoSuchModel if the model disappears
+    meanwhile.
     """
     for variable in _CODE_CACHES:
         os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
@@ -102,7 +103,7 @@ def plan_engine(
 
 @dataclass(frozen=True)
 class Text:
-    """The parts that turn texts into tokens and back."""
+    """The parts that turn text into tokens and back."""
 
     tokenizer: Tokenizer
     template: TemplateWorker | None
@@ -112,7 +113,7 @@ class Text:
 
 
 def open_text(folder: Path, opened: ExitStack) -> Text:
-    """Read the tokenizer, and start the template worker: it comes up while the weights load."""
+    """Read the tokenizer and start the template worker, which starts up while the weights load."""
     tokenizer, template = Tokenizer(folder), None
     if tokenizer.chat_template is not None:
         template = TemplateWorker(tokenizer.chat_template)
@@ -125,7 +126,11 @@ def open_text(folder: Path, opened: ExitStack) -> Text:
 
 @dataclass(frozen=True)
 class Tiers:
-    """The expert store with the GPU, the reading and the past that it uses; choices: in words."""
+    """The expert store, and the GPU, drive reading and EAMC that it uses.
+
+    choices: one line per decision. past: the EAMC of past requests; None if it is not traced or
+    cannot be read.
+    """
 
     store: ExpertStore
     gpu: OpenGpu | None
@@ -136,7 +141,7 @@ class Tiers:
 
 
 def open_tiers(plan: Plan, opened: ExitStack) -> Tiers:
-    """Open the GPU, where the plan has one, and an empty expert store. Raises OutOfDeviceMemory."""
+    """Open the GPU if the plan has one, and an empty expert store. Raises OutOfDeviceMemory."""
     manifest, folder, config, placement = plan.manifest, plan.folder, plan.config, plan.placement
     drive = drive_of(plan.settings, folder, manifest)
     reading = DEFAULT_READING if drive is None else drive.reading
@@ -155,7 +160,7 @@ def open_tiers(plan: Plan, opened: ExitStack) -> Tiers:
 
 
 def _past_requests(eamc: EamcState, plan: Plan) -> Eamc | None:
-    """Read the routing of past requests; None, and a note, when it cannot be read."""
+    """Return the routing of past requests; add a note and return None if it cannot be read."""
     try:
         return eamc.live()
     except OSError as error:
@@ -175,7 +180,7 @@ def load_weights(plan: Plan, tiers: Tiers, opened: ExitStack) -> LoadedModel:
 
 @contextmanager
 def _room_for(what: str, gpu: OpenGpu | None) -> Iterator[None]:
-    """Raise OutOfDeviceMemory, naming `what`, where the device has no memory for it."""
+    """Raise OutOfDeviceMemory, naming `what`, when the device is out of memory."""
     try:
         with device_faults():
             yield
@@ -185,19 +190,19 @@ def _room_for(what: str, gpu: OpenGpu | None) -> Iterator[None]:
 
 
 def scarcity(gpu: OpenGpu | None) -> tuple[type[Exception], ...]:
-    """Return the exceptions that mean that a device has no memory left."""
+    """Return the exceptions that mean that the device is out of memory."""
     return () if gpu is None else gpu.device.out_of_memory
 
 
 def warm_up(tiers: Tiers) -> tuple[str, ...]:
-    """Read experts into empty slots, those that past requests used first; return a line for it."""
+    """Read experts into empty slots, in the order of past use; return a line for the user."""
     experts = tiers.store.warm([] if tiers.past is None else tiers.past.probable_cells())
     first = "" if tiers.past is None else ", what past requests used first"
     return (f"reading ahead {experts} experts{first}",) if experts else ()
 
 
 def _kernels(manifest: Manifest) -> tuple[str, ...]:
-    """Name the kernels, and warn where they are slow; torch alone computes float32."""
+    """Return a line that names the kernels and warns if they are slow. F32 uses torch alone."""
     if manifest.dtype == "F32":
         return ()
     slow = "" if kernels_are_fast() else ", slow: this processor has no AVX2"
@@ -205,7 +210,7 @@ def _kernels(manifest: Manifest) -> tuple[str, ...]:
 
 
 def figures(info: EngineInfo, store: ExpertStore, expires_at: Callable[[], int | None]) -> Figures:
-    """Return the figures for `ps`. Called by another thread; reads counters only."""
+    """Return the figures for `ps`. Another thread calls this, so it reads counters only."""
     slots, resident, on_device = info.manifest.slots, store.resident, store.device_resident
     gpu = info.placement.on_device
     return Figures(

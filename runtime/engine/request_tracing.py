@@ -1,7 +1,4 @@
-"""Number the requests of one engine, and append their routing to the model's EAMC.
-
-Does not know models, states or texts.
-"""
+"""Number the requests of one engine, and append their routing to the model's EAMC."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Wrapped = TypeVar("Wrapped", bound=Experts)
 
 
 class RequestTracing:
-    """The layer between a model and its expert store: a Recorder, unless nothing is traced."""
+    """The layer between a model and its expert store. It is a Recorder if tracing is on."""
 
     def __init__(
         self,
@@ -30,7 +27,10 @@ class RequestTracing:
         eamc: EamcState | None,
         notes: Notes,
     ) -> None:
-        """eamc: receives what requests route; None: nothing is traced."""
+        """Wrap `store`.
+
+        eamc: receives the routing of requests; None turns tracing off.
+        """
         self.eamc = eamc
         self._store, self._model, self._notes = store, manifest.model, notes
         self._recorder = None if eamc is None else Recorder(store, routing_shape(manifest))
@@ -48,7 +48,7 @@ class RequestTracing:
 
     @contextmanager
     def through(self, wrap: Callable[[Experts], Wrapped]) -> Iterator[Wrapped]:
-        """See Engine.routed_through."""
+        """Wrap the experts during the context; see Engine.routed_through."""
         before, wrapped = self._wrapped, wrap(self.experts)
         self._wrapped = wrapped
         try:
@@ -57,7 +57,7 @@ class RequestTracing:
             self._wrapped = before
 
     def record(self, name: str) -> Recording:
-        """See Engine.record."""
+        """Start a recording; see Engine.record."""
         assert self._recorder is not None
         return self._recorder.record(name)
 
@@ -66,9 +66,9 @@ class RequestTracing:
         return next(self._numbers)
 
     def end(self, request: int, counts: bool) -> None:
-        """Append the routing of the request to the EAMC, if it `counts`.
+        """Append the routing of the request to the EAMC if `counts`.
 
-        When it cannot be written, add a note and stop tracing: the answer is not lost for it.
+        If the EAMC cannot be written, add a note and stop tracing. The answer is not affected.
         """
         if self._recorder is None or self.eamc is None:
             return
