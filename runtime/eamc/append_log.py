@@ -1,14 +1,12 @@
-"""A file that only grows: checked records that several processes append, none of them ever half.
-
-Does not know what a record means.
+"""Append checked records to a log file that several processes share.
 
     0   8  magic "MOEINFL\\n"
     8   …  records: u32 LE length, u32 LE CRC-32C of what follows, then `length` bytes
 
 The first record is the header. A record is written by one call under an exclusive lock of the
-folder and synced; a process that dies in the middle leaves an end that the next one finds and cuts
-off. Rewriting goes through a temporary name. Whatever cannot be read is put aside, never deleted,
-and said in one line.
+folder, then synced. If a process dies during a write, the next process finds the partial record and
+removes it. A rewrite goes through a temporary name. Unreadable data is moved to another file, never
+deleted, and reported in one line.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ _FRAME = struct.Struct("<II")
 
 
 class RecordLog:
-    """The log `name` in `folder`, whose header record must be `header`.
-
-    accepts says whether a stored header is of the same kind; a log with another is put aside.
-    """
+    """The log `name` in `folder` with the header record `header`."""
 
     def __init__(
         self,
@@ -44,18 +39,22 @@ class RecordLog:
         accepts: Callable[[bytes], str | None],
         note: Callable[[str], None],
     ) -> None:
-        """accepts(header) -> None, or what is wrong with it; note is told what was put aside."""
+        """Set the callbacks.
+
+        accepts(header): returns None, or the reason why a stored header does not match; such a log
+        is moved aside. note: receives one line for each file that was moved aside.
+        """
         self._folder = folder
         self._path = folder / name
         self._header = header
         self._accepts = accepts
         self._note = note
         self._inode = -1
-        self._end = 0  # everything before has been checked, in the file with that inode
+        self._end = 0  # the checked length of the file with that inode
         self._count = 0
 
     def append(self, record: bytes) -> int:
-        """Makes a record durable; returns how many there are now. Raises OSError."""
+        """Append a record durably; return the number of records. Raises OSError."""
         assert len(record) <= MAX_RECORD_BYTES
         with self._opened() as descriptor:
             self._check(descriptor)
@@ -66,14 +65,14 @@ class RecordLog:
         return self._count
 
     def read(self) -> list[bytes]:
-        """Every record in order, without the header. An absent log has none."""
+        """Return every record in order, without the header. Return [] if there is no log."""
         if not self._path.exists():
             return []
         with self._opened() as descriptor:
             return self._check(descriptor, keep=True)
 
     def rewrite(self, change: Callable[[list[bytes]], Sequence[bytes]]) -> int:
-        """Replaces all records by what `change` makes of them, whole or not at all; their count."""
+        """Replace all records atomically by `change(records)`; return their number."""
         with self._opened() as descriptor:
             kept = list(change(self._check(descriptor, keep=True)))
             partial = self._path.with_name(f"{self._path.name}.partial")
@@ -97,7 +96,7 @@ class RecordLog:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The log's descriptor, made if need be, while no other process touches it."""
+        """Lock the folder and yield the log's descriptor, creating the log if necessary."""
         make_folder_durably(self._folder)
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         descriptor = -1
@@ -122,7 +121,7 @@ class RecordLog:
         return open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
     def _check_header(self, descriptor: int) -> str | None:
-        """Says what is wrong with the log; writes the beginning of one that has none."""
+        """Return the problem with the log, or None. Writes the beginning of a new log."""
         about = os.fstat(descriptor)
         if about.st_size > MAX_LOG_BYTES:
             return f"has {about.st_size >> 20} MiB"
@@ -131,7 +130,7 @@ class RecordLog:
             about.st_size < len(start)
             and os.pread(descriptor, len(start), 0) == start[: about.st_size]
         ):
-            _write(descriptor, start, 0)  # new, or made by a process that died in doing so
+            _write(descriptor, start, 0)  # new, or created by a process that died during this write
             os.fsync(descriptor)
             sync_folder(self._folder)
             about = os.fstat(descriptor)
@@ -140,15 +139,15 @@ class RecordLog:
         header = _read(descriptor, len(MAGIC), about.st_size)
         if header is None:
             return "has a damaged header"
-        if about.st_ino != self._inode or about.st_size != self._end:  # inode numbers return
+        if about.st_ino != self._inode or about.st_size != self._end:  # inode numbers are reused
             self._inode, self._count = about.st_ino, 0
             self._end = len(MAGIC) + _FRAME.size + len(header)
         return self._accepts(header)
 
     def _check(self, descriptor: int, keep: bool = False) -> list[bytes]:
-        """Goes over what has not been checked yet (with keep: over all), and mends the end.
+        """Check the records not checked yet, and cut off a damaged end.
 
-        Returns the records that it went over, with keep.
+        keep: check all records, and return them; otherwise return [].
         """
         size, found = os.fstat(descriptor).st_size, []
         if keep:
@@ -165,7 +164,7 @@ class RecordLog:
         return found
 
     def _cut(self, descriptor: int, size: int) -> None:
-        """Keeps the whole records; what follows them goes into a file of its own."""
+        """Truncate the log after the last whole record; save the rest in a new file."""
         rest, aside = size - self._end, _free_name(self._path)
         copy = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -187,7 +186,7 @@ def _framed(record: bytes) -> bytes:
 
 
 def _read(descriptor: int, at: int, size: int) -> bytes | None:
-    """The record at `at`, or None when there is no whole and undamaged one."""
+    """Return the record at `at`, or None when it is incomplete or damaged."""
     frame = os.pread(descriptor, _FRAME.size, at)
     if len(frame) < _FRAME.size:
         return None
@@ -199,7 +198,7 @@ def _read(descriptor: int, at: int, size: int) -> bytes | None:
 
 
 def _write(descriptor: int, data: bytes, at: int) -> None:
-    """A write may be short; the rest follows."""
+    """Write all of `data` at offset `at`, also when a write is short."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, at)

@@ -1,8 +1,8 @@
-"""The EAMC of a model on disk: $MOEINF_HOME/state/<name>/<tag>/eamc.log.
+"""Store the EAMC of a model on disk: $MOEINF_HOME/state/<name>/<tag>/eamc.log.
 
-Does not know engines or policies. The log holds rEAMs in the order in which requests ended; the
-EAMC is what they leave when they are added one by one. So processes need not agree on anything but
-that order, and the log shrinks by being rewritten as what the EAMC holds.
+The log holds rEAMs in the order in which requests ended. Adding them to an empty EAMC one by one,
+in this order, gives the EAMC. So processes need to agree only on that order. To shrink the log, it
+is rewritten with the entries that the EAMC holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ENTRIES = 1 << 14
 _LOG = "eamc.log"
 _SIZES = struct.Struct("<II")  # layers, experts
 _DEFLATE_LEVEL = 1
-_SMALL = 64  # a log of fewer entries is not worth rewriting
+_SMALL = 64  # do not rewrite a log of fewer entries
 
 
 class _Header(msgspec.Struct):
@@ -43,17 +43,17 @@ class _Header(msgspec.Struct):
 
 
 class ForeignEamc(UnusableInput, ValueError):
-    """A file holds no EAMC, or one of a model of another shape."""
+    """A file is not an EAMC, or is the EAMC of a model of another shape."""
 
     code = "foreign_eamc"
     hint = "`moeinf eamc export MODEL FILE`, which writes one that fits"
 
 
 class EamcState:
-    """What a model's requests have left, shared by all processes that run it.
+    """The EAMC of a model, shared by all processes that run the model.
 
-    note hears, in one line each, of what could not be read and where it was put. A capacity of
-    None is automatic (offload/routing/eamc.py).
+    note: receives one line about each unreadable log and where it was moved. A capacity of None is
+    automatic (offload/routing/eamc.py).
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class EamcState:
 
     @property
     def capacity(self) -> int:
-        """Entries at most."""
+        """The maximum number of entries."""
         return self._empty().capacity
 
     def live(self) -> Eamc:
-        """The collection for this process to predict from; `append` adds to it. Raises OSError.
+        """Return this process's collection for predictions; `append` adds to it. Raises OSError.
 
-        What other processes append meanwhile is seen by the next process.
+        This process does not see what other processes append after the first call.
         """
         if self._live is None:
             self._live = self.load()
         return self._live
 
     def append(self, entry: RequestEam) -> None:
-        """Makes a finished request's rEAMs durable. Raises OSError."""
+        """Append a finished request's rEAMs durably. Raises OSError."""
         if self._live is not None:
             self._live.add(entry.prefill, entry.decode)
         held = self.capacity if self._live is None else len(self._live)
@@ -94,7 +94,7 @@ class EamcState:
             self._log.rewrite(lambda records: self._encoded(self._replay(records)))
 
     def extend(self, entries: Iterable[RequestEam]) -> int:
-        """Adds many at once, and returns how many the EAMC holds then. Raises OSError."""
+        """Add entries; return the number of entries that the EAMC then holds. Raises OSError."""
 
         def grow(records: list[bytes]) -> list[bytes]:
             eamc = self._replay(records)
@@ -105,11 +105,11 @@ class EamcState:
         return self._log.rewrite(grow)
 
     def load(self) -> Eamc:
-        """The collection as it is now."""
+        """Read the collection from disk. Raises OSError."""
         return self._replay(self._log.read())
 
     def clear(self) -> int:
-        """Forgets everything; returns how many entries there were."""
+        """Delete all entries; return how many there were."""
         held = len(self.load())
         if held:
             self._log.rewrite(lambda _: [])
@@ -119,7 +119,7 @@ class EamcState:
         eamc = self._empty()
         for record in records:
             entry = _decode(record, *self._shape)
-            if entry is not None:  # checked by its CRC, so only a bug writes what is none
+            if entry is not None:  # the CRC is valid, so only a bug writes an invalid entry
                 eamc.add(entry.prefill, entry.decode)
         return eamc
 
@@ -148,12 +148,12 @@ class EamcState:
 
 
 def export_eamc(eamc: Eamc, path: Path) -> None:
-    """Writes an EAMC as one file, whole or not at all. Raises OSError."""
+    """Write an EAMC to one file, atomically. Raises OSError."""
     write_bytes_durably(path, eamc.to_bytes(), mode=0o600)
 
 
 def import_eamc(path: Path, manifest: Manifest) -> Eamc:
-    """Reads what `export_eamc` wrote. Raises ForeignEamc for anything else, OSError."""
+    """Read a file that `export_eamc` wrote. Raises ForeignEamc if it is not one, OSError."""
     with path.open("rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
@@ -173,13 +173,13 @@ def import_eamc(path: Path, manifest: Manifest) -> Eamc:
 
 
 def _encode(entry: RequestEam) -> bytes:
-    """L, E, then prefill and decode [L, E] as u32 LE, deflated: most counts are 0."""
+    """Return u32 L and E, then prefill and decode [L, E] as u32 LE, deflated: most counts are 0."""
     counts = np.stack([entry.prefill, entry.decode]).astype("<u4")
     return _SIZES.pack(*counts.shape[1:]) + zlib.compress(counts.tobytes(), _DEFLATE_LEVEL)
 
 
 def _decode(record: bytes, layers: int, experts: int) -> RequestEam | None:
-    """None for what is no entry of this shape; never inflates more than an entry has."""
+    """Decode an entry; return None if it is invalid. Inflates at most the size of an entry."""
     if len(record) < _SIZES.size or _SIZES.unpack_from(record) != (layers, experts):
         return None
     expected = 8 * layers * experts

@@ -1,8 +1,7 @@
-"""Writes down what a model routes: the `Experts` seam, with a record kept beside it.
+"""Record a model's routing at the `Experts` seam.
 
-Does not know policies, files or requests' text. Every pass becomes an iEAM; iEAMs are summed to one
-rEAM per request and phase; rows that were not accepted do not count. A recording, where one is
-wanted, keeps the events themselves, with weights and hints.
+Every pass becomes an iEAM. The iEAMs of a request are summed to one rEAM per phase. Rows that were
+not accepted do not count. An optional recording keeps each event, with weights and hints.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from moeinf.offload.routing.trace import (
 )
 from moeinf.runtime.library.manifest import Manifest
 
-_PASSES = 64  # counted together: between two tokens every line of counting code is out of cache
+_PASSES = 64  # counted in one batch: between two tokens, all counting code has left the CPU caches
 
 
 class Recorder:
-    """`Experts` that run elsewhere, and are written down. Never changes a result."""
+    """`Experts` that forward to other experts and record the routing. Results never change."""
 
     def __init__(self, experts: Experts, shape: RoutingShape) -> None:
         self._experts = experts
@@ -42,13 +41,13 @@ class Recorder:
         self.recording: Recording | None = None
 
     def record(self, name: str) -> Recording:
-        """From the next pass on, the events themselves are kept, in what is returned."""
+        """Record every event from the next pass in the returned recording."""
         self.recording = Recording(name, self._shape)
         return self.recording
 
     @property
     def wants_hints(self) -> bool:
-        """For a recording, or for experts that prefetch."""
+        """True if a recording runs, or if the experts below prefetch."""
         return self.recording is not None or self._experts.wants_hints
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -58,7 +57,10 @@ class Recorder:
         self._experts.begin_pass(rows, phase)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        """Written down when the pass ends, until which nobody may write to ids and weights."""
+        """Forward to the experts and record the routing.
+
+        The caller must not write to ids and weights before the pass ends, when they are read.
+        """
         pending = self._experts.submit(layer, x, ids, weights)
         if self._pass is not None:
             self._routed.append((layer, ids, weights if self.recording is not None else None))
@@ -78,7 +80,7 @@ class Recorder:
             return
         accepted = None if accepted_rows is None else accepted_rows.numpy(force=True)
         if accepted is not None and not np.any(accepted):
-            return  # it broke off
+            return  # the pass was aborted
         ids = _on_host([ids for _, ids, _ in routed])
         weights = _on_host([mix for _, _, mix in routed if mix is not None])
         for n, (layer, _, mix) in enumerate(routed):
@@ -91,7 +93,7 @@ class Recorder:
             self.recording.add(done)
 
     def finish(self, request: int) -> RequestEam | None:
-        """What a request has left, and forgets it; None when none of its rows counted."""
+        """Remove and return the rEAMs of a request; None if none of its rows counted."""
         self._count()
         return self._tracer.finish(request)
 
@@ -102,14 +104,14 @@ class Recorder:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """The same in host memory: from a device in one piece, for each piece is a wait."""
+    """Copy tensors to host memory. A device copies all at once, since each copy waits."""
     if not tensors or tensors[0].device.type == "cpu" or len({x.shape for x in tensors}) > 1:
         return [x.numpy(force=True) for x in tensors]
     return list(torch.stack(list(tensors)).numpy(force=True))
 
 
 def routing_shape(manifest: Manifest) -> RoutingShape:
-    """What a recording says of its model."""
+    """Return the shape of a model's routing for a recording."""
     return RoutingShape(
         layers=manifest.layers,
         experts=manifest.experts,
