@@ -1,1 +1,1 @@
-"""Facts of this machine: memory, GPU, drive and bus, and what was measured of them."""
+"""Facts about this machine: memory, GPU, drive and bus, and measurements of them."""

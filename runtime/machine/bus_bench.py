@@ -1,8 +1,8 @@
-"""How fast experts come over the bus, and how fast the CPU computes them, each beside the other.
+"""Measure how fast experts cross the bus and how fast the CPU computes them.
 
-Does not know plans or stores. Both figures are of experts of one format, in bytes per second, and
-contended: copies and the CPU's kernels read the same memory at the same time, as in a layer whose
-misses are divided between them.
+Both figures are in bytes per second, for experts of one format. Contended figures are measured at
+the same time: copies and CPU kernels then read the same memory, as in a layer that splits its
+misses between them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from moeinf.offload.store.compute import SlotMath, TorchFfn
 from moeinf.runtime.machine.memory import available_bytes, cache_bytes
 
 _LEAST_BYTES = 64 << 20
-_CACHES = (
-    2  # the pool is so many times what all caches hold: then each round finds none of it there
-)
+_CACHES = 2  # the pool is this many times the size of all caches, so each round misses them
 _SECONDS = 0.25
 _MOST_IN_BATCH = 4
-_PATTERN = 0x11  # as bf16, f16 or f32 a small normal number: zeros and denormals have other speeds
+_PATTERN = 0x11  # a small normal bf16, f16 or f32: zeros and denormals have other speeds
 
 
 class _Bench:
@@ -35,8 +33,11 @@ class _Bench:
     def __init__(
         self, context: DeviceContext, slot_bytes: int, data_bytes: int, slots: int
     ) -> None:
-        """slots: of a device, at most; two at least are taken."""
-        self._count = max(1, min(_MOST_IN_BATCH, slots // 2))  # of a batch
+        """Fill the pool and lock it.
+
+        slots: the maximum number of device slots; at least two are used.
+        """
+        self._count = max(1, min(_MOST_IN_BATCH, slots // 2))  # experts per batch
         size = max(_LEAST_BYTES, min(_CACHES * cache_bytes(), available_bytes() // 4))
         self.pool = SlotPool(max(2 * self._count, size // slot_bytes), slot_bytes)
         arena = torch.frombuffer(self.pool, dtype=torch.uint8)
@@ -45,14 +46,14 @@ class _Bench:
         self.refusal: str | None = None
         try:
             lock.lock_next()
-        except DeviceError as error:  # as in some containers; so will an engine's be
+        except DeviceError as error:  # as in some containers; an engine's lock will fail, too
             self.refusal = str(error)
         self._slots = DeviceSlots(context, lock, 2 * self._count, 0)
         self._bytes = data_bytes
         self._batches = self._flying = 0
 
     def copy(self) -> int:
-        """Queues one batch, and waits for the one before: the bus is never idle. Its bytes."""
+        """Queue a batch, wait for the previous one, return the bytes. The bus is never idle."""
         begin, half = self._batches * self._count, self._batches % 2 * self._count
         chosen = [(begin + i) % self.pool.slots for i in range(self._count)]
         before = self._flying
@@ -64,14 +65,14 @@ class _Bench:
 
 
 class Bus(NamedTuple):
-    """From host slots. refusal: why they could not be page-locked; None: they were."""
+    """The bus speed from host slots. refusal: why they could not be page-locked, or None."""
 
     bytes_per_s: float
     refusal: str | None
 
 
 def measure_bus(context: DeviceContext, expert_bytes: int = 4 << 20) -> Bus:
-    """With nothing else going on. Raises DeviceError."""
+    """Measure the bus while nothing else runs. Raises DeviceError."""
     bench = _Bench(context, expert_bytes, expert_bytes, 2 * _MOST_IN_BATCH)
     bench.copy()
     copied, start = 0, time.perf_counter()
@@ -86,9 +87,9 @@ def measure_contended(
     reference: TorchFfn,
     slots: int = 2 * _MOST_IN_BATCH,
 ) -> Contended:
-    """One expert after another by the CPU, for one token, beside copies. Raises DeviceError.
+    """Measure copies and the CPU at once, one expert and one token at a time. Raises DeviceError.
 
-    slots: that the device has room for.
+    slots: the number of slots that the device has room for.
     """
     bench = _Bench(context, layout.slot_bytes, layout.data_bytes, slots)
     math, held = SlotMath(layout, bench.pool, reference), bench.pool.slots

@@ -1,7 +1,4 @@
-"""Which processor computes the routed experts, and why: the one place that decides it.
-
-Does not know how any of them computes, nor how much goes where (plan.py, gpu_plan.py).
-"""
+"""Choose the processor of the routed experts. No other module decides this."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from moeinf.runtime.sizes import MemorySize
 
 
 class DeviceUnavailable(Unavailable, ValueError):
-    """A processor or its memory was asked for and is missing."""
+    """A requested processor or its memory is missing."""
 
     code = "device_unavailable"
     hint = "--device cpu, without --device-memory"
@@ -31,7 +28,7 @@ class DeviceNotChosen(DeviceUnavailable):
 
 
 class NoKernels(DeviceUnavailable):
-    """There is a GPU, and this installation cannot compute on it."""
+    """There is a GPU, but this installation cannot compute on it."""
 
     code = "no_kernels"
     hint = (
@@ -43,7 +40,7 @@ class NoKernels(DeviceUnavailable):
 
 @dataclass(frozen=True)
 class Processor:
-    """Where routed experts are computed, and one line on why. gpu: where that is one."""
+    """The processor of routed experts, and the reason for the choice. gpu: set if it is cuda."""
 
     name: Literal["cpu", "cuda"]
     why: str
@@ -56,9 +53,9 @@ class Processor:
 def choose_processor(
     wanted: Wanted, device_memory: MemorySize | None, library: str | None = None
 ) -> Processor:
-    """`auto` is the CPU: no GPU has been measured with this moeinf yet. Raises DeviceUnavailable.
+    """Choose the processor; `auto` is always the CPU. Raises DeviceUnavailable.
 
-    library: where libcuda is, if not where the system finds it.
+    library: the path of libcuda; None searches the system.
     """
     if wanted == "cuda":
         found = find_gpu(library)
@@ -78,7 +75,7 @@ def choose_processor(
 
 
 def why_unusable(gpu: str) -> str | None:
-    """What keeps this installation from computing on a GPU of that name; None: nothing.
+    """Return why this installation cannot compute on the GPU `gpu`, or None if it can.
 
     Imports torch.
     """
@@ -87,7 +84,7 @@ def why_unusable(gpu: str) -> str | None:
 
 
 def check_usable(gpu: str) -> None:
-    """Raises NoKernels."""
+    """Raise NoKernels if this installation cannot compute on the GPU `gpu`."""
     why = why_unusable(gpu)
     if why is not None:
         raise NoKernels(f"--device cuda: {why}")

@@ -1,9 +1,8 @@
-"""Measures one drive: random expert-sized reads, 1 to 32 in flight, both ways of reading.
+"""Measure one drive: random reads of expert size, 1 to 32 in flight, with and without O_DIRECT.
 
-Does not know models nor the copy queue: plain threads and preadv, so that the queue can be held
-against these figures. What is read is really on the drive (written and synced before) and, as far
-as the system lets us, not in the page cache; what lies below that (a drive's own cache, a
-hypervisor's) cannot be seen from here.
+It uses plain threads and preadv, so that the copy queue can be compared with these figures. The
+data is on the drive (written and synced before) and, if the system allows it, not in the page
+cache. Caches below that, of the drive or a hypervisor, are invisible here.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from moeinf.native import MAX_READERS, PAGE_BYTES, SlotPool
 from moeinf.runtime.regular_files import open_regular
 
 IN_FLIGHT = (1, 2, 4, 8, 16, 32)
-GOOD_ENOUGH = 0.95  # of the best: fewer threads and larger blocks are preferred within it
+GOOD_ENOUGH = 0.95  # of the best; within it fewer threads and larger blocks are preferred
 WHOLE_BLOCKS = 1 << 30  # an expert in one system call
 _BLOCKS = (WHOLE_BLOCKS, 1 << 20, 256 << 10)
 _LEAST_READERS = 4
 _PROBES = 64
-_CACHED_SHARE = 0.05  # of the probed pages; above it buffered figures are not the drive's
+_CACHED_SHARE = 0.05  # of the probed pages; above it buffered figures include the page cache
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 T = TypeVar("T")
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Where an expert-sized piece lies; offset is a multiple of a page."""
+    """The place of one piece of expert size; offset is a multiple of a page."""
 
     path: Path
     offset: int
@@ -49,8 +48,11 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Reading:
-    """The chosen way of reading a drive: threads of a queue, bytes of a system call, O_DIRECT, and
-    how many reads at once keep the drive busy."""
+    """The chosen way to read a drive.
+
+    readers: threads of a queue. block_bytes: bytes per system call. direct: O_DIRECT. in_flight:
+    reads at once that keep the drive busy.
+    """
 
     readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
     block_bytes: Annotated[int, Meta(gt=0, le=WHOLE_BLOCKS, multiple_of=PAGE_BYTES)]
@@ -61,11 +63,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Bytes per second by reads in flight; a way of reading that the drive refuses is empty."""
+    """Bytes per second by reads in flight; empty for a way of reading that the drive refuses."""
 
     direct: dict[int, float]
     buffered: dict[int, float]
-    blocks: dict[int, float]  # by block size, read as `chosen` says
+    blocks: dict[int, float]  # by block size, read as `chosen` does
     chosen: Reading
     notes: tuple[str, ...]
 
@@ -77,14 +79,14 @@ def sweep(
     rounds: int = 2,
     blocks: Sequence[int] = _BLOCKS,
 ) -> Sweep:
-    """Reads all pieces, in random order, once per cell and round; the fastest round counts.
+    """Read all pieces in random order, once per cell and round; the fastest round counts.
 
     Raises OSError for files that cannot be read.
     """
     size = max(piece.size_bytes for piece in pieces)
     total = sum(piece.size_bytes for piece in pieces)
     arena = SlotPool(max(in_flight), size)
-    memoryview(arena).cast("B")[::PAGE_BYTES] = bytes(arena.bytes // PAGE_BYTES)  # touched
+    memoryview(arena).cast("B")[::PAGE_BYTES] = bytes(arena.bytes // PAGE_BYTES)  # touch each page
     done, cells = 0, rounds * (2 * len(in_flight) + sum(b != WHOLE_BLOCKS for b in blocks))
     found: dict[bool, dict[int, float]] = {True: {}, False: {}}
     by_block: dict[int, float] = {}
@@ -97,7 +99,7 @@ def sweep(
         return speed
 
     uncached = True
-    for _ in range(rounds):  # alternating, so that a slow moment hits one round only
+    for _ in range(rounds):  # alternate, so that a slow moment affects one round only
         for count in in_flight:
             for direct in (True, False):
                 uncached &= direct or drop_from_cache(pieces)
@@ -121,15 +123,15 @@ def sweep(
         notes.append("the file system refuses O_DIRECT: reads go through the page cache")
     if not uncached:
         notes.append("the page cache could not be kept out: buffered figures are too high")
-    # A reader is away from the drive while it computes a checksum, and a quarter of the readers is
-    # kept for demand: so there are more of them than the drive needs reads in flight.
+    # A reader leaves the drive idle while it computes a checksum, and a quarter of the readers is
+    # reserved for demand reads. So there are more readers than the drive needs reads in flight.
     readers = min(MAX_READERS, max(_LEAST_READERS, chosen.in_flight * 5 // 4))
     chosen = Reading(readers, block, chosen.direct, speed, chosen.in_flight)
     return Sweep(found[True], found[False], by_block, chosen, tuple(notes))
 
 
 def _choose(direct: dict[int, float], buffered: dict[int, float]) -> Reading:
-    """The fewest reads in flight that are nearly as fast as the best; at equal number O_DIRECT."""
+    """Choose the fewest reads in flight that are nearly as fast as the best; prefer O_DIRECT."""
     cells = [(n, False, speed) for n, speed in buffered.items()]
     cells += [(n, True, speed) for n, speed in direct.items()]
     cells.sort(key=lambda cell: (cell[0], not cell[1]))
@@ -145,7 +147,7 @@ def _first_good(cells: Sequence[tuple[T, float]]) -> tuple[T, float]:
 def read_once(
     pieces: Sequence[FileRange], arena: SlotPool, in_flight: int, direct: bool, block_bytes: int
 ) -> float | None:
-    """Bytes per second of reading every piece once, in random order; None: O_DIRECT is refused."""
+    """Read every piece once in random order; return bytes per second, or None without O_DIRECT."""
     with _opened(pieces, direct) as files:
         if files is None:
             return None
@@ -155,12 +157,12 @@ def read_once(
 
         def work(worker: int) -> int:
             count = 0
-            # Every read goes to another slot, as a cache's do: into one that is still in the
-            # processor's cache some drives (virtual ones) deliver a fifth faster.
+            # Each read goes to another slot, as in a cache. Some virtual drives deliver a fifth
+            # faster into a slot that is still in the CPU's cache.
             for slot in itertools.cycle(range(worker, arena.slots, workers)):
                 place = view[slot * arena.slot_bytes : (slot + 1) * arena.slot_bytes]
                 try:
-                    index = order.pop()  # one at a time, whichever thread comes
+                    index = order.pop()  # popped by any thread, one at a time
                 except IndexError:
                     return count
                 piece = pieces[index]
@@ -170,7 +172,7 @@ def read_once(
 
         workers = min(in_flight, len(pieces), arena.slots)
         with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(_nothing, range(workers)))  # they exist before the clock starts
+            list(threads.map(_nothing, range(workers)))  # start all threads before the clock
             start = time.perf_counter()
             try:
                 size = sum(threads.map(work, range(workers)))
@@ -212,7 +214,7 @@ def _opened(pieces: Sequence[FileRange], direct: bool) -> Iterator[dict[Path, in
 
 
 def drop_from_cache(pieces: Sequence[FileRange]) -> bool:
-    """Asks the system to forget the files' pages. False when they, or some, are still there."""
+    """Drop the files' pages from the page cache; return False if too many are still there."""
     cached = probed = 0
     for number, path in enumerate(sorted({piece.path for piece in pieces})):
         file = open_regular(path)
@@ -228,8 +230,8 @@ def drop_from_cache(pieces: Sequence[FileRange]) -> bool:
 
 
 def _is_cached(file: int, offset: int) -> bool:
-    """Whether a read would not have to wait; False where the system cannot tell."""
-    with suppress(OSError, AttributeError):  # BlockingIOError: it is not there
+    """Return True if the page is cached; False where the system cannot tell."""
+    with suppress(OSError, AttributeError):  # BlockingIOError: the page is not cached
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     return False
 
@@ -238,9 +240,9 @@ def _is_cached(file: int, offset: int) -> bool:
 def written_files(
     folder: Path, piece_bytes: int, count: int, progress: Progress
 ) -> Iterator[list[FileRange]]:
-    """Temporary files of random bytes, synced and dropped from the page cache, one piece each.
+    """Write temporary files of random bytes, one piece each, synced and dropped from the cache.
 
-    Raises OSError, ENOSPC among others; nothing is left behind.
+    Raises OSError, for example ENOSPC. The files are deleted on exit.
     """
     size = -(-piece_bytes // PAGE_BYTES) * PAGE_BYTES
     source = random.Random(time.perf_counter_ns())

@@ -1,4 +1,4 @@
-"""What was measured of this machine, remembered: $MOEINF_HOME/state/devices.json (0600).
+"""Store measurements of this machine in $MOEINF_HOME/state/devices.json (0600).
 
     { "version": 1,
       "ram":    { "loops": { name: bytes per second }, "measured_at" },
@@ -9,8 +9,7 @@
                                            { bus_bytes_per_s, cpu_bytes_per_s } },
                           "bus_bytes_per_s", "bus_measured_at", "measured_at": of the last } } }
 
-A drive's key is its file system's id, or its device number where there is no such id. Does not know
-how anything is measured (drive, native read loop) nor what plans make of it.
+A drive's key is its file system's id, or its device number if there is no such id.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ DEFAULT_READING = Reading(4, WHOLE_BLOCKS, direct=False, bytes_per_s=0.0, in_fli
 
 @dataclass(frozen=True)
 class Drive:
-    """How a drive is best read, as measured on `measured_at` with reads of piece_bytes."""
+    """The best way to read a drive, as measured on `measured_at` with reads of piece_bytes."""
 
     reading: Reading
     thorough: bool
@@ -81,7 +80,7 @@ def now() -> str:
 
 
 def drive_key(folder: Path) -> str:
-    """The drive that a folder lies on; of the nearest folder that exists."""
+    """Return the key of the drive of a folder, or of its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     file_system = os.statvfs(folder).f_fsid
@@ -89,7 +88,7 @@ def drive_key(folder: Path) -> str:
 
 
 def remembered_drive(settings: Settings, folder: Path) -> Drive | None:
-    """Return None when this drive was never measured, or its entry is damaged."""
+    """Return the measurement of this drive; None if there is no entry or it is damaged."""
     with suppress(OSError):
         return entry_of(entries_of(_read(settings), "drives"), drive_key(folder), Drive)
     return None
@@ -100,13 +99,13 @@ def remembered_ram(settings: Settings) -> Ram | None:
 
 
 def remembered_contended(settings: Settings, gpu: str, what: str) -> Contended | None:
-    """How fast bus and CPU were beside each other, for such experts and so many threads."""
+    """Return the contended speeds of bus and CPU for `what`: expert format and thread count."""
     entry = entries_of(entries_of(_read(settings), "gpus"), gpu)
     return entry_of(entries_of(entry, "contended"), what, Contended)
 
 
 def remembered_bus(settings: Settings, gpu: str) -> tuple[float, str] | None:
-    """Bytes per second from host slots, and when that was measured."""
+    """Return bytes per second from host slots, and when it was measured; None if unknown."""
     found = entry_of(entries_of(_read(settings), "gpus"), gpu, _Bus)
     if found is None:
         return None
@@ -120,7 +119,7 @@ def remember_gpu(
     bus_bytes_per_s: float | None = None,
     contended: tuple[str, Contended] | None = None,
 ) -> None:
-    """Notes what is given beside what is there; a failure to write is no failure."""
+    """Add GPU measurements to the file; keep the others. A failure to write is ignored."""
     state = _read(settings)
     gpus = entries_of(state, "gpus")
     entry = entries_of(gpus, gpu)
@@ -136,7 +135,7 @@ def remember_gpu(
 def remember(
     settings: Settings, *, ram: Ram | None = None, drive: tuple[Path, Drive] | None = None
 ) -> None:
-    """Notes what is given beside what is there; a failure to write is no failure."""
+    """Add measurements to the file; keep the others. A failure to write is ignored."""
     state = _read(settings)
     if ram is not None:
         state["ram"] = ram
@@ -156,5 +155,5 @@ def _read(settings: Settings) -> Entries:
 
 
 def measured_path(settings: Settings) -> Path:
-    """Return the file that remembers."""
+    """Return the path of the file."""
     return settings.home / "state" / MACHINE_STATE

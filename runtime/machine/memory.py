@@ -1,6 +1,6 @@
-"""What this machine, or the control group we run in, has to spare: memory and cores.
+"""Report free memory and cores of this machine, or of this process's control group.
 
-Does not know models. Linux is read exactly; elsewhere half of the physical memory is assumed free.
+Linux reports exact figures. On other systems half of the physical memory is assumed to be free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGE_BLOCK_BYTES = (1 << 20) + 4096  # decode's scratch of 1 MiB stays on the 
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be taken without swapping: the machine's, or less within a cgroup's limit."""
+    """Return the bytes that can be allocated without swapping, within all cgroup limits."""
     try:
         text = (root / "proc/meminfo").read_text()
         match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
@@ -30,7 +30,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_spare_bytes(root: Path) -> int | None:
-    """The smallest (limit - use) of the groups we are in, v2 or v1; page cache does not count."""
+    """Return the smallest (limit - use) of our cgroups, v2 or v1. Page cache counts as free."""
     spares = []
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -44,13 +44,13 @@ def _cgroup_spare_bytes(root: Path) -> int | None:
 
 
 def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) -> list[int]:
-    """limit - use for the group and all that contain it, as far as they are limited."""
+    """Return limit - use for the cgroup and its ancestors that have a limit."""
     spares = []
     parts = [part for part in group.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         folder = root.joinpath(mount, *parts[:depth])
         with suppress(OSError, ValueError):
-            limit = int((folder / limit_file).read_text())  # "max" is no number: no limit
+            limit = int((folder / limit_file).read_text())  # "max", no limit, is not a number
             use = int((folder / use_file).read_text())
             with suppress(OSError):
                 stat = (folder / "memory.stat").read_text()
@@ -62,12 +62,11 @@ def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) 
 
 
 def keep_heap_small() -> None:
-    """Makes glibc give blocks above 1 MiB back to the system as soon as they are freed, and keeps
-    threads that start from now on to two heaps.
+    """Make glibc return freed blocks above 1 MiB at once, and limit new threads to two heaps.
 
-    Left alone it raises that border to what it has seen freed, up to 32 MiB, and the heap keeps the
-    holes: 7 to 23 MiB after a long prefill; and it has up to eight heaps per core, each of which
-    keeps the most that it ever held (docs/decisions/0010). Other C libraries have no such knobs.
+    By default glibc raises that threshold to the largest freed block, up to 32 MiB, and the heap
+    keeps the holes: 7 to 23 MiB after a long prefill. It also has up to eight heaps per core, each
+    of which keeps its peak size (docs/decisions/0010). Other C libraries have no such options.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -77,20 +76,20 @@ def keep_heap_small() -> None:
 
 
 def return_free_pages() -> None:
-    """Gives back what the heaps hold and nobody uses, from between what is used, too."""
+    """Return the free pages of all heaps to the system, including those between used blocks."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def core_count() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cache_bytes() -> int:
-    """What the processor's largest caches hold together; 0: nobody says."""
-    sizes: dict[str, int] = {}  # by the cores that share one
+    """Return the total size of the processor's level-3 caches; 0 if unknown."""
+    sizes: dict[str, int] = {}  # by the cores that share a cache
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
         with suppress(OSError, ValueError):
             size = (folder / "size").read_text().strip()
@@ -100,7 +99,7 @@ def cache_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most this process has held since it began, or since forget_peak_rss."""
+    """Return this process's peak resident bytes since its start, or since forget_peak_rss."""
     with suppress(OSError):
         match = re.search(
             r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
@@ -111,18 +110,18 @@ def peak_rss_bytes() -> int:
 
 
 def forget_peak_rss() -> None:
-    """Lets peak_rss_bytes count from now on, where the system can do that."""
+    """Reset peak_rss_bytes to the current size, where the system supports it."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def physical_bytes() -> int:
-    """Memory that the machine has."""
+    """Return the machine's physical memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def rss_bytes() -> int:
-    """What this process holds now."""
+    """Return this process's resident bytes."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return peak_rss_bytes()

@@ -1,6 +1,6 @@
-"""How much of a GPU's memory this process holds, CUDA's own part included, as NVML counts it.
+"""Read from NVML how much memory this process holds on a GPU, CUDA's own part included.
 
-Does not know what for. Importing it imports NVIDIA's bindings, not torch.
+This module imports NVIDIA's bindings, not torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 
 
 class HeldMemory:
-    """Of one GPU, counted from before this process had a context there."""
+    """Memory held on one GPU, counted from before this process had a context there."""
 
     def __init__(self, bus: str) -> None:
-        """bus: the GPU's PCI address. Without NVML nothing is ever known."""
+        """Open the GPU with the PCI address `bus`. Without NVML, every figure is unknown (None)."""
         self._device: Any = None
         with suppress(*_ERRORS):
             pynvml.nvmlInit()
@@ -27,8 +27,11 @@ class HeldMemory:
             self._device = device
 
     def now_bytes(self, least: int = 1) -> int | None:
-        """Where processes are not told apart: what the device holds more than at first, whoever
-        holds it. None: NVML is not there, or does not say. least: see of_process_bytes."""
+        """Return the bytes that this process holds; None without NVML or below `least`.
+
+        If NVML cannot tell processes apart, this is the growth of the device's used memory since
+        the constructor. It then includes other processes. least: see of_process_bytes.
+        """
         found = self.of_process_bytes(least)
         if found is None and self._device is not None:
             with suppress(*_ERRORS):
@@ -36,10 +39,11 @@ class HeldMemory:
         return found if found is not None and found >= least else None
 
     def of_process_bytes(self, least: int = 1) -> int | None:
-        """None, too, where NVML does not tell processes apart (containers, WSL2).
+        """Return the bytes of this process; None if NVML is missing or cannot tell processes apart.
 
-        least: what is held for certain. In a container NVML may name our process with 0 bytes, or
-        a stranger that has our number outside: less than this is no figure of ours.
+        It cannot in containers and in WSL2. least: bytes that are certainly held. In a container
+        NVML may report 0 bytes for our process, or another process with the same number outside. So
+        a smaller figure is not ours.
         """
         if self._device is None:
             return None

@@ -1,7 +1,7 @@
-"""Whether files lie in the page cache, which decides how they are best read.
+"""Find which share of files is in the page cache. This decides how to read them.
 
-Does not know models. Read past the cache, a file costs no copy and no memory twice; read through
-it, a file that is there already costs no disk.
+A read past the cache needs no copy and no second buffer in memory. A read through the cache needs
+no disk access if the file is cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def cached_share(paths: Iterable[Path]) -> float:
-    """The share of the files' pages that are in memory; 1.0 where the system does not say."""
+    """Return the share of the files' pages that are cached; 1.0 where the system cannot tell."""
     pages = there = 0
     for path in paths:
         found = _resident(path)
@@ -25,14 +25,14 @@ def cached_share(paths: Iterable[Path]) -> float:
 
 
 def _resident(path: Path) -> bytes | None:
-    """One byte per page, its lowest bit set when the page is in memory. Reads nothing."""
+    """Return one byte per page; its lowest bit is set if the page is cached. Reads no data."""
     mincore = getattr(ctypes.CDLL(None), "mincore", None)
     size = path.stat().st_size
     if mincore is None or not size:
         return b"" if mincore is not None else None
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as view:
-        start = ctypes.c_char.from_buffer(view)  # ACCESS_COPY, because this asks for a writable one
+        start = ctypes.c_char.from_buffer(view)  # ACCESS_COPY, because this needs a writable view
         pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
         failed = mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), pages)
-        del start  # or the view could not be closed
+        del start  # otherwise the view cannot be closed
     return None if failed else pages.raw
