@@ -1,7 +1,7 @@
-"""How fast RAM and a model's drive can be read: remembered, or measured when that is quick.
+"""Measure how fast RAM and a model's drive can be read, or return remembered figures.
 
-Does not know plans. `moeinf devices` measures thoroughly; a first load, or a plan, reads some of
-the model's own shards in well under a second and leaves a figure that is an indication.
+`moeinf devices` measures thoroughly. A first load or a plan reads some of the model's own shards,
+in well under a second, for an estimate.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from moeinf.runtime.machine.memory import core_count
 
 _RAM_BYTES = 256 << 20  # far above any cache
 _RAM_ROUNDS = 8
-_QUICK_BYTES = 64 << 20  # less on a drive says nothing about it
+_QUICK_BYTES = 64 << 20  # a smaller sample gives no figure for the drive
 _QUICK_IN_FLIGHT = (2, 8)
 _QUICK_PIECE_BYTES = 4 << 20  # at most, so that the buffers stay within a load's scratch
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes per second of each tier, and how each figure came about."""
+    """Bytes per second of each tier, and the provenance of each figure."""
 
     ram_bytes_per_s: float
     disk_bytes_per_s: float
@@ -43,7 +43,7 @@ class Speeds:
 
 
 def measure_ram(progress: Progress) -> Ram:
-    """Six loops: 1 thread or all, plain, with prefetch, and that on huge pages."""
+    """Measure six read loops: 1 thread or all; each plain, with prefetch, or on huge pages, too."""
     cores = core_count()
     variants = [("", False, False), (", prefetch", True, False)]
     variants.append((", prefetch, huge pages", True, True))
@@ -58,9 +58,9 @@ def measure_ram(progress: Progress) -> Ram:
 
 
 def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | None:
-    """How to read this model's drive: remembered, else tried on its shards and remembered.
+    """Return how to read this model's drive: remembered, or measured on its shards and remembered.
 
-    None when its shards are too few bytes to tell; reads some 256 MiB of them otherwise.
+    Return None if its shards are too small to tell; otherwise read some 256 MiB of them.
     """
     known = remembered_drive(settings, folder)
     if known is not None:
@@ -68,7 +68,7 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
     pieces = _some_shards(folder, manifest)
     if sum(piece.size_bytes for piece in pieces) < _QUICK_BYTES:
         return None
-    with suppress(OSError):  # a missing shard is the reader's business, not ours
+    with suppress(OSError):  # the loader reports a missing shard
         drive = _quick_drive(pieces)
         remember(settings, drive=(folder, drive))
         return drive
@@ -76,9 +76,9 @@ def drive_of(settings: Settings, folder: Path, manifest: Manifest) -> Drive | No
 
 
 def drive_at(settings: Settings, folder: Path) -> Drive:
-    """How to read the drive of a folder: remembered, else tried on 64 MiB of temporary files.
+    """Return how to read a folder's drive: remembered, or measured on 64 MiB of temporary files.
 
-    Raises OSError (disk full, among others).
+    Raises OSError, for example if the disk is full.
     """
     known = remembered_drive(settings, folder)
     if known is None:
@@ -90,9 +90,9 @@ def drive_at(settings: Settings, folder: Path) -> Drive:
 
 
 def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
-    """What a plan expects of RAM and of the model's drive.
+    """Return the speeds of RAM and of the model's drive for a plan.
 
-    Of a model that is not there yet (a manifest without files), the drive of `folder`.
+    Without the model's files (a manifest alone) this is the drive of `folder`.
     """
     ram = remembered_ram(settings)
     if ram is not None:
@@ -103,7 +103,7 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
         ram_speed = read_bandwidth(_RAM_BYTES, cores, True, True, 3)
         ram_how = f"measured now: read loop over {_RAM_BYTES >> 20} MiB on {cores} threads"
     drive = drive_of(settings, folder, manifest) if manifest.files else drive_at(settings, folder)
-    if drive is None:  # a small model: its own shards, for what they say
+    if drive is None:  # a small model: use its own shards
         drive = _quick_drive(_some_shards(folder, manifest))
         size = sum(piece.size_bytes for piece in _some_shards(folder, manifest))
         disk_how = f"measured now: only {size} bytes of expert shards; "
@@ -114,7 +114,7 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
 
 
 def thorough_drive(swept: Sweep, piece_bytes: int) -> Drive:
-    """What `moeinf devices` remembers of its sweep."""
+    """Return the entry that `moeinf devices` remembers for a sweep."""
     return Drive(swept.chosen, True, piece_bytes, now(), swept.notes)
 
 
@@ -124,7 +124,7 @@ def _quick_drive(pieces: Sequence[FileRange]) -> Drive:
 
 
 def _some_shards(folder: Path, manifest: Manifest) -> list[FileRange]:
-    """From shards all over the model, some 64 MiB, or all of a smaller one."""
+    """Choose pieces from shards all over the model, some 64 MiB, or all of a smaller model."""
     shards = manifest.shards()
     piece_bytes = min(_QUICK_PIECE_BYTES, manifest.slots.slot_bytes)
     count = max(1, min(len(shards), -(-_QUICK_BYTES // piece_bytes)))

@@ -1,6 +1,6 @@
-"""Remembers how fast a model has answered here: $MOEINF_HOME/state/<name>/<tag>/speeds.json.
+"""Remember how fast a model decodes here: $MOEINF_HOME/state/<name>/<tag>/speeds.json.
 
-Does not know plans or engines. Only the last measurement of each cache size is kept.
+Only the last measurement of each cache size is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.state_files import entry_of, read_entries, write_entries
 
-_LEAST_STEPS = 16  # fewer decoded tokens say little
+_LEAST_STEPS = 16  # fewer decoded tokens give no useful figure
 _MOST_ENTRIES = 32
 
 
@@ -26,7 +26,7 @@ class _Speed(Struct):
 def remember_speed(
     settings: Settings, model: ModelName, slots: int, steps: int, seconds: float
 ) -> None:
-    """Notes tokens per second of decoding with `slots` slots; a failure to write is no failure."""
+    """Store tokens per second of decoding with `slots` slots. A failure to write is ignored."""
     if steps < _LEAST_STEPS or seconds <= 0:
         return
     path = _path(settings, model)
@@ -38,7 +38,7 @@ def remember_speed(
 
 
 def remembered_speed(settings: Settings, model: ModelName, slots: int) -> tuple[float, str] | None:
-    """(tokens per second, when it was measured) for exactly this many slots, if there is one."""
+    """Return (tokens per second, time of measurement) for exactly `slots` slots, or None."""
     found = entry_of(read_entries(_path(settings, model)), str(slots), _Speed)
     return None if found is None else (found.tokens_per_s, found.measured_at)
 

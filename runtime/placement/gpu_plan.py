@@ -1,14 +1,13 @@
-"""What goes into a device's memory, and that it stays within --device-memory.
+"""Divide a device's memory within --device-memory.
 
-Does not load anything, nor know the host's memory (plan.py). What is promised:
+The plan guarantees:
 
     context + workspace + dense weights + KV cache + arena ≤ --device-memory
 
-The context is measured, where NVML says what a process holds, and the code of kernels that will be
-loaded into it is assumed; all else is allocated by us, and torch is not let have more.
-gpu_budget.py looks at what came of it. Dense weights and KV cache go first, because every token
-reads them; where the least number of slots would not fit beside them they stay in RAM, and a note
-says so. The rest is slots for experts.
+The context is measured if NVML reports per-process memory. The code of kernels loaded later is
+assumed. We allocate the rest, and torch is limited to its part. gpu_budget.py checks the result.
+Dense weights and KV cache are placed first, because every token reads them. If the least number of
+slots does not fit beside them, they stay in RAM and a note reports it. The rest is expert slots.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import Gpu
 from moeinf.runtime.sizes import MemorySize, format_bytes
 
-CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded, where nobody says
-CODE_BYTES = 128 << 20  # of those kernels, where the context without them is known: assumed
-HEADROOM_BYTES = 256 << 20  # left to others, the desktop say, by the default budget
+CONTEXT_BYTES = 512 << 20  # of CUDA, with torch's and our kernels loaded, if it cannot be measured
+CODE_BYTES = 128 << 20  # of those kernels, if the context without them is known: assumed
+HEADROOM_BYTES = 256 << 20  # left to other programs, such as the desktop, by the default budget
 _GRAPHS_BYTES = 64 << 20  # of CUDA graphs: a token's activations, and up to 32 MiB for cuBLAS
-_TORCH_BYTES = 64 << 20  # pieces of 2 to 20 MiB that torch takes, and up to 32 MiB for cuBLAS
+_TORCH_BYTES = 64 << 20  # blocks of 2 to 20 MiB that torch allocates, and up to 32 MiB for cuBLAS
 
 
 class DeviceDoesNotFit(Unavailable, MemoryError):
-    """--device-memory, or what the device has free, is below the least that works."""
+    """--device-memory, or the device's free memory, is below the minimum."""
 
     code = "device_does_not_fit"
     hint = "more --device-memory, --device cpu, or the same again after you free some of the device"
@@ -46,7 +45,7 @@ class DeviceDoesNotFit(Unavailable, MemoryError):
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """How one engine will use a device's memory, in bytes. gpu: its name."""
+    """How one engine will use a device's memory, in bytes. gpu: the device's name."""
 
     gpu: str
     budget_bytes: int
@@ -56,7 +55,7 @@ class DevicePlacement:
     workspace_bytes: int
     provenance: str  # of the budget
     context_why: str
-    dense_bytes: int = 0  # 0: they stay in RAM, and so does the KV cache
+    dense_bytes: int = 0  # 0: dense weights and KV cache stay in RAM
     kv_bytes: int = 0
 
     @property
@@ -65,21 +64,21 @@ class DevicePlacement:
 
     @property
     def inside(self) -> bool:
-        """Whether dense weights and KV cache are on the device."""
+        """True if dense weights and KV cache are on the device."""
         return self.dense_bytes > 0
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held, within budget_bytes."""
+        """The maximum that is held, within budget_bytes."""
         ours = self.arena_bytes + self.dense_bytes + self.kv_bytes
         return ours + self.context_bytes + self.workspace_bytes
 
 
 class DeviceBudget:
-    """A device's memory, before it is divided. Raises DeviceDoesNotFit when nothing works in it.
+    """A device's memory before it is divided. Raises DeviceDoesNotFit when it is too small.
 
-    memory: a share is one of the device's whole memory. What others hold is not counted as free.
-    there_bytes: what --device-memory could be at most.
+    memory: a share is one of the device's total memory. Memory of other processes does not count as
+    free. there_bytes: the maximum for --device-memory.
     """
 
     def __init__(self, manifest: Manifest, memory: MemorySize | None, gpu: Gpu) -> None:
@@ -106,12 +105,15 @@ class DeviceBudget:
             raise DeviceDoesNotFit(max(0, self._usable), needed)
 
     def spare_bytes(self, context: int) -> int:
-        """What a KV cache for `context` tokens and the slots share with dense weights inside."""
+        """Return the bytes for KV cache and further slots when dense weights are on the device.
+
+        The least number of slots is already deducted. Negative: the dense weights do not fit.
+        """
         fixed = self._context + dense_workspace_bytes(self._manifest, context)
         return self._usable - fixed - self._manifest.dense_bytes - self._least
 
     def place(self, context: int, kv_bytes: int) -> DevicePlacement:
-        """With dense weights and KV cache where that leaves room for the least number of slots."""
+        """Place dense weights and KV cache on the device if the least number of slots fits, too."""
         manifest = self._manifest
         inside = kv_bytes <= self.spare_bytes(context)
         workspace = (
@@ -127,15 +129,15 @@ class DeviceBudget:
         )  # fmt: skip
 
     def inside_bytes(self, context: int, kv_bytes: int) -> int:
-        """What --device-memory must be for dense weights and KV cache to be on the device."""
+        """Return the --device-memory, in bytes, that fits dense weights and KV cache."""
         return self._usable - self.spare_bytes(context) + kv_bytes
 
 
 def workspace_bytes(manifest: Manifest) -> int:
-    """What a prefill chunk computes with: its rows, K outputs each, and K inner rows, in float32.
+    """Return the bytes that a prefill chunk computes with, and what torch always allocates.
 
-    Quantised activations take less than the float32 that is counted for them. And what torch takes
-    in any case.
+    Each row needs its input, K outputs and K inner rows, in float32. Quantised activations need
+    less than that.
     """
     layout = manifest.expert_layout
     inner = layout.hidden + manifest.top_k * (layout.hidden + 2 * layout.intermediate)
@@ -143,12 +145,15 @@ def workspace_bytes(manifest: Manifest) -> int:
 
 
 def dense_workspace_bytes(manifest: Manifest, context: int) -> int:
-    """The same where attention computes there, too: a dozen rows of D in float32 for every token of
-    a chunk, and a head's keys and values of `context` tokens; of encoder-decoders, which tokens
-    a token sees, too."""
+    """Return the workspace in bytes when attention also runs on the device.
+
+    Added are a dozen rows of D in float32 for every token of a chunk, and a head's keys and values
+    of `context` tokens. Encoder-decoders also need a mask of the tokens that each token sees.
+    """
     chunk, seen = _chunk(manifest), 4 * context if manifest.encoder_layers else 0
     rows = chunk * (12 * manifest.hidden * 4 + seen)
-    # Latent attention expands them, 2 · nope + rope + v items: 448 of DeepSeek's, and 1,024 here.
+    # Latent attention expands keys and values to 2 · nope + rope + v items: 448 for DeepSeek, here
+    # 1,024.
     expanded = context * (4096 if manifest.dtype == "F32" else 2048)
     return workspace_bytes(manifest) + rows + expanded + _GRAPHS_BYTES
 
@@ -158,6 +163,6 @@ def _chunk(manifest: Manifest) -> int:
 
 
 def most_tokens(fits: Callable[[int], bool], step: int, most: int) -> int:
-    """The largest multiple of `step` that fits, the last the first from `most` on; at least one."""
+    """Return the largest multiple of `step` that fits, from `step` to `most` rounded up."""
     counts = range(2, -(-most // step) + 1)
     return step * (1 + bisect_left(counts, True, key=lambda count: not fits(count * step)))

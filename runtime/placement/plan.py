@@ -1,6 +1,6 @@
-"""Where a model's parts go on this machine, and what that lets one expect.
+"""Decide where a model's parts go on this machine, and estimate the resulting speed.
 
-Does not load anything. Sizes come from the manifest; speeds are measured here or remembered.
+This module loads nothing. Sizes come from the manifest; speeds are measured here or remembered.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moeinf.runtime.placement.bandwidth import Speeds
 from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
 from moeinf.runtime.sizes import format_bytes
 
-HEADROOM_BYTES = 1 << 30  # left to the rest of the machine by the default budget
+HEADROOM_BYTES = 1 << 30  # left to other processes by the default budget
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
-_LEAST_CONTEXT = 16  # that --ctx may ask for
-_DEVICE_FASTER = 32  # times as fast as RAM or a bus a device reads its own memory, at most
-_CONTEXT_SHARE = 0.25  # of what is free beside --memory: the KV cache, unless --ctx is given
+_LEAST_CONTEXT = 16  # the minimum for --ctx
+_DEVICE_FASTER = 32  # a device reads its own memory at most this many times as fast as RAM or a bus
+_CONTEXT_SHARE = 0.25  # of the memory that --memory leaves: the KV cache, unless --ctx is given
 
 
 class BadContext(Unavailable, ValueError):
@@ -36,9 +36,10 @@ class BadContext(Unavailable, ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """How one engine will use memory, in bytes, and one line for each choice that was made.
+    """How one engine will use memory, in bytes, and one line for each choice.
 
-    fallbacks: of the choices those that cost so much that they are said unasked."""
+    fallbacks: costly choices, which are always reported.
+    """
 
     memory_bytes: int  # budget for experts
     slots: int
@@ -60,14 +61,14 @@ class Placement:
 
     @property
     def peak_bytes(self) -> int:
-        """The most the process will hold in RAM beyond its imports."""
+        """The maximum that the process will hold in RAM, imports excluded."""
         inside = self.on_device is not None and self.on_device.inside
         dense = 0 if inside else self.dense_bytes + self.kv_bytes
         return self.experts_bytes + dense + self.scratch_bytes
 
 
 def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores: int) -> Placement:
-    """Decides context, slots and threads. available_bytes: other engines' claims are deducted.
+    """Decide context, slots and threads. available_bytes excludes other engines' claims.
 
     Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext,
     DeviceUnavailable, DeviceDoesNotFit.
@@ -119,7 +120,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
 
 
 def _free_budget(slots: SlotBudget, free_bytes: int) -> tuple[int, str]:
-    """Return the bytes for experts where --memory does not say, and why. Raises DoesNotFit."""
+    """Return the bytes for experts without --memory, and the reason. Raises DoesNotFit."""
     budget = min(slots.max_bytes, free_bytes)
     if budget < slots.min_bytes:
         raise DoesNotFit(max(0, budget), slots.min_bytes)
@@ -128,7 +129,7 @@ def _free_budget(slots: SlotBudget, free_bytes: int) -> tuple[int, str]:
 
 
 def _warnings(manifest: Manifest, slots: int, total_bytes: int, available_bytes: int) -> list[str]:
-    """Return a line for each way in which the plan will hurt."""
+    """Return a warning for each way in which the plan will be slow or fail."""
     found, layer_width = [], manifest.layers * manifest.top_k
     if slots < min(layer_width, manifest.slots.experts):
         found.append(
@@ -146,9 +147,9 @@ def _warnings(manifest: Manifest, slots: int, total_bytes: int, available_bytes:
 def _context(
     manifest: Manifest, config: EngineConfig, spare_bytes: int, device: DeviceBudget | None
 ) -> tuple[int, str | None]:
-    """Tokens of a KV cache, and why so many; None: they were asked for. Raises BadContext.
+    """Return the tokens of a KV cache, and the reason; None for --ctx. Raises BadContext.
 
-    spare_bytes: of RAM. Where the dense weights have room on a device, the cache goes there, too.
+    spare_bytes: of RAM. If the dense weights fit on a device, the cache goes there, too.
     """
     if config.context is not None:
         if config.context > manifest.max_context:
@@ -178,7 +179,7 @@ def _context(
 
 
 def _in_ram_words(device: DeviceBudget, manifest: Manifest, parallel: int, context: int) -> str:
-    """What would bring dense weights and KV cache to the device, where anything would."""
+    """Return a line on how to bring dense weights and KV cache to the device, if possible."""
     needed = device.inside_bytes(context, parallel * manifest.kv_bytes(context))
     least = parallel * manifest.kv_bytes(_LEAST_CONTEXT)
     smaller = ", or a smaller --ctx" if least <= device.spare_bytes(_LEAST_CONTEXT) else ""
@@ -199,16 +200,16 @@ def _on_device_words(plan: DevicePlacement) -> str:
 
 
 def working_bytes(manifest: Manifest) -> int:
-    """What a prefill chunk computes with: K rows per token twice, and a few rows in float32.
+    """Return the bytes that a prefill chunk computes with: 2·K rows per token, and 8 in float32.
 
-    A source is read whole: every token of it sees all others.
+    A source is read in one chunk, since each of its tokens sees all others.
     """
     chunk = max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
     return chunk * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
 
 
 def threads_worth_having(manifest: Manifest) -> int:
-    """One thread per MiB that a layer reads for a token: below that, threads only wait.
+    """Return one thread per MiB that a layer reads for a token; more threads would only wait.
 
     Measured with the demo (0.34 MiB a layer): 1 thread decodes 2.0 times as fast as 2 threads, and
     some 80 times as fast when another process keeps the second core busy (docs/decisions/0011).
@@ -225,14 +226,14 @@ def seconds_per_token(
     miss: Miss = "auto",
     bus_bytes_per_s: float | None = None,
 ) -> float:
-    """What memory traffic alone costs one decoded token, if routing were uniformly random.
+    """Return the seconds per decoded token from memory traffic alone, with uniform random routing.
 
-    Every byte of the dense weights and of L·K experts is read from RAM; of the experts, the share
-    that has no slot is read from disk first. Real routing repeats itself: hits are more frequent.
-    What is on a device is not read from RAM, and what the device itself takes for it is unknown;
-    the others are read by the bus, by the CPU, or by both at once. A bus that was never measured
-    counts as infinitely fast to fetch, and not at all to `auto`. 0: so much is on the device that
-    what is unknown decides.
+    Every byte of the dense weights and of L·K experts is read from RAM. The share of the experts
+    without a slot is read from disk first. Real routing repeats itself, so hits are more frequent.
+    Weights on a device are not read from RAM; the time that the device needs for them is unknown.
+    The bus, the CPU, or both at once read the other experts. An unmeasured bus counts as infinitely
+    fast for `fetch`, and as absent for `auto`. 0: so much is on the device that the unknown time
+    decides.
     """
     slots, above = manifest.slots, placement.on_device
     routed = manifest.layers * manifest.top_k * slots.slot_bytes
@@ -248,5 +249,5 @@ def seconds_per_token(
     seconds = ram + routed * below / rate + disk * below
     on_device = routed * (1 - below) + (manifest.dense_bytes if inside else 0)
     if on_device > _DEVICE_FASTER * speeds.ram_bytes_per_s * seconds:
-        return 0.0  # the device's own time decides, which nobody has measured
+        return 0.0  # the device's own time decides, and it is not measured
     return seconds
