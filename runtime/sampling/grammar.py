@@ -1,9 +1,7 @@
-"""Answers that must follow a grammar: JSON, JSON of a schema, or a call of a tool.
+"""Constrain answers to a grammar: JSON, JSON of a schema, or a tool call.
 
-Does not know APIs. Grammars are compiled and matched in processes of their own
-(grammar_processes.py). Thinking is free: the grammar begins where the answer does, and an answer
-cannot end before it has
-begun.
+Separate processes compile and match grammars (grammar_processes.py). Thinking is not constrained.
+The grammar starts with the answer, and the answer cannot end before it has started.
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ if TYPE_CHECKING:
     from moeinf.runtime.text.tokenizer import Tokenizer
 
 _ANY_JSON = {"type": "object"}
-# One space at most, after a comma or a colon: models write "a": 1 as well as "a":1, and one that is
-# free to write spaces may never stop.
+# Allow at most one space after a comma or a colon. Models write "a": 1 as well as "a":1. A model
+# that may write any number of spaces may never stop.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-_MOST_GRAMMAR_BYTES = 2 * MOST_BYTES  # of all tools' schemas, escapes included
+_MOST_GRAMMAR_BYTES = 2 * MOST_BYTES  # of all tools' schemas together, escapes included
 Logits: TypeAlias = "NDArray[np.float32]"
 
 
 class Ends(Protocol):
-    """The facts of an engine that matter here."""
+    """The engine facts that a grammar needs."""
 
     @property
     def ends(self) -> Collection[int]: ...
 
 
 class Answering(Protocol):
-    """The parts of an engine that hold its answers to a grammar."""
+    """The parts of an engine that a grammar needs."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -54,22 +52,22 @@ class Answering(Protocol):
 
 
 class Constraint(Protocol):
-    """A grammar that an answer must follow. Every method raises BadFormat when it cannot."""
+    """A grammar for one answer. Every method raises BadFormat if the grammar fails."""
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Wait, `seconds` at most, until `mask` does not block. False: it would."""
+        """Wait at most `seconds` until `mask` does not block; return False if it would."""
         ...
 
     def mask(self, logits: Logits) -> Logits:
-        """logits [vocab] with -inf for what may not come now."""
+        """Return logits [vocab] with -inf for every token that the grammar forbids now."""
         ...
 
     def took(self, token: int) -> None:
-        """Go on behind the token that was chosen."""
+        """Advance the grammar past the chosen token."""
         ...
 
     def close(self) -> None:
-        """Give back what the answer has used."""
+        """Release the resources of the answer."""
         ...
 
 
@@ -77,11 +75,10 @@ Constrain: TypeAlias = "Callable[[Answering, Sequence[int]], Constraint]"  # aft
 
 
 def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Constrain | None:
-    """An answer in JSON: "json" for any object, or a schema; {} for any value. None and "" are no
-    constraint.
+    """Return a constraint to JSON: "json" for any object, a schema, or {} for any value.
 
-    With tools the answer may be a call instead, where a single token begins one. Raises BadFormat
-    for a schema beyond the limits.
+    Return None, no constraint, for None and "". With tools the answer may also be a call, if
+    a single token begins a call. Raises BadFormat for a schema beyond the limits.
     """
     if form is None or form == "":
         return None
@@ -96,7 +93,7 @@ def json_of(form: str | dict[str, Any] | None, tools: Sequence[Tool] = ()) -> Co
 
 
 def call_of_one(tools: Sequence[Tool]) -> Constrain:
-    """An answer that calls one of `tools`, with arguments that its schema allows.
+    """Return a constraint to one call of `tools`, with arguments that the schema allows.
 
     Raises BadFormat for schemas beyond the limits.
     """
@@ -123,9 +120,9 @@ def call_of_one(tools: Sequence[Tool]) -> Constrain:
 
 
 class _Grammar:
-    """One answer's way through a grammar, its thinking left out.
+    """The state of one answer in a grammar. Thinking is skipped.
 
-    call: a token that may come in the answer's place, and after which nothing is held to anything.
+    call: a token that may begin the answer instead; after it, nothing is constrained.
     """
 
     def __init__(
@@ -182,18 +179,18 @@ class _Grammar:
 
 
 def grammar_of(schema: Mapping[str, Any]) -> str:
-    """The grammar of a schema's values. Raises BadFormat for a schema beyond the limits."""
+    """Return the grammar of a schema's values. Raises BadFormat for a schema beyond the limits."""
     return _checked([f"start: {_json(schema)}"])
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """The part of a grammar that stands for a schema's values. Raises BadFormat."""
+    """Return the grammar fragment for a schema's values. Raises BadFormat."""
     check_schema(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACES})}"
 
 
 def _checked(lines: Sequence[str]) -> str:
-    """A grammar. Raises BadFormat when it is too long."""
+    """Join lines into a grammar. Raises BadFormat if it is too long."""
     grammar = "\n".join(lines)
     if len(grammar) > _MOST_GRAMMAR_BYTES:
         raise BadFormat(
@@ -203,5 +200,5 @@ def _checked(lines: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of a grammar."""
+    """Quote a string for a grammar."""
     return json.dumps(text)

@@ -1,10 +1,9 @@
-"""Hand out processes that hold answers to grammars. A grammar comes with a request, so it is taken
-to be hostile.
+"""Lease processes that match answers against grammars.
 
-Does not know what grammars say, nor engines. One process per model reads its vocabulary, which
-takes seconds and much memory, and stays. Every answer has a copy of it (a fork, which shares that
-memory): a grammar that crashes or computes without end costs its own answer, and no other. A copy
-keeps what it has compiled and waits for the next answer to the same grammar.
+A grammar comes with a request, so it is untrusted. One process per model reads the vocabulary,
+which takes seconds and much memory, and stays. Each answer uses a copy of that process, a fork that
+shares its memory. If a grammar crashes or never ends, only its own answer fails. A copy keeps its
+compiled grammar and waits for the next answer to the same grammar.
 
     vocabulary ──copy──▶ grammar A, answers     ◀── lease ── an answer
                └─copy──▶ grammar B, waits idle  ◀── the next answer to B
@@ -27,11 +26,11 @@ MOST_IDLE = 4
 VOCABULARY_SECONDS = 60.0
 COMPILE_SECONDS = 5.0
 STEP_SECONDS = 5.0
-_NO_TEXT = "NoExtensionBias"  # in llguidance's words
+_NO_TEXT = "NoExtensionBias"  # llguidance's error for a grammar that allows no text
 
 
 class Grammars:
-    """The grammar processes of one model. Not thread-safe: one thread drives it, like the engine.
+    """The grammar processes of one model. Not thread-safe: only the engine's thread uses it.
 
     end: the token that ends an answer, or None.
     """
@@ -39,23 +38,23 @@ class Grammars:
     def __init__(self, tokenizer: Path, end: int | None) -> None:
         self._begin = {"tokenizer": str(tokenizer), "end": end}
         self._vocabulary: LimitedProcess | None = None
-        self._reading = False  # the vocabulary
+        self._reading = False  # the vocabulary, still in progress
         self._idle: dict[str, Channel] = {}  # by grammar, the least recently used first
         self._closed = False
 
     def lease(self, grammar: str, seconds: float) -> Channel | None:
-        """Return a process for one answer, None when there is none within `seconds`.
+        """Return a process for one answer, or None if it is not ready within `seconds`.
 
         Raises LimitExceeded or Refused when the vocabulary cannot be read.
         """
         found = self._idle.pop(grammar, None)
         if found is not None:
-            if found.usable():  # the end of its last answer may not have been waited for
+            if found.usable():  # the last answer to it may still be in flight
                 return found
             found.close()
         vocabulary = self._vocabulary
         if vocabulary is not None and not (self._reading or vocabulary.usable()):
-            vocabulary.close()  # it has died, of too little memory perhaps
+            vocabulary.close()  # it has died, possibly out of memory
         if vocabulary is None or vocabulary.closed:
             vocabulary = self._vocabulary = LimitedProcess("moeinf.runtime.sampling.grammar_worker")
             vocabulary.start(self._begin, VOCABULARY_SECONDS)
@@ -84,7 +83,7 @@ class Grammars:
             self._idle.pop(next(iter(self._idle))).close()
 
     def close(self) -> None:
-        """Kill all processes that are not leased; those are killed when they come back."""
+        """Kill all processes that are not leased. A leased process is killed on release."""
         self._closed = True
         for process in (*self._idle.values(), self._vocabulary):
             if process is not None:
@@ -93,9 +92,9 @@ class Grammars:
 
 
 class Matching:
-    """One answer's way through a grammar. Nothing here blocks but `allowed`.
+    """The state of one answer in a grammar. Only `allowed` and `took` block.
 
-    Every method raises BadFormat for a grammar that is invalid, or takes too much.
+    Every method raises BadFormat for a grammar that is invalid or exceeds its limits.
     """
 
     def __init__(self, grammars: Grammars, grammar: str) -> None:
@@ -104,7 +103,7 @@ class Matching:
         self._allowed: NDArray[np.bool_] | None = None
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Wait until it is known what may come next, `seconds` at most; False: it is not."""
+        """Wait at most `seconds` for the tokens that may come next; return False if not known."""
         if self._allowed is not None:
             return True
         try:
@@ -125,14 +124,14 @@ class Matching:
         return True
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Wait for the tokens that may come next: [vocab or more]."""
+        """Wait for the tokens that may come next; return bool [vocab or more]."""
         while not self.ready(1.0):
             pass
         assert self._allowed is not None
         return self._allowed
 
     def took(self, token: int) -> None:
-        """Go on behind a token."""
+        """Advance past a token."""
         allowed = self.allowed()
         if not (token < len(allowed) and allowed[token]):
             raise BadFormat("format: a token was chosen that doesn't satisfy the grammar")
@@ -141,7 +140,7 @@ class Matching:
         self._process.start({"token": token}, STEP_SECONDS)
 
     def close(self) -> None:
-        """Give the process back."""
+        """Release the process."""
         if self._process is not None:
             self._grammars.release(self._grammar, self._process)
             self._process = None
@@ -152,7 +151,7 @@ class Matching:
 
 
 def _words(refused: Refused) -> str:
-    """The first line: those behind it repeat the grammar."""
+    """Return the first line; the following lines repeat the grammar."""
     line = str(refused).removeprefix("ValueError: ").partition("\n")[0]
     return "no text follows the schema" if line == _NO_TEXT else line
 

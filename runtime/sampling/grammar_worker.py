@@ -1,7 +1,7 @@
-"""The child process behind grammar_processes.py: holds an answer to a grammar, token by token.
+"""Match an answer against a grammar, token by token: the child of grammar_processes.py.
 
-Does not know engines or APIs. The first process reads the vocabulary; its copies compile one
-grammar each and keep it, so that the same grammar is compiled once.
+The first process reads the vocabulary. Each of its copies compiles one grammar and keeps it, so
+that a grammar is compiled once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from moeinf.runtime.limited_process import serve
 
 _ADDRESS_SPACE_BYTES = 2 << 30  # of the process that reads a vocabulary
-_GRAMMAR_BYTES = 128 << 20  # beside the vocabulary, of a copy
-_ANSWER_CPU_SECONDS = 60  # of one answer, compiling included
+_GRAMMAR_BYTES = 128 << 20  # of a copy, in addition to the vocabulary
+_ANSWER_CPU_SECONDS = 60  # of one answer, including compilation
 
 
 class _Matcher:
-    """The handler: requests are {tokenizer, ends}, {grammar} and {token}.
+    """The handler of requests {tokenizer, end}, {grammar} and {token}.
 
-    The answer to the last two is the mask of the tokens that may come next: a bit each, in base64.
+    It answers the last two with the mask of the tokens that may come next: one bit each, in base64.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Matcher:
         return self._mask()
 
     def _compile(self, grammar: str) -> None:
-        """Begin an answer. Raises ValueError for a grammar that is invalid."""
+        """Start an answer. Raises ValueError for an invalid grammar."""
         if self._compiled is None or grammar != self._source:
             assert self._tokenizer is not None
             _limit_bytes(_GRAMMAR_BYTES)
@@ -60,7 +60,7 @@ class _Matcher:
     def _mask(self) -> str:
         assert self._matcher is not None
         mask = self._matcher.compute_bitmask()
-        _check(self._matcher)  # it may be too much to go on with; then only an end would be allowed
+        _check(self._matcher)  # a matcher beyond its limits allows only an end
         return base64.b64encode(mask).decode()
 
 
@@ -70,7 +70,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _limit_bytes(more: int) -> None:
-    """Let this process have `more` bytes of address space than it has now."""
+    """Limit the address space of this process to `more` bytes above its current size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     allowed = pages * resource.getpagesize() + more
@@ -78,7 +78,7 @@ def _limit_bytes(more: int) -> None:
 
 
 def _limit_processor(more: int) -> None:
-    """Let this process have `more` seconds of processor time than it has had."""
+    """Limit the CPU time of this process to `more` seconds above its current use."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + more
     _, most = resource.getrlimit(resource.RLIMIT_CPU)

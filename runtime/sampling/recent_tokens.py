@@ -1,7 +1,4 @@
-"""Counts the tokens that penalties apply to, one step per token of the answer.
-
-Does not know logits or penalties.
-"""
+"""Count the tokens that penalties apply to, one step per token of the answer."""
 
 from __future__ import annotations
 
@@ -12,21 +9,21 @@ from numpy.typing import NDArray
 
 
 class RecentTokens:
-    """Which tokens are among the last `window` of a history, and how often; -1: among all.
+    """Counts of the tokens in the last `window` tokens of a history; -1: in the whole history.
 
-    seen: bool [vocab]; counts: int32 [vocab]. A history that is the same object as before may only
-    have grown, so that a call reads no more than its new tokens and those that left the window.
+    seen: bool [vocab]; counts: int32 [vocab]. If the history is the same object as before, it may
+    only have grown. Then a call reads only its new tokens and those that left the window.
     """
 
     def __init__(self, window: int) -> None:
         self._window = window
         self._history: Sequence[int] | None = None
-        self._start = self._end = 0  # of what is counted
+        self._start = self._end = 0  # the counted range
         self.counts: NDArray[np.int32] = np.zeros(0, np.int32)
         self.seen: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def follow(self, history: Sequence[int], vocab: int) -> None:
-        """Bring the counts to the end of a history. Raises IndexError for ids beyond `vocab`."""
+        """Update the counts to the end of a history. Raises IndexError for ids beyond `vocab`."""
         end = len(history)
         start = 0 if self._window < 0 else max(0, end - self._window)
         same = history is self._history and vocab == len(self.counts)

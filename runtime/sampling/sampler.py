@@ -1,7 +1,7 @@
-"""Chooses the next token from logits.
+"""Choose the next token from logits.
 
-Does not know the model, text or stop conditions. Order: penalties → temperature → top-k → top-p →
-min-p, then one draw from a generator of our own, so that a seed means the same text everywhere.
+The order is penalties → temperature → top-k → top-p → min-p, then one draw. The random generator is
+our own, so that a seed gives the same text on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeinf.runtime.requests import SamplingOptions as SamplingOptions
 from moeinf.runtime.sampling.recent_tokens import RecentTokens
 
 _MASK = (1 << 64) - 1
-_GROUP = 64  # logits that share a maximum
+_GROUP = 64  # logits that share one maximum
 OLLAMA_DEFAULTS = SamplingOptions(
     temperature=0.8, top_k=40, top_p=0.9, min_p=0.0, repeat_last_n=64, repeat_penalty=1.1
 )
@@ -39,10 +39,10 @@ _GREEDY_DEFAULTS = SamplingOptions(repeat_last_n=64, repeat_penalty=1.0)
 
 
 def model_defaults(folder: Path) -> SamplingOptions:
-    """Say how a model's generation_config.json samples; nothing where there is none.
+    """Return the sampling defaults of a model's generation_config.json, or none without the file.
 
-    What the file leaves out, or says unusably, takes the default of transformers' GenerationConfig:
-    without do_sample it is greedy.
+    A missing or invalid value takes the default of transformers' GenerationConfig. Without
+    do_sample the temperature is 0 (greedy).
     """
     try:
         config = json.loads(read_regular(folder / "generation_config.json"))
@@ -57,18 +57,18 @@ def model_defaults(folder: Path) -> SamplingOptions:
             with suppress(ValueError):
                 options = options.having(name, value)
     if options.repeat_penalty != 1.0:
-        options = replace(options, repeat_last_n=-1)  # there, all tokens before are penalised
+        options = replace(options, repeat_last_n=-1)  # transformers penalises all previous tokens
     return options if config.get("do_sample") is True else replace(options, temperature=0.0)
 
 
 class Random:
-    """splitmix64 (Steele, Lea and Flood 2014): tiny, seedable, the same on every machine."""
+    """The generator splitmix64 (Steele, Lea and Flood 2014), the same on every machine."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK
 
     def uniform(self) -> float:
-        """A float in [0, 1) with 53 random bits."""
+        """Return a float in [0, 1) with 53 random bits."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         z = self._state
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -77,11 +77,11 @@ class Random:
 
 
 class Sampler:
-    """One request's way of choosing. `options` is complete, the seed included."""
+    """The sampler of one request. `options` is complete, including the seed."""
 
     def __init__(self, options: SamplingOptions, model: SamplingOptions) -> None:
         wanted = options.over(model)
-        # At temperature 0 only what somebody asked for may change the argmax.
+        # At temperature 0 only the user's and the model's options may change the argmax.
         defaults = _GREEDY_DEFAULTS if wanted.temperature == 0 else OLLAMA_DEFAULTS
         chosen = wanted.over(defaults)
         seed = chosen.seed if chosen.seed is not None and chosen.seed >= 0 else secrets.randbits(63)
@@ -95,9 +95,10 @@ class Sampler:
         )
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The next token from logits [vocab]; `history` is every token before it.
+        """Return the next token from logits [vocab]; `history` is every token before it.
 
-        It costs the same however long the history is, if it is the list of the call before, grown.
+        The cost does not depend on the length of the history, if it is the grown list of the last
+        call.
         """
         options = self.options
         if self._recent is not None:
@@ -109,7 +110,7 @@ class Sampler:
             return int(some[scores.argmax()])
         order = _best(scores, options.top_k or len(scores))
         best = scores[order]
-        with np.errstate(over="ignore"):  # an infinite distance is a probability of 0
+        with np.errstate(over="ignore"):  # an infinite difference gives probability 0
             probabilities = np.exp((best - best[0]) / options.temperature)
         probabilities /= probabilities.sum()
         if options.top_p is not None and options.top_p < 1:
@@ -123,17 +124,17 @@ class Sampler:
         return int(some[order[min(place, len(sums) - 1)]])
 
     def _candidates(self, logits: NDArray[np.float32], count: int | None) -> NDArray[np.intp]:
-        """Tokens, ascending, among which the best `count` are once recent ones have been penalised.
+        """Return candidate tokens, ascending, that include the best `count` after penalties.
 
-        These are the best `count` of the others, and the recent ones that are not surely below
-        those. A count of 0 or None means all tokens.
+        These are the best `count` tokens that are not recent, and the recent tokens that can still
+        be among the best. A count of 0 or None means all tokens.
         """
         if not count or count >= len(logits):
             return np.arange(len(logits))
         seen = None if self._recent is None else self._recent.seen
         others = logits if seen is None else np.where(seen, np.float32(-np.inf), logits)
-        # A group's maximum is a logit, so the `count` highest maxima bound the `count` highest
-        # logits from below; and partition is slow for a whole vocabulary.
+        # Each group's maximum is a logit. So the `count` highest maxima are a lower bound for the
+        # `count` highest logits. This avoids a slow partition of the whole vocabulary.
         groups = len(logits) // _GROUP
         some = others
         if count < groups:
@@ -143,7 +144,7 @@ class Sampler:
         return np.flatnonzero(high if seen is None or self._only_lowers else high | seen)
 
     def _penalise(self, scores: NDArray[np.float64], tokens: NDArray[np.intp]) -> None:
-        """Penalise the recent ones of `tokens` [n] in their scores [n]."""
+        """Penalise the recent ones of `tokens` [n] in their scores [n], in place."""
         if self._recent is None:
             return
         options = self.options
@@ -156,7 +157,7 @@ class Sampler:
 
 
 def _recent_tokens(options: SamplingOptions) -> RecentTokens | None:
-    """The tokens that are to be penalised; None where no option penalises any."""
+    """Return a counter for the tokens to penalise, or None if no option penalises tokens."""
     if options.repeat_penalty in (None, 1.0) and not (
         options.presence_penalty or options.frequency_penalty
     ):
@@ -165,7 +166,7 @@ def _recent_tokens(options: SamplingOptions) -> RecentTokens | None:
 
 
 def _best(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Indices of the `count` largest scores, the largest first, equals by index."""
+    """Return the indices of the `count` largest scores, the largest first, ties by index."""
     if count < len(scores):
         edge = np.partition(scores, len(scores) - count)[len(scores) - count]
         some = np.flatnonzero(scores >= edge)

@@ -1,7 +1,7 @@
-"""Bound a JSON schema before anything compiles it. A schema comes with a request.
+"""Limit the size of a JSON schema before it is compiled. A schema comes with a request.
 
-Does not know grammars. Every limit is far above schemas that people write and far below what takes
-the grammar library seconds, or the whole of its stack.
+Every limit is far above the schemas that people write. It is far below those that take the grammar
+library seconds or overflow its stack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeinf.errors import InvalidInput
 MOST_BYTES = 256 << 10  # of text, in UTF-8: names, values and patterns
 MOST_VALUES = 20_000  # objects, lists, names and values together
 MOST_DEPTH = 100
-MOST_CHAIN = 250  # definitions, each of which refers to the next
+MOST_CHAIN = 250  # definitions, each of which refers to the next one
 MOST_PATTERNS = 100
 MOST_PATTERN_CHARACTERS = 1_000
 _MOST_WALKED = 10 * MOST_VALUES
@@ -76,16 +76,16 @@ def _limit(what: str, count: int, most: int) -> None:
 
 
 def _patterns(value: Mapping[str, Any]) -> list[str]:
-    """Regular expressions right in an object of a schema."""
+    """Return the regular expressions of one schema object, without nested objects."""
     found = [value["pattern"]] if isinstance(value.get("pattern"), str) else []
     names = value.get("patternProperties")
     return [*found, *names] if isinstance(names, Mapping) else found
 
 
 def _longest_chain(schema: Mapping[str, Any]) -> int:
-    """Definitions on the longest way along `$ref`; a way ends where it meets itself."""
-    refs: dict[str, list[str]] = {}  # target -> what is referred to within it
-    chain: dict[str, int] = {}  # target -> length of the longest way from it
+    """Return the length of the longest path along `$ref`; a path ends at a cycle."""
+    refs: dict[str, list[str]] = {}  # target -> references within it
+    chain: dict[str, int] = {}  # target -> length of the longest path from it
     on_way: set[str] = set()
     root, walked = _refs_within(schema)
     todo = [*root]
@@ -96,7 +96,7 @@ def _longest_chain(schema: Mapping[str, Any]) -> int:
         elif target not in refs:
             refs[target], more = _refs_within(_resolve(schema, target))
             walked += more
-            _limit("values behind $ref", walked, _MOST_WALKED)  # definitions within definitions
+            _limit("values behind $ref", walked, _MOST_WALKED)  # definitions can be nested
             on_way.add(target)
             todo += (ref for ref in refs[target] if ref not in on_way)
         else:
@@ -107,7 +107,10 @@ def _longest_chain(schema: Mapping[str, Any]) -> int:
 
 
 def _refs_within(value: Any) -> tuple[list[str], int]:
-    """Targets of the references in a part of a schema, without its definitions; values walked."""
+    """Return the `$ref` targets in a part of a schema, and the number of values visited.
+
+    Definitions are skipped.
+    """
     found: dict[str, None] = {}
     walked, stack = 0, [value]
     while stack:
@@ -124,7 +127,7 @@ def _refs_within(value: Any) -> tuple[list[str], int]:
 
 
 def _resolve(schema: Mapping[str, Any], target: str) -> Any:
-    """What a reference within the schema names, or None."""
+    """Return the part of the schema that a reference names, or None."""
     part: Any = schema
     if not target.startswith("#"):
         return None
