@@ -1,1 +1,1 @@
-"""From messages to token ids and back: tokenizers, chat templates, reasoning, tool calls."""
+"""Convert messages to token ids and back: tokenizers, chat templates, reasoning, tool calls."""

@@ -1,6 +1,6 @@
-"""An answer as its reader wants it: what is thought, what is said, which tools are called.
+"""Split an answer into thinking, text and tool calls, while it streams.
 
-Does not know tokens, models or APIs. Text comes in pieces that may be cut anywhere.
+The text may be cut into pieces anywhere.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Said = tuple[Literal["thinking", "answer"], str] | Call
 
 
 class Speech:
-    """Takes an answer's text, gives (kind, text) pieces and calls. Texts are never empty.
+    """A parser that takes an answer's text and gives (kind, text) pieces and calls.
 
-    prompt: the end of what the model was shown. Without tools, nothing is taken to be a call.
+    Texts are never empty. prompt: the end of the prompt. Without tools no call is recognised.
     """
 
     def __init__(self, template: str | None, prompt: str, tools: Sequence[Tool] = ()) -> None:
@@ -31,12 +31,12 @@ class Speech:
         self._calls = _Calls(form, tools) if form is not None else None
 
     def add(self, text: str) -> Iterator[Said]:
-        """What is certain now."""
+        """Parse a piece of text; give what is certain now."""
         for kind, piece in self._parser.add(text):
             yield from self._said(kind, piece)
 
     def rest(self) -> Iterator[Said]:
-        """What was held back, when no more will come."""
+        """Give the held text at the end of the answer."""
         for kind, piece in self._parser.rest():
             yield from self._said(kind, piece)
         if self._calls is not None:
@@ -56,17 +56,17 @@ class Speech:
 
 
 class _Calls:
-    """Cuts calls out of an answer. White space around them is not part of it."""
+    """The parser of calls within an answer. It drops white space around calls."""
 
     def __init__(self, form: Format, tools: Sequence[Tool]) -> None:
         self._form, self._tools = form, tools
-        self._held = ""  # what may be the beginning of a mark; inside of a call: its body so far
-        self._inside: Format | None = None  # of the call whose body this is
+        self._held = ""  # a possible start of a mark; within a call: its body so far
+        self._inside: Format | None = None  # the format of the open call, whose body is held
         self._forms = (form,) if form.bare is None else (form, form.bare)
-        self._stray = False  # a call without its first mark has ended, its last one may still come
-        self._looked = 0  # how far into a body there is no mark of its end
-        self._space = ""  # after what has been said: part of the answer once more is said
-        self._called = False  # just now: what follows begins without space
+        self._stray = False  # a call without an opening mark has ended; its closing mark may follow
+        self._looked = 0  # the body has no closing mark before this place
+        self._space = ""  # trailing space, given only if more text follows
+        self._called = False  # the last output was a call: strip the space before the next text
 
     def add(self, text: str) -> Iterator[Said]:
         self._held += text
@@ -110,7 +110,7 @@ class _Calls:
             yield "answer", self._space
 
     def _skip_stray(self) -> bool:
-        """Drops the last mark of a call that had no first one; False while it may still come."""
+        """Drop the closing mark of a call that had no opening one; return False if it may come."""
         held, close = self._held.lstrip(), self._form.close
         if close.startswith(held) and held != close:
             return False
@@ -120,7 +120,11 @@ class _Calls:
         return True
 
     def _ended(self, form: Format, size: int, calls: list[Call]) -> Iterator[Said]:
-        """A call, or text: all of it, or the mark alone if it may be a word before a real call."""
+        """End a call: give its calls, or give its text if it has no valid call.
+
+        If an unmarked call is invalid, give only its mark. Its body is parsed again and may have a
+        call.
+        """
         self._inside = None
         if calls:
             self._held = self._held[size:]

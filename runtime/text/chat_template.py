@@ -1,7 +1,6 @@
-"""Render chat templates. A template comes with a download, so it is taken to be hostile.
+"""Render chat templates. A template comes with a download, so it is untrusted.
 
-Does not know tokens or models. Jinja's sandbox alone does not stop `'a' * 10**9`: rendering happens
-in a limited process.
+Jinja's sandbox alone does not stop `'a' * 10**9`. So a limited process renders the template.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class TemplateWorker:
         )
 
     def render(self, messages: list[dict[str, str]], **variables: Any) -> str:
-        """Return the prompt text. Raises TemplateError if the template refuses or is too much."""
+        """Return the prompt text. Raises TemplateError if the template fails or hits a limit."""
         try:
             request = {"messages": messages, **variables}
             return str(self._process.ask(request, RENDER_SECONDS))

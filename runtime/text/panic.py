@@ -1,17 +1,17 @@
-"""Tell a panic of a native library like any other error.
+"""Convert a panic of a native library into an ordinary exception.
 
-Does not know which library. A panic of Rust is a BaseException, which passes `except Exception`.
+A panic of Rust is a BaseException, which passes `except Exception`.
 """
 
 from __future__ import annotations
 
 
 class Panic(RuntimeError):
-    """A native library has panicked. This is a bug; the panic itself is the cause."""
+    """A native library has panicked. This is a bug; the cause is the panic itself."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return what can be told to a client: the error itself, or a Panic that it has caused."""
+    """Return the error itself, or a Panic with the error as its cause if it is not an Exception."""
     if isinstance(error, Exception):
         return error
     panic = Panic(f"{type(error).__name__}: {error}")

@@ -1,12 +1,12 @@
-"""Tells a model's thinking from its answer, while the text arrives.
+"""Separate a model's thinking from its answer while the text streams.
 
-Does not know tokens, models or faces. Two ways of writing are known: `<think>…</think>` (Qwen3,
-DeepSeek-R1, GLM-4.5) and harmony (gpt-oss), whose messages are
+Two formats are known: `<think>…</think>` (Qwen3, DeepSeek-R1, GLM-4.5) and harmony (gpt-oss). The
+messages of harmony are
 
     <|channel|>NAME<|message|>TEXT<|end|>      NAME: analysis (thinking), commentary, final
     <|channel|>commentary to=functions.TOOL <|constrain|>json<|message|>ARGUMENTS<|call|>
 
-Marks may be split across pieces at any place; what could be the beginning of one is held back.
+A mark may be split across pieces anywhere. Text that may be the start of a mark is held back.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 class Parser(Protocol):
-    """Takes text in pieces, gives (kind, text) pieces; texts are never empty."""
+    """A parser that takes text in pieces and gives (kind, text) pieces. Texts are never empty."""
 
     def add(self, text: str) -> Iterator[tuple[Kind, str]]:
-        """What is certain now."""
+        """Parse a piece of text; give what is certain now."""
         ...
 
     def rest(self) -> Iterator[tuple[Kind, str]]:
-        """What was held back for nothing, when no more will come."""
+        """Give the held text at the end of the answer."""
         ...
 
     @property
     def answering(self) -> bool:
-        """Whether what comes next belongs to the answer, unless it begins to think."""
+        """True if the next text belongs to the answer, unless it starts to think."""
         ...
 
 
 class _Marked(ABC):
-    """Cuts a stream at marks: subclasses say which marks count now and what a mark means."""
+    """A parser that cuts a stream at marks. Subclasses define the marks and their meaning."""
 
     def __init__(self, kind: Kind | None) -> None:
-        self._kind = kind  # of the text now; None: it is not shown
+        self._kind = kind  # of the current text; None: it is not shown
         self._held = ""
-        self._fresh = True  # nothing of this kind has been shown: line ends before it are not, too
+        self._fresh = True  # no text of this kind was shown yet; leading line ends are dropped
 
     def add(self, text: str) -> Iterator[tuple[Kind, str]]:
         self._held += text
@@ -69,7 +69,7 @@ class _Marked(ABC):
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
         )
-        if self._kind is None:  # a header: it is read when its mark has come
+        if self._kind is None:  # a header is parsed when its mark has arrived
             self._held = shown + self._held
         else:
             yield from self._give(shown)
@@ -94,21 +94,21 @@ class _Marked(ABC):
 
     @abstractmethod
     def _marks(self) -> tuple[str, ...]:
-        """Which marks count now."""
+        """Return the marks that are valid now."""
 
     def _is_mark(self, mark: str, before: str) -> bool:
         return True
 
     @abstractmethod
     def _met(self, mark: str, before: str) -> Iterator[tuple[Kind, str]]:
-        """The text goes on as something else; gives what has become whole by that."""
+        """Handle a mark: change the kind of the text; give what the mark completes."""
 
 
 class ThinkParser(_Marked):
-    """`<think>…</think>`, once, before the answer. inside: the prompt has opened it already.
+    """The parser of one `<think>…</think>` before the answer.
 
-    Line ends at the beginning belong neither to thinking nor to the answer, where a model may think
-    (`trims`): GLM-4.5 writes one before `<think>`, and one after a `</think>` of its prompt.
+    inside: the prompt has already opened it. trims: drop line ends before thinking and answer.
+    GLM-4.5 writes one before `<think>`, and one after a `</think>` of its prompt.
     """
 
     def __init__(self, inside: bool = False, trims: bool = False) -> None:
@@ -124,7 +124,7 @@ class ThinkParser(_Marked):
     def _give(self, text: str) -> Iterator[tuple[Kind, str]]:
         for piece in super()._give(text):
             if piece[0] == "answer" and piece[1].strip():
-                self._done = True  # an answer that speaks of <think> does not think
+                self._done = True  # a <think> inside the answer is text
             yield piece
 
     def _is_mark(self, mark: str, before: str) -> bool:
@@ -137,10 +137,10 @@ class ThinkParser(_Marked):
 
 
 class HarmonyParser(_Marked):
-    """gpt-oss: the channel `final` is the answer, and `commentary` that is not for a tool.
+    """The parser of gpt-oss. `final`, and `commentary` without a recipient, are the answer.
 
-    A prompt ends with `<|start|>assistant`, so that the first thing to come is a header. Where
-    calls are heard, a message to a function is one ("call", "NAME ARGUMENTS"), when it is whole.
+    A prompt ends with `<|start|>assistant`, so the stream starts with a header. With hears_calls, a
+    message to a function is given as ("call", "NAME ARGUMENTS") when it is complete.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class HarmonyParser(_Marked):
         self._become("answer" if said or channel.split()[:1] == ["final"] else "thinking")
 
     def _called(self) -> Iterator[tuple[Kind, str]]:
-        """The end of a message: if it was a call, that is whole now."""
+        """End a message; give the call if it was one."""
         if self._kind == "call":
             yield "call", f"{self._function} {self._arguments}"
             self._function = self._arguments = ""
@@ -186,21 +186,21 @@ class HarmonyParser(_Marked):
 
 
 def is_harmony(template: str | None) -> bool:
-    """Whether a chat template writes harmony; its marks are special tokens, yet must be read."""
+    """Return True if a chat template writes harmony, whose special tokens must be decoded."""
     return template is not None and _CHANNEL in template and _MESSAGE in template
 
 
 def thinks(template: str | None) -> bool:
-    """Whether a model with this chat template can think before it answers."""
+    """Return True if a model with this chat template can think before it answers."""
     return template is not None and (
         is_harmony(template) or any(word in template for word in (OPEN, CLOSE, "enable_thinking"))
     )
 
 
 def thinking_variables(think: bool | str | None) -> dict[str, bool | str]:
-    """What a chat template is told; a text is how much effort, None leaves it to the template.
+    """Return the template's variables for thinking; a text is the effort, None sets no variable.
 
-    Qwen3 and GLM ask for `enable_thinking`, Granite and DeepSeek-V3.1 for `thinking`, gpt-oss for
+    Qwen3 and GLM use `enable_thinking`, Granite and DeepSeek-V3.1 `thinking`, and gpt-oss
     `reasoning_effort`.
     """
     if think is None:
@@ -210,7 +210,7 @@ def thinking_variables(think: bool | str | None) -> dict[str, bool | str]:
 
 
 def parser_for(template: str | None, prompt: str) -> Parser:
-    """The parser for a model with this chat template, after a prompt that ends as `prompt` does."""
+    """Return the parser for a model's answer. prompt: the end of the prompt."""
     if is_harmony(template):
         return HarmonyParser()
     opened = prompt.rstrip().endswith(OPEN)
@@ -218,7 +218,7 @@ def parser_for(template: str | None, prompt: str) -> Parser:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:size]):
             return size

@@ -1,7 +1,7 @@
-"""Where special tokens are in a text: the leftmost first, of those at one place the longest.
+"""Find special tokens in a text: leftmost first, and the longest at each place.
 
-Does not know tokenizers. A vocabulary may have a thousand special tokens that begin alike. Each
-place of a text costs a walk along a prefix trie, and other threads run between windows of a text.
+A vocabulary may have a thousand special tokens with a common prefix. Each place of a text costs one
+walk along a prefix trie. Other threads run between windows of a text.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_LEVELS = 50  # of groups within groups: `re` compiles them by recursion
-_FEW = 8  # branches that are tried one after another
-_WINDOW, _LEAST_WINDOW = 64 << 10, 256  # characters that one search begins at
-_WINDOW_STEPS = 4 << 20  # of a window, in which each place may cost the longest token's length
+_LEVELS = 50  # of nested groups: `re` compiles them by recursion
+_FEW = 8  # branches that are tried one by one
+_WINDOW, _LEAST_WINDOW = 64 << 10, 256  # characters at which one search may start
+_WINDOW_STEPS = 4 << 20  # per window; each place may cost the longest token's length
 
 
 class SpecialSpans:
-    """Finds `tokens`, none of which is empty."""
+    """A finder of `tokens`, which must not be empty texts."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         found = sorted(set(tokens))
@@ -25,15 +25,15 @@ class SpecialSpans:
         self.window = max(_LEAST_WINDOW, min(_WINDOW, _WINDOW_STEPS // self._longest))
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each, in order, without overlap.
+        """Yield (begin, end) of each token, in order, without overlap.
 
-        A search sees as much beyond its window as a token that begins in it can take.
+        A search reads past its window by the length of a token that starts in it.
         """
         at = 0
         while at < len(text):
             limit = at + self.window
             for found in self._pattern.finditer(text, at, limit + self._longest - 1):
-                if found.start() >= limit:  # it may be cut short
+                if found.start() >= limit:  # it may be cut off
                     break
                 at = found.end()
                 yield found.span()
@@ -41,7 +41,7 @@ class SpecialSpans:
 
 
 def _after(tails: list[str], levels: int) -> str:
-    """A pattern for distinct texts in order, the longest first. "" among them: one ends here."""
+    """Return a pattern for distinct sorted texts, longest first. "": a token ends here."""
     if tails == [""]:
         return ""
     if not levels:
@@ -55,7 +55,7 @@ def _after(tails: list[str], levels: int) -> str:
 
 
 def _one_of(groups: list[list[str]], levels: int) -> str:
-    """Branches for groups that differ in their first characters: many of them as two halves."""
+    """Return branches for groups with different first characters; split many groups into halves."""
     if len(groups) <= _FEW or not levels:
         return "|".join(_alike(group, levels) for group in groups)
     middle = len(groups) // 2
@@ -67,7 +67,7 @@ def _one_of(groups: list[list[str]], levels: int) -> str:
 
 
 def _alike(group: list[str], levels: int) -> str:
-    """A pattern for texts with the same beginning, which are in order."""
+    """Return a pattern for sorted texts with a common prefix."""
     pairs = enumerate(zip(group[0], group[-1], strict=False))
     size = next((place for place, (one, other) in pairs if one != other), len(group[0]))
     return re.escape(group[0][:size]) + _after([text[size:] for text in group], levels)

@@ -1,6 +1,6 @@
-"""The child process behind chat_template.py: renders chat templates in Jinja's sandbox.
+"""Render chat templates in Jinja's sandbox: the child process of chat_template.py.
 
-Does not import torch: it has 512 MB of address space for everything.
+It does not import torch, since it has 512 MB of address space.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, without HTML escapes: what transformers offers to templates."""
+    """Format JSON as transformers does for templates: without Jinja's HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what is trained on; its body is what counts."""
+    """The tag `{% generation %}…{% endgeneration %}` around trained text. It gives its body."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -63,7 +63,7 @@ def _environment(now: str | None) -> ImmutableSandboxedEnvironment:
 
 
 class _Renderer:
-    """The handler: the first request brings the template, each one after it is rendered."""
+    """The handler. The first request sets the template; each later request is rendered."""
 
     def __init__(self) -> None:
         self._source = ""

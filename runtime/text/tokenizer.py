@@ -1,10 +1,9 @@
-"""Text ↔ token ids, for one model.
+"""Convert text to token ids and back, for one model.
 
-Does not know chat templates or sampling. What a user typed can never become a special token: its
-special-looking parts are encoded as ordinary text.
+Text of a user can never become a special token: special-looking parts are encoded as ordinary text.
 
-The library's panics are BaseExceptions: each call into it that a text decides goes through
-`_border`, and becomes a value or TokenizerFailed.
+A panic of the library is a BaseException. So each library call on untrusted text goes through
+`_border`, which raises TokenizerFailed instead.
 """
 
 from __future__ import annotations
@@ -29,19 +28,21 @@ from moeinf.runtime.text.special_spans import SpecialSpans
 from moeinf.runtime.text.tool_calls import format_of
 
 TOKENIZER = "tokenizer.json"
-_UNKNOWN = "\U0010fffd"  # private use: no vocabulary has it
-_CUTS = 8  # times that a text is cut where its pieces are special tokens
+_UNKNOWN = "\U0010fffd"  # private use: not in any vocabulary
+_CUTS = 8  # maximum number of times to cut a text whose pieces are special tokens
 _CONTEXT_TOKENS = 8
-_LONGEST_CHARACTER = 8  # tokens: a character of four bytes, and to spare
-_SPACE = "\u2581"  # how SentencePiece writes one
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # and for a byte that has no character of its own
-_GUARD = "\ue000"  # private use: fences off a special-looking piece of a user's text, in hex
+_LONGEST_CHARACTER = 8  # tokens; a character has at most four bytes
+_SPACE = "\u2581"  # SentencePiece's space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's token for a byte without a character
+_GUARD = "\ue000"  # private use: encloses a special-looking piece of a user's text, in hex
 _FENCED = re.compile(f"{_GUARD}((?:[0-9a-f]{{2}})+){_GUARD}")
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """The character that GPT-2's byte-level vocabularies write for each byte: itself where it can
-    be seen, else the next one from U+0100 on."""
+    """Return the byte of each character in GPT-2's byte-level vocabularies.
+
+    A visible byte is its own character; the others are the next ones from U+0100.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     found = {chr(byte): byte for byte in seen}
@@ -52,7 +53,7 @@ _BYTES = _characters_of_bytes()
 
 
 class TokenizerFailed(UnusableInput, ValueError):
-    """The tokenizer of a model cannot take a text."""
+    """A model's tokenizer cannot process a text."""
 
     code = "bad_tokenizer"
     hint = "a shorter text, or another model"
@@ -60,7 +61,7 @@ class TokenizerFailed(UnusableInput, ValueError):
 
 @contextmanager
 def _border(what: str) -> Iterator[None]:
-    """Calls into the library: whatever it raises is TokenizerFailed, a panic too."""
+    """Turn any error of the library, panics included, into TokenizerFailed."""
     try:
         yield
     except Exception as error:
@@ -72,7 +73,10 @@ def _border(what: str) -> Iterator[None]:
 
 
 class Tokenizer:
-    """Reads tokenizer.json and tokenizer_config.json of a model folder. Raises BadCheckpoint."""
+    """The tokenizer of a model folder: tokenizer.json and tokenizer_config.json.
+
+    The constructor raises BadCheckpoint.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = folder / TOKENIZER
@@ -93,28 +97,28 @@ class Tokenizer:
         self._shows_special = is_harmony(self.chat_template) or marks_calls
 
     def _load(self, path: Path) -> None:
-        """Raises TokenizerFailed."""
+        """Load tokenizer.json. Raises TokenizerFailed."""
         with _border("be read"):
             self._tokenizer = _Tokenizer.from_file(str(path))
-            self._tokenizer.no_truncation()  # what a file has saved of either would cut texts short
+            self._tokenizer.no_truncation()  # a saved truncation would cut texts
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
             decoder = self._tokenizer.decoder
             self._decoder: bytes = b"" if decoder is None else decoder.__getstate__()  # its JSON
-        self._added = {t.content: t.special for t in added.values()}  # whether it is special
+        self._added = {t.content: t.special for t in added.values()}  # content -> True if special
         special = {number: t for number, t in added.items() if t.special and t.content}
         self._special = sorted((t.content for t in special.values()), key=len, reverse=True)
         self._exact = SpecialSpans(self._special)
-        # The unknown token comes of unknown characters: it is no special one to take care of.
+        # Unknown characters give the unknown token, so it is not reserved.
         self._reserved = frozenset(special) - self._made(_UNKNOWN)
         normalized = any(token.normalized for token in special.values())
-        # Whether a normalizer, or the vocabulary itself, makes special tokens of other texts.
+        # True if a normalizer or the vocabulary turns other texts into special tokens.
         self._disguises = (normalized and self._tokenizer.normalizer is not None) or any(
             self._made(text) & self._reserved for text in self._special
         )
 
     def _made(self, text: str) -> set[int]:
-        """The ids of a plain text; none where the tokenizer has no way to say it."""
+        """Return the ids of a plain text; an empty set if it cannot be encoded."""
         with suppress(TokenizerFailed):
             return set(self._encoding(text, plain=True).ids)
         return set()
@@ -127,10 +131,10 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token)
 
     def encode_text(self, text: str, *, plain: bool = False) -> list[int]:
-        """A prompt without a template; one BOS if the model wants it.
+        """Encode a prompt without a template, with one BOS if the model wants it.
 
-        Special tokens in it count, unless it is `plain`: what a user typed into a conversation.
-        Raises PromptTooLong, TokenizerFailed.
+        Special tokens count unless the text is `plain`, as a user's message is. Raises
+        PromptTooLong, TokenizerFailed.
         """
         text = _whole(text)
         found = self._encoding(text, plain=plain, around=True)
@@ -148,18 +152,21 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> list[str]:
-        """The longest first."""
+        """Special tokens, the longest first."""
         return self._special
 
     def encode_source(self, text: str, language: int) -> list[int]:
-        """A text to translate, as it was trained: language, text, end; or with legacy_behaviour
-        in tokenizer_config.json text, end, language. What looks special in it is ordinary text."""
+        """Encode a text to translate in its training format: language, text, end.
+
+        With legacy_behaviour in tokenizer_config.json the order is text, end, language.
+        Special-looking pieces are ordinary text.
+        """
         end = self.token_id(self.eos) if self.eos else None
         ids, ends = self._plain(_whole(text)), [] if end is None else [end]
         return [*ids, *ends, language] if self._legacy else [language, *ids, *ends]
 
     def guard(self, text: str) -> str:
-        """User text with its special-looking pieces fenced, to be put into a template.
+        """Fence the special-looking pieces of a user's text, for use in a template.
 
         Raises PromptTooLong, TokenizerFailed.
         """
@@ -167,9 +174,10 @@ class Tokenizer:
         return self._fenced(text, list(self._exact.find(text)), _CUTS if self._disguises else 0)
 
     def _fenced(self, text: str, spans: list[tuple[int, int]], cuts: int) -> str:
-        """Text with fences around `spans`, and around what a normalizer makes a special token of.
+        """Fence `spans`, and pieces that a normalizer turns into special tokens.
 
-        What is left between fences is looked at again: it begins at another place, which counts.
+        Each unfenced piece is checked again: it starts at another place, which can change its
+        tokens.
         """
         made, at = [], 0
         for start, end in [*spans, (len(text), len(text))]:
@@ -181,7 +189,7 @@ class Tokenizer:
         return "".join(made)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """A rendered template: its own special tokens count, fenced pieces are ordinary text.
+        """Encode a rendered template. Its special tokens count; fenced pieces are ordinary text.
 
         Raises PromptTooLong, TokenizerFailed.
         """
@@ -194,7 +202,7 @@ class Tokenizer:
         return ids
 
     def _plain(self, text: str, cuts: int = _CUTS) -> list[int]:
-        """Ids of a text in which nothing is special: cut where the vocabulary has such a piece."""
+        """Encode a text without special tokens: cut it where the library would give one."""
         found = self._encoding(text, plain=True)
         spans = self._spans(found)
         if not spans:
@@ -206,7 +214,7 @@ class Tokenizer:
         return [token for piece in pieces if piece for token in self._plain(piece, cuts - 1)]
 
     def _spans(self, found: Encoding) -> list[tuple[int, int]]:
-        """Where in a text special tokens are, in order; without overlap."""
+        """Return the places of special tokens in a text, in order, without overlap."""
         spans: list[tuple[int, int]] = []
         for token, (start, end) in zip(found.ids, found.offsets, strict=True):
             if token in self._reserved:
@@ -215,7 +223,7 @@ class Tokenizer:
         return spans
 
     def _encoding(self, text: str, *, plain: bool = False, around: bool = False) -> Encoding:
-        """The one place where text goes into the library. around: with BOS and the like."""
+        """Encode with the library; no other method does. around: add BOS and similar tokens."""
         if 4 * len(text) > MAX_TEXT_BYTES and len(text.encode()) > MAX_TEXT_BYTES:
             raise PromptTooLong(f"the text has {len(text)} characters: too many for a tokenizer")
         self._tokenizer.encode_special_tokens = plain
@@ -226,11 +234,14 @@ class Tokenizer:
             self._tokenizer.encode_special_tokens = False
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Decode `ids` without special tokens."""
         return _decoded(self._tokenizer, ids, special=False)
 
     def piece(self, token: int) -> bytes:
-        """What one token adds to a text, be it a part of a character; special ones add nothing."""
+        """Return the bytes that one token adds to a text; none for a special token.
+
+        They may be a part of a character.
+        """
         name = self._tokenizer.id_to_token(token) or ""
         special = self._added.get(name)
         if special is not None:
@@ -242,31 +253,35 @@ class Tokenizer:
         return name.replace(_SPACE, " ").encode()
 
     def tail(self, ids: list[int]) -> str:
-        """The text of the last few of `ids`, special tokens and all."""
+        """Decode the last few of `ids`, special tokens included."""
         return _decoded(self._tokenizer, ids[-_CONTEXT_TOKENS:], special=True)
 
     def stream(self, prompt: list[int]) -> TextStream:
-        """Decodes what follows `prompt`, token by token."""
-        # T5's sentinels say which blank an answer fills: without them it would mean nothing.
+        """Return a decoder for the tokens after `prompt`."""
+        # An answer of T5 needs its sentinels, which name the blank that each part fills.
         sentinels = any(token.startswith("<extra_id_") for token in self._special)
         return TextStream(self._tokenizer, prompt, self._shows_special or sentinels)
 
 
 class TextStream:
-    """Incremental decoding: text appears when its last byte has, so UTF-8 is never broken.
+    """Incremental decoder. Text appears when its last byte arrives, so UTF-8 is never broken.
 
-    What a token adds is the difference between two decodings that share some tokens before it: they
-    decide whether it begins with a space, and carry the bytes of an unfinished character.
+    The text of a token is the difference between two decodings with the same few tokens before it.
+    These decide if the token begins with a space. They also carry the bytes of an unfinished
+    character.
     """
 
     def __init__(self, tokenizer: _Tokenizer, prompt: list[int], special: bool = False) -> None:
-        """special: whether special tokens are text, too."""
+        """Start after the tokens `prompt`.
+
+        special: decode special tokens as text, too.
+        """
         self._tokenizer, self._special = tokenizer, special
         self._given = ""  # the text of the first `_known` of `_ids`
         self._begin(prompt)
 
     def add(self, token: int) -> str:
-        """The text that is certain now; empty while a character lacks bytes."""
+        """Add a token; return the text that is certain now, empty while a character lacks bytes."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith("\ufffd") and len(self._ids) - self._known < _LONGEST_CHARACTER:
@@ -276,15 +291,18 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """What is left at the end: an unfinished character, as U+FFFD."""
+        """Return the rest at the end: an unfinished character, as U+FFFD."""
         text = self._decode(self._ids)
         piece = text[len(self._given) :]
         self._given, self._known = text, len(self._ids)
         return piece
 
     def _begin(self, ids: list[int]) -> None:
-        """Keeps the last few tokens, from the beginning of a character on: ByteFallback makes
-        U+FFFD of a whole run of byte tokens, many characters long, when one of them is cut."""
+        """Keep the last few tokens, from the start of a character.
+
+        If a run of byte tokens is cut, ByteFallback turns the whole run, many characters long, into
+        U+FFFD.
+        """
         for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _LONGEST_CHARACTER):
             self._ids = ids[-size:]
             self._given = self._decode(self._ids)
@@ -303,21 +321,21 @@ def _decoded(tokenizer: _Tokenizer, ids: list[int], special: bool) -> str:
 
 
 def _fence(text: str) -> str:
-    """A piece that templates leave alone, whatever they look for in a text."""
+    """Return a piece that no template changes: hex between two guards."""
     return f"{_GUARD}{text.encode().hex()}{_GUARD}" if text else ""
 
 
 def _whole(text: str) -> str:
-    """The text with "?" for halves of characters, which JSON can spell and no encoder takes."""
+    """Replace lone surrogates by "?". JSON can contain them, but no encoder accepts them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _content(token: object) -> str | None:
-    """A special token as config files write it: a string, or a mapping with its content."""
+    """Return a special token from a config file: a string, or a mapping with its content."""
     if isinstance(token, dict):
         token = token.get("content")
     if not isinstance(token, str) or any("\ud800" <= c <= "\udfff" for c in token):
-        return None  # half a character cannot be encoded
+        return None  # a lone surrogate cannot be encoded
     return token
 
 
@@ -327,13 +345,16 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | None:
-    """A model's chat template; None for a base model. about: its tokenizer_config, if at hand."""
+    """Return a model's chat template, or None for a base model.
+
+    about: its tokenizer_config, if already read.
+    """
     about = _about(folder) if about is None else about
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     template = about.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named templates
         named = (
             t.get("template")
             for t in template
@@ -344,7 +365,7 @@ def chat_template(folder: Path, about: dict[str, Any] | None = None) -> str | No
 
 
 def end_tokens(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every id that ends an answer: of generation_config, config and tokenizer_config together."""
+    """Return every id that ends an answer in generation_config, config or tokenizer_config."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError, AttributeError, RecursionError):

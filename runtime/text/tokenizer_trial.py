@@ -1,7 +1,7 @@
-"""Try a downloaded tokenizer in a limited process, before the library reads it in this one.
+"""Try a downloaded tokenizer in a limited process before this process loads it.
 
-Does not know what is tried. The library panics, aborts, or computes without end for some files:
-one that does so on a test text never becomes part of a model.
+For some files the library panics, aborts, or never ends. A file that does so on a test text never
+becomes part of a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRIAL_SECONDS = 60.0  # of wall time; a vocabulary of 250,000 takes some 3 s
 
 
 class Trial:
-    """A process for trials: one after the other. Use as a context manager."""
+    """A process for trials, one at a time. Use it as a context manager."""
 
     def __init__(self, seconds: float = TRIAL_SECONDS) -> None:
         self._seconds = seconds
@@ -36,13 +36,14 @@ class Trial:
         self._process.close()
 
     def of_file(self, path: Path) -> None:
-        """Raises BadCheckpoint unless a tokenizer.json loads, encodes and decodes in time."""
+        """Check that a tokenizer.json loads, encodes and decodes in time. Raises BadCheckpoint."""
         self._ask({"path": str(path.absolute())}, f"{path.name} is refused")
 
     def of_sentencepiece(self, data: bytes, about: Mapping[str, Any], name: str) -> bytes:
-        """The tokenizer.json of a SentencePiece file; about is its tokenizer_config.json, or empty.
+        """Convert a SentencePiece file to tokenizer.json; return its bytes.
 
-        Raises BadCheckpoint, which names the file, for what is damaged or cannot be said that way.
+        about: its tokenizer_config.json, or empty. Raises BadCheckpoint, which names the file, if
+        the file is damaged or cannot be converted.
         """
         if len(data) > MAX_BYTES:
             raise BadCheckpoint(f"{name} is too large ({len(data)} bytes)")
@@ -61,13 +62,13 @@ class Trial:
 
 
 def try_tokenizer(path: Path) -> None:
-    """Raises BadCheckpoint unless tokenizer.json at `path` loads, encodes and decodes in time."""
+    """Check that the tokenizer.json at `path` loads and works in time. Raises BadCheckpoint."""
     with Trial() as trial:
         trial.of_file(path)
 
 
 def convert(read: Callable[[str], bytes | None]) -> bytes | None:
-    """The tokenizer.json of whichever of NAMES a repository has; None when it has none of them.
+    """Convert the first of NAMES that a repository has; return None if it has none of them.
 
     Raises BadCheckpoint.
     """

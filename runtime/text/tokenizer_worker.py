@@ -1,6 +1,6 @@
-"""The child process behind tokenizer_trial.py: converts, loads and tries tokenizer files.
+"""Convert, load and try tokenizer files: the child process of tokenizer_trial.py.
 
-Does not import torch: it has 4 GiB of address space for everything.
+It does not import torch, since it has 4 GiB of address space.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moeinf.runtime.limited_process import serve
 _ADDRESS_SPACE_BYTES = 4 << 30
 _LONGEST_TOKEN = 1024  # characters
 _MOST_TOKENS = 1 << 24
-_MOST_GROWTH = 16  # characters that all replacements together may make of one
+_MOST_GROWTH = 16  # maximum characters that all replacements together may make of one
 _TOKENS_PER_BYTE = 4
-_TOKENS_AROUND = 64  # a text, by its post-processor
+_TOKENS_AROUND = 64  # added to a text by its post-processor
 _SAMPLES = (
     "The quick brown fox: it's 12,345.67 o'clock!\r\n\tdéjà vu, ﬁne ½ Ａ ™ e\u0301 ＜ｓ＞\n\n",
     "日本語のテキスト。Русский текст, עברית, العربية, हिन्दी, 👩\u200d👩\u200d👧 🙂🏽",
@@ -50,20 +50,24 @@ _LONG_RUNS = (" ", "\n", "a", "1", ".")
 
 
 class BadTokenizer(ValueError):
-    """A file loads, and yet cannot be used."""
+    """A file loads but cannot be used."""
 
 
 def texts() -> Iterator[str]:
-    """Give what a tokenizer has to take: sentences, and runs of every kind of character, which
-    show a pattern that takes exponential or cubic time."""
+    """Give test texts: sentences, and runs of every kind of character.
+
+    A run reveals a pattern that takes exponential or cubic time.
+    """
     yield from ("", "a", *_SAMPLES, "".join(_SAMPLES) * 20)
     yield "".join(chr(code) * 64 + "\x01" for code in range(0x20, 0x7F))
     yield from (run * 600 + end for run in _RUNS for end in ("", "b"))
 
 
 def _check_time(tokenizer: Tokenizer) -> None:
-    """Raises BadTokenizer where time grows with the square of a text: 6,000 characters that take
-    more than some hundredths of a second would be hours for some megabytes."""
+    """Raise BadTokenizer if time grows with the square of a text.
+
+    If 6,000 characters take more than some hundredths of a second, some megabytes would take hours.
+    """
 
     def seconds(length: int) -> float:
         start = time.process_time()
@@ -76,7 +80,7 @@ def _check_time(tokenizer: Tokenizer) -> None:
 
 
 def load(path: Path) -> Tokenizer:
-    """The library's tokenizer, which cuts no text short and fills none up, whatever was saved."""
+    """Load a tokenizer; remove its saved truncation and padding."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -84,9 +88,9 @@ def load(path: Path) -> Tokenizer:
 
 
 def examine(path: Path) -> None:
-    """Load a tokenizer.json, encode and decode. Raises what the library raises, and BadTokenizer.
+    """Load a tokenizer.json, encode and decode. Raises the library's errors, and BadTokenizer.
 
-    A panic is an exception here. A crash, or too much time or memory, ends this process.
+    A panic is raised as an exception. A crash, or too much time or memory, ends this process.
     """
     _check_growth(json.loads(path.read_bytes()))
     tokenizer = load(path)
@@ -108,7 +112,7 @@ def examine(path: Path) -> None:
 
 
 def _check_growth(document: Any) -> None:
-    """Raises BadTokenizer where replacements could make one character many, again and again."""
+    """Raise BadTokenizer if replacements could repeatedly turn one character into many."""
     growth, nodes = 1.0, [document.get("normalizer"), document.get("decoder")]
     while nodes:
         node = nodes.pop()

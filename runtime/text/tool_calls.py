@@ -1,7 +1,7 @@
-"""What models write when they call a tool, by the format that their chat template teaches them.
+"""Parse the tool calls that models write, in the format that their chat template teaches.
 
-Does not know APIs, tokens or streams. What is no whole call of a tool that was offered is no call:
-a client never hears of a function that it has not named.
+Only a complete call of an offered tool is a call. So a client never receives a call of a function
+that it did not name.
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>                     Hermes, Qwen2.5, Qwen3
     <tool_call><function=NAME><parameter=P>V</parameter></function></tool_call>   Qwen3-Coder, 3.5
@@ -26,7 +26,7 @@ Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "descripti
 
 @dataclass(frozen=True)
 class Call:
-    """A tool's name, and its arguments as JSON values; they can be written as JSON again."""
+    """A tool's name and its arguments as JSON values, which can be written as JSON again."""
 
     name: str
     arguments: dict[str, Any]
@@ -37,11 +37,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Format:
-    """How calls are marked. close "": they go on to the answer's end.
+    """A format of calls. close "": a call ends with the answer.
 
-    read: what stands between the marks → calls; none when it is something else. Raises Unfinished.
-    write: a tool's name → what comes before and after its arguments in JSON, marks included;
-    not in templates that have one of the words of `unless`.
+    read: the text between the marks → calls; [] if it is something else. Raises Unfinished. write:
+    a tool's name → the text before and after its arguments in JSON, marks included. It is not valid
+    in templates that contain one of the words of `unless`.
     """
 
     open: str
@@ -49,19 +49,22 @@ class Format:
     read: Callable[[str, Sequence[Tool]], list[Call]]
     write: Callable[[str], tuple[str, str]] | None = None
     unless: tuple[str, ...] = ()
-    bare: Format | None = None  # how a call begins whose `open` was left out; `close` may follow
-    id_length: int = 0  # of the ids that the template insists on; 0: any
+    bare: Format | None = None  # the start of a call without `open`; `close` may follow
+    id_length: int = 0  # of the ids that the template requires; 0: any
 
 
 def knows_tools(template: str | None) -> bool:
-    """Whether a chat template looks at `tools` and teaches a format that is known here."""
+    """Return True if a chat template uses `tools` and teaches a known format."""
     if template is None or not re.search(r"\{[{%][^{}%]*\btools\b", template):
         return False
     return is_harmony(template) or format_of(template) is not None
 
 
 def format_of(template: str | None) -> Format | None:
-    """The format of calls in answers' text; None for none, and for harmony, which has a channel."""
+    """Return the format of calls in the answer's text, or None.
+
+    Harmony gives None, since its calls have their own channel.
+    """
     if template is None or is_harmony(template):
         return None
     return next(
@@ -75,17 +78,17 @@ def format_of(template: str | None) -> Format | None:
 
 
 def names_of(tools: Sequence[Tool]) -> list[str]:
-    """The names of functions; tools of other kinds have none."""
+    """Return the names of functions; tools of other kinds are skipped."""
     return [str(function["name"]) for tool in tools if (function := _function(tool)).get("name")]
 
 
 def call_of(name: str, arguments: str, tools: Sequence[Tool]) -> Call | None:
-    """A call whose arguments are JSON; None when that is none, or the tool was not offered."""
+    """Return the call, or None if its arguments are invalid or the tool was not offered."""
     return _checked({"name": name, "arguments": arguments}, tools)
 
 
 def _tagged(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """What three kinds of models put between <tool_call> and </tool_call>."""
+    """Parse the text between <tool_call> and </tool_call>, in one of three formats."""
     body = body.strip()
     if body.startswith(("{", "[")):
         return _json(body, tools)
@@ -115,7 +118,7 @@ _KEY = re.compile(
 
 
 def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """One call, or more between the same marks. Raises Unfinished."""
+    """Parse one or more calls between the same marks. Raises Unfinished."""
     calls: list[Call | None] = []
     for part in _functions(body, tools):
         found = _FUNCTION.fullmatch(part)
@@ -126,10 +129,10 @@ def _parameters(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _functions(body: str, tools: Sequence[Tool]) -> Iterator[str]:
-    """Cut a body where one function ends, and another that was offered begins."""
+    """Cut a body where one function ends and another offered one begins."""
     begin = 0
     for found in _NEXT.finditer(body):
-        bare = not found[1].startswith("</")  # no parameters: nothing comes before its first mark
+        bare = not found[1].startswith("</")  # without parameters the next mark follows at once
         if (found.start() == begin or not bare) and _offered(found[2].strip(), tools) is not None:
             yield body[begin : found.end()].rstrip()
             begin = found.end()
@@ -137,7 +140,7 @@ def _functions(body: str, tools: Sequence[Tool]) -> Iterator[str]:
 
 
 def _bare(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """What stands between <function= and </function>, which a value may contain, too."""
+    """Parse the text between <function= and </function>; a value may contain </function>."""
     if body.count("<parameter=") > body.count("</parameter>"):
         raise Unfinished("</parameter> is missing")
     name, _, rest = body.partition(">")
@@ -152,7 +155,7 @@ def _keys(body: str, tools: Sequence[Tool]) -> list[Call]:
 
 
 def _typed(name: str, text: str, pair: re.Pattern[str], tools: Sequence[Tool]) -> list[Call]:
-    """Arguments that say no types: the tool's schema does."""
+    """Read untyped arguments by the types of the tool's schema."""
     tool = _offered(name.strip(), tools)
     if tool is None or pair.sub("", text).strip():
         return []
@@ -169,7 +172,7 @@ _SEP, _CALL_BEGIN, _CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜
 
 
 def _deepseek(body: str, tools: Sequence[Tool]) -> list[Call]:
-    """V3 and R1 write a type, a name and a block of JSON; V3.1 a name and JSON."""
+    """Parse DeepSeek's calls: type, name and a block of JSON (V3, R1), or name and JSON (V3.1)."""
     found = []
     for part in body.split(_CALL_BEGIN)[1:]:
         before, _, after = part.partition(_CALL_END)[0].partition(_SEP)
@@ -195,7 +198,7 @@ def _checked(said: Any, tools: Sequence[Tool]) -> Call | None:
 
 
 def _all(found: Sequence[Call | None]) -> list[Call]:
-    """All, or none: half of what a model wanted to do is not what it wanted."""
+    """Return all calls, or [] if one is invalid: a part of them may not be what the model meant."""
     calls = [call for call in found if call is not None]
     return calls if len(calls) == len(found) else []
 

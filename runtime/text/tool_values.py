@@ -1,7 +1,7 @@
-"""Arguments of a call that were written without types, read as the tool's schema wants them.
+"""Convert untyped arguments of a call to values of the tool's schema.
 
-Does not know formats. Chat templates of some families write each value of an earlier call with
-Python's `str`, and their models learn that spelling: True, None, ['a'] beside true, null, ["a"].
+Some families' chat templates write each value of an earlier call with Python's `str`. Their models
+learn that spelling: True, None, ['a'] beside true, null, ["a"].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-_MOST_NODES = 64  # of a parameter's schema; what lies beyond says no type
+_MOST_NODES = 64  # of a parameter's schema; deeper parts are ignored
 _NULLS = ("null", "None")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE = re.compile(
@@ -26,13 +26,13 @@ _PYTHON = re.compile(
 
 
 class Unfinished(ValueError):
-    """More of a call has to come: its end was met inside of a string of it."""
+    """A call has no end yet: an end mark was found inside one of its strings."""
 
 
 def load_json(text: str) -> Any:
-    """JSON that can be written again: no NaN, no lone surrogate, not too deep. Raises ValueError.
+    """Parse JSON that can be written again. Raises ValueError for NaN, lone surrogates or depth.
 
-    Unfinished, when it ends inside of a string.
+    Raises Unfinished if the text ends inside a string.
     """
     try:
         value = json.loads(text, parse_constant=_no_number)
@@ -47,8 +47,10 @@ def load_json(text: str) -> Any:
 
 
 def load_value(text: str, schema: Any, parameters: Any) -> Any:
-    """Return the value of a text: a string where the schema allows one, else JSON, else Python's
-    spelling, else the text. Null wins over a string where the schema allows both.
+    """Return the value of a text.
+
+    It is the text if the schema allows a string, otherwise JSON, otherwise a Python literal,
+    otherwise the text. Null comes before a string if the schema allows both.
 
     parameters: the whole schema of the tool, to which `$ref` in `schema` refers.
     """
@@ -69,7 +71,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _types(schema: Any, parameters: Any) -> set[str]:
-    """Return the names of the types that a schema allows; empty where it does not say."""
+    """Return the names of the types that a schema allows; an empty set if it names no type."""
     found: set[str] = set()
     nodes, seen = [schema], 0
     while nodes and seen < _MOST_NODES:
@@ -92,7 +94,7 @@ def _types(schema: Any, parameters: Any) -> set[str]:
 
 
 def _referred(reference: Any, parameters: Any) -> Iterator[Any]:
-    """Give the definition that a reference within `parameters` names, if there is one."""
+    """Yield the definition that a reference within `parameters` names, if there is one."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return
     node = parameters
@@ -103,8 +105,10 @@ def _referred(reference: Any, parameters: Any) -> Iterator[Any]:
 
 
 def _json_of_python(text: str) -> str:
-    """Return the JSON of a literal as Python writes it. Raises ValueError for all else, and for a
-    string alone, which no template puts in quotes."""
+    """Return the JSON of a Python literal. Raises ValueError for anything else.
+
+    A string alone is an error, too, because no template puts it in quotes.
+    """
     if text.lstrip()[:1] in ("'", '"'):
         raise ValueError("a string")
     found, at = [], 0
