@@ -1,1 +1,1 @@
-"""Runs over many requests: benchmarks, evaluation, traces, data sets."""
+"""Run many requests: benchmarks, evaluation, traces, data sets."""

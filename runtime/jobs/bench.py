@@ -1,7 +1,7 @@
-"""Measures one model on this machine: first token, time per token, hits, bytes, and the floor.
+"""Measure one model on this machine: first token, time per token, hits, bytes, and the floor.
 
-Does not know how results are shown, nor other programs. Terms as in docs/architecture.md,
-"Measurements"; every round begins with an empty KV cache, the first with an empty expert cache too.
+Terms are those of docs/architecture.md, "Measurements". Every round starts with an empty KV cache;
+the first round also starts with an empty expert cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moeinf.runtime.placement.bandwidth import measure
 
 _CEILING_BYTES, _CEILING_ROUNDS = 256 << 20, 4  # far above any cache
 
-# Neither random tokens nor one word repeated: those would route as no text does.
+# Random tokens or one repeated word would not route as text does.
 _TEXT = """The lighthouse keeper wrote down the weather every evening at six. On the third of March
 the wind came from the north, and the supply boat could not land; he noted it, counted his candles
 and found forty-one. "If the storm lasts nine days," he told the dog, "we shall sit in the dark for
@@ -49,7 +49,7 @@ box whose key had been lost before either of them arrived. def open(box): return
 
 @dataclass
 class Measured:
-    """What the rounds of one engine took. Seconds; one entry per round or per pass of one token."""
+    """Times of the rounds of one engine, in seconds: per round, or per pass of one token."""
 
     prompt_tokens: int
     prefill_seconds: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Measured:
 
 
 def prompt_of(engine: Engine, tokens: int) -> list[int]:
-    """A prompt of exactly so many tokens: a passage of text, over and over."""
+    """Return a prompt of exactly `tokens` tokens, which repeats one passage of text."""
     ids = engine.tokenizer.encode_text(_TEXT, plain=True)
     return (ids * (tokens // len(ids) + 1))[:tokens]
 
@@ -67,7 +67,7 @@ def prompt_of(engine: Engine, tokens: int) -> list[int]:
 def prefill(
     engine: Engine, state: State, prompt: Sequence[int]
 ) -> tuple[NDArray[np.float32], float]:
-    """Extends `state` with the prompt: the logits after it, and the seconds it took."""
+    """Extend `state` with the prompt; return the logits after it and the seconds."""
     start = time.perf_counter()
     if isinstance(engine.model, EncoderDecoder):  # the prompt is its source
         engine.encode(state, prompt)
@@ -84,9 +84,9 @@ def decode(
     forced: Sequence[int] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[NDArray[np.float32], list[float]]:
-    """Passes of one token each: the last logits, and the seconds of each pass.
+    """Run passes of one token each; return the last logits and the seconds of each pass.
 
-    The tokens are the `forced` ones, or else the most likely; choosing counts.
+    The tokens are `forced`, or else the most likely ones. The choice is included in the time.
     """
     seconds = []
     for step in range(steps):
@@ -105,7 +105,7 @@ def bench(
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """The same prompt and its greedy continuation, `rounds` times. Ends of text are passed over.
+    """Measure a prompt and its greedy continuation `rounds` times, ignoring end tokens.
 
     advance: called after each of the rounds * (1 + new_tokens) passes.
     """
@@ -132,9 +132,9 @@ def bench_replay(
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Every request in turn, `rounds` times. The engine must not trace.
+    """Measure every request in turn, `rounds` times. The engine must not trace.
 
-    A prefill is that of a whole prompt, of any request that has one. advance: called after each
+    A prefill time covers the whole prompt of a request that has one. advance: called after each
     pass of each round.
     """
     measured = Measured(max(request.prompt_tokens for request in requests))
@@ -155,7 +155,7 @@ def _replay(
     measured: Measured,
     advance: Callable[[], None],
 ) -> list[float]:
-    """One request with any text; seconds of each decode pass. What it took goes to `measured`."""
+    """Replay one request with any text; add its times to `measured`; return the decode seconds."""
     state, ids = engine.new_state(), iter(prompt_of(engine, request.tokens))
     number = engine.begin_request(state)
     before, prefilled, steps = engine.store.stats.copy(), 0.0, list[float]()
@@ -176,7 +176,7 @@ def _replay(
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """What one decoded token must read: dense weights, routed experts, the KV cache so far."""
+    """Bytes that one decoded token must read: dense weights, routed experts, KV cache so far."""
 
     dense: int
     experts: int
@@ -188,12 +188,15 @@ class TokenBytes:
 
 
 def token_bytes(engine: Engine, context: int) -> TokenBytes:
-    """With `context` tokens in the KV cache. Of the embedding a token reads one row."""
+    """Return the bytes with `context` tokens in the KV cache.
+
+    Without a tied head, the embedding does not count: a token reads one row of it.
+    """
     manifest = engine.info.manifest
     header = read_header(engine.info.folder / DENSE)
     sizes = {name: tensor.size_bytes for name, tensor in header.items()}
     dense = sum(sizes.values())
-    if any(name.startswith("lm_head.") for name in sizes):  # else the embedding is the head too
+    if any(name.startswith("lm_head.") for name in sizes):  # else the embedding is the head, too
         dense -= sum(n for name, n in sizes.items() if ".embed_tokens." in name)
     return TokenBytes(
         dense=dense,
@@ -203,7 +206,7 @@ def token_bytes(engine: Engine, context: int) -> TokenBytes:
 
 
 def read_ceiling(threads: int) -> float:
-    """Bytes per second of RAM right now: the best of the read loops on up to so many threads."""
+    """Return bytes per second of RAM now: the best read loop on one or `threads` threads."""
     loops = product({1, threads}, ((False, False), (True, False), (True, True)))
     return max(
         read_bandwidth(_CEILING_BYTES, number, prefetch, huge, _CEILING_ROUNDS)
@@ -212,7 +215,7 @@ def read_ceiling(threads: int) -> float:
 
 
 def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, Any]:
-    """One entry of `bench --json`. Measures RAM, for the floor; the disk's speed is remembered."""
+    """Return one entry of `bench --json`. Measures RAM for the floor; disk speed is remembered."""
     peak = peak_rss_bytes()
     ram = read_ceiling(engine.info.threads)
     disk = measure(settings, engine.info.folder, engine.info.manifest).disk_bytes_per_s
@@ -222,9 +225,9 @@ def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, 
     disk_bytes = decoded.decode_bytes_read / steps
     context = measured.prompt_tokens + steps // 2
     tpot, needed = statistics.median(seconds), token_bytes(engine, context).total
-    floor = None  # of what is on a GPU nobody has measured how fast it is read
+    floor = None  # None with a GPU: its read speed is not measured
     if engine.gpu is None:
-        floor = _ms(max(needed / ram, disk_bytes / disk))  # the two overlap at best
+        floor = _ms(max(needed / ram, disk_bytes / disk))  # at best, the two overlap
     return {
         "policy": engine.info.policy,
         "memory_bytes": engine.info.placement.memory_bytes,
@@ -250,7 +253,7 @@ def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, 
 
 
 def machine() -> dict[str, Any]:
-    """What a figure must be read beside."""
+    """Return the machine and versions on which figures depend."""
     model = platform.processor() or platform.machine()
     with suppress(OSError, IndexError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

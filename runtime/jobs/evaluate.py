@@ -1,6 +1,6 @@
-"""How well a model predicts a text, and how near its predictions are to another's.
+"""Measure how well a model predicts a text, and how close it is to a reference model.
 
-Does not know commands. Logits are compared a few rows at a time: nothing of a text is kept.
+Logits are compared a few rows at a time, so memory does not grow with the text.
 
     perplexity        exp of the mean of −ln p(token | tokens before it)
     KL divergence     mean over tokens of Σ p ln(p / q): p the reference, q the model, in nats
@@ -21,7 +21,7 @@ from moeinf.errors import InvalidInput
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.engine.engine import Engine
 
-WINDOW = 512  # tokens at most that see each other; a begin-of-text token begins anew, too
+WINDOW = 512  # maximum tokens per window; a begin-of-text token also starts a new one
 _ROWS = 64  # logits rows at once
 
 
@@ -36,7 +36,7 @@ class CannotCompare(InvalidInput, ValueError):
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation found; the last three are None without a reference."""
+    """The result of an evaluation. Without a reference the last three fields have no value."""
 
     tokens: int  # predicted
     perplexity: float
@@ -51,7 +51,7 @@ class _Sums:
         self.loss = self.reference_loss = self.kl = 0.0
 
     def add(self, logits: Tensor, reference: Tensor | None, targets: Tensor) -> None:
-        """logits and reference [n, V] float32, targets [n]."""
+        """Add rows to the sums. logits and reference: [n, V] float32; targets: [n]."""
         count = torch.arange(len(targets))
         q = logits.double().log_softmax(-1)
         self.tokens += len(targets)
@@ -64,9 +64,9 @@ class _Sums:
 
 
 def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
-    """Scores `engine` on a text, against `reference` if there is one. Raises CannotCompare.
+    """Score `engine` on a text, against `reference` if given. Raises CannotCompare.
 
-    Special tokens in the text count as such.
+    Special tokens in the text count as special tokens.
     """
     if any(one is not None and one.info.reads_sources for one in (engine, reference)):
         raise CannotCompare("an encoder-decoder answers texts, it does not continue them")
@@ -90,7 +90,7 @@ def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
 
 
 def _pieces(ids: Sequence[int], begin: int | None, most: int) -> Iterator[Sequence[int]]:
-    """Cuts before every token that begins a text, and after `most` tokens."""
+    """Cut before every token that begins a text, and after `most` tokens."""
     starts = [place for place, token in enumerate(ids) if token == begin and place > 0]
     for start, stop in pairwise([0, *starts, len(ids)]):
         for first in range(start, stop, most):

@@ -1,14 +1,14 @@
-"""Recorded routing, forced onto a model of the same shape: passes are repeated, texts are not.
+"""Force recorded routing onto a model of the same shape. Passes are repeated, not texts.
 
-Does not know policies nor how a recording is read. A replay measures a cache under routing that was
-seen elsewhere: every layer computes the experts that the recording names, with the weights of the
-model's own router. So the bytes and the arithmetic are real, and what comes out is no text.
+A replay measures a cache under routing recorded elsewhere. Every layer computes the recorded
+experts with the weights of the model's own router. So the bytes and the arithmetic are real, but
+the output is not meaningful text.
 
     model ──ids of its routers──▶ ForcedRouting ──recorded ids──▶ store
 
-Hints are forced likewise: the model's next-layer gates run, as they would, and what they say is
-replaced by what a HintSource (offload/routing/hint_model.py) says. Nothing is traced: routing that
-is not the model's own must not enter its EAMC.
+Hints are forced, too. The model's next-layer gates run as usual, and a HintSource
+(offload/routing/hint_model.py) replaces their result. A replay is never traced, because its routing
+is not the model's own and must not enter its EAMC.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Request:
 
 
 def fitted(recording: Recording, manifest: Manifest) -> Recording:
-    """The recording's first layers, as many as the model has, with the model's sizes.
+    """Return the recording with the model's sizes, cut to the model's layers.
 
-    Raises OtherShape unless they have as many experts, of which a token takes no more than the
-    model's tokens do; and for passes that cannot be repeated.
+    Raises OtherShape if the experts differ in number, if a token takes more of them than the
+    model's tokens do, if layers are missing, or if a pass cannot be repeated.
     """
     theirs = recording.shape
     if theirs.encoder_layers or any(done.phase == "encode" for done in recording.passes):
@@ -84,14 +84,14 @@ def fitted(recording: Recording, manifest: Manifest) -> Recording:
 
 
 def first_requests(recording: Recording, count: int | None) -> Recording:
-    """The first `count` requests of a recording; None: all of them."""
+    """Return the first `count` requests of a recording; None: all of them."""
     if count is None or count >= len(recording.requests):
         return recording
     return recording.select(list(recording.requests)[:count])
 
 
 def requests(recording: Recording) -> list[Request]:
-    """One after the other; passes that served several are cut. Raises OtherShape without decode."""
+    """Return the requests one by one; shared passes are split. Raises OtherShape without decode."""
     found = [Request(tuple(recording.select([r]).passes)) for r in recording.requests]
     if not any(done.phase == "decode" for request in found for done in request.passes):
         raise OtherShape(f"{recording.name} decodes nothing")
@@ -99,16 +99,16 @@ def requests(recording: Recording) -> list[Request]:
 
 
 class ForcedRouting:
-    """`Experts` that are told the routing of `play`'s passes instead of the model's own."""
+    """`Experts` that use the routing of `play`'s passes instead of the model's own."""
 
     def __init__(self, experts: Experts, hints: HintSource | None = None) -> None:
         self._experts, self._source = experts, hints
-        self._ids = self._left = torch.empty(0, 0, 0)  # [L, T, K] of this pass, and still to come
+        self._ids = self._left = torch.empty(0, 0, 0)  # [L, T, K]: this pass, the rest
         self._hints: Tensor | None = None  # [L, T, H]
         self._left_hints: Tensor | None = None
 
     def play(self, done: Pass) -> None:
-        """The following passes repeat this one, whose rows they may divide among them."""
+        """Repeat this pass in the following passes, which may divide its rows among them."""
         hinted = self._source.of_pass(done) if self._source is not None else None
         self._left = torch.from_numpy(done.ids).long()
         self._left_hints = None if hinted is None else torch.from_numpy(hinted).long()
@@ -135,7 +135,7 @@ class ForcedRouting:
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         assert self._hints is not None
         forced = self._hints[layer].to(ids.device)
-        self._experts.hint(layer, forced, forced.new_ones(forced.shape).float())  # none is surer
+        self._experts.hint(layer, forced, forced.new_ones(forced.shape).float())  # all equal
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
         self._experts.end_pass(accepted_rows)

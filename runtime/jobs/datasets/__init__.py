@@ -1,7 +1,4 @@
-"""Prompts to trace: named data sets of the hub, the demo's held-out items, and local files.
-
-Does not know models, templates or what is recorded.
-"""
+"""Load prompts to trace: named data sets of the hub, the demo's held-out items, local files."""
 
 from moeinf.runtime.jobs.datasets.items import BadDataset, Item, NoSuchDataset, Wanted
 from moeinf.runtime.jobs.datasets.table import dataset_names, load_items

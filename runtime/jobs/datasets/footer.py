@@ -1,7 +1,7 @@
-"""Walks a parquet footer in a process of its own: pyarrow's walk ends the process at some of them.
+"""Check a parquet footer in a child process, because pyarrow can end the process.
 
-Does not know columns or rows. RowGroupMetaData.column throws a C++ exception that nothing catches
-(pyarrow 26, found by scripts/fuzz.py); reading pages turns the same fault into a Python exception.
+RowGroupMetaData.column throws an uncaught C++ exception for some damaged footers (pyarrow 26, found
+by scripts/fuzz.py). When pages are read, the same fault is a Python exception.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ for group in range(min(about.num_row_groups, 1 << 16)):
 
 
 def can_be_walked(path: Path) -> bool:
-    """Whether every column of every row group has metadata that pyarrow can bear to look at."""
+    """Return True if pyarrow can read the metadata of every column of every row group."""
     command = [sys.executable, "-P", "-c", _WALK, str(path.absolute())]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_SECONDS)

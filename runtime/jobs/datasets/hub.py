@@ -1,8 +1,7 @@
-"""A data set's repository on the hub: which files it has, and any of them on this machine.
+"""List and fetch the files of a data set's repository on the hub.
 
-Does not know what the files hold. Files are fetched as a model's are (ranged, resumable, hashed)
-into $MOEINF_HOME/datasets; those in the Hugging Face cache are used in place. Without the hub, what
-is already here is what there is.
+Files are fetched as a model's are (ranged, resumable, hashed), into $MOEINF_HOME/datasets. Files in
+the Hugging Face cache are used in place. Without the hub, only local files are available.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class DatasetFiles:
     """The files of one repository; `names` are paths within it."""
 
     def __init__(self, repository: str, folder: Path, progress: Progress) -> None:
-        """folder: where data sets are kept. Raises RepositoryError."""
+        """List the repository. folder: the folder for data sets. Raises RepositoryError."""
         self._repository = repository
         self._folder = folder / repository.replace("/", "--")
         self._progress = progress
@@ -55,7 +54,7 @@ class DatasetFiles:
         return self._remote.keys() or self._here.keys()
 
     def bring(self, name: str) -> Path:
-        """The file on this machine. Raises BadDataset for an absurd size, DownloadFailed."""
+        """Fetch a file; return its path. Raises BadDataset if it is too large, DownloadFailed."""
         if name in self._here:
             return self._here[name]
         file = self._remote.get(name)
@@ -87,7 +86,7 @@ class DatasetFiles:
                 self._remote[path] = file
 
     def _look_around(self) -> None:
-        """Without the hub: files fetched before, and a snapshot in the Hugging Face cache."""
+        """Find local files: fetched before, or in a snapshot in the Hugging Face cache."""
         snapshots = list(self._folder.glob("*")) if self._folder.is_dir() else []
         snapshots.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         with suppress(LocalEntryNotFoundError, OSError, ValueError):

@@ -1,7 +1,4 @@
-"""What a data set gives: prompts with the task each belongs to, and how a mix of them is dealt.
-
-Does not know files or formats.
-"""
+"""Define the prompts of a data set, their tasks, and how a mix of tasks is chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from itertools import zip_longest
 
 from moeinf.errors import InvalidInput, UnusableInput
 
-MOST_ROWS = 20_000  # of one file: no trace needs more, and a hostile file must end somewhere
+MOST_ROWS = 20_000  # of one file: a trace needs no more, and an untrusted file must be bounded
 MOST_CHARACTERS = 1 << 20  # of one prompt
 
 
@@ -36,7 +33,7 @@ class BadDataset(UnusableInput, ValueError):
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt; `task` is its kind of work ("" where the source names none)."""
+    """One prompt. `task` is its kind of work, or "" if the source names none."""
 
     prompt: str
     task: str = ""
@@ -44,9 +41,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which items: at most `limit`, of the tasks in `subset` (None: of all), mixed by `seed`.
+    """The choice of items: at most `limit`, from the tasks in `subset`, mixed by `seed`.
 
-    shots is how many solved examples stand before a question (MMLU).
+    subset None: all tasks. shots: the number of solved examples before a question (MMLU).
     """
 
     limit: int = 100
@@ -56,9 +53,9 @@ class Wanted:
 
 
 def deal(tasks: Sequence[str], read: Callable[[str], Iterable[Item]], wanted: Wanted) -> list[Item]:
-    """One item of each task in turn, tasks and items in seeded order, until there are `limit`.
+    """Take one item of each task in turn, in seeded order, until there are `limit`.
 
-    Reads only as many tasks as that takes, so that few files are fetched for few prompts.
+    Reads only as many tasks as necessary, so that few prompts need few files.
     """
     draw = random.Random(wanted.seed)
     order = draw.sample(sorted(tasks), len(tasks))
@@ -75,7 +72,7 @@ def deal(tasks: Sequence[str], read: Callable[[str], Iterable[Item]], wanted: Wa
 
 
 def chosen_tasks(dataset: str, known: Collection[str], wanted: Wanted) -> list[str]:
-    """The tasks that --subset names, or all. Raises NoSuchDataset with the nearest names."""
+    """Return the tasks that --subset names, or all. Raises NoSuchDataset with the nearest names."""
     if wanted.subset is None:
         return sorted(known)
     for task in wanted.subset:

@@ -1,7 +1,4 @@
-"""Local files of prompts: .jsonl, .txt, .parquet, in the order in which they stand.
-
-Does not know named data sets.
-"""
+"""Read prompts from local .jsonl, .txt and .parquet files, in file order."""
 
 from __future__ import annotations
 
@@ -20,22 +17,22 @@ from moeinf.runtime.jobs.datasets.rows import (
     text_of,
 )
 
-_PROMPTS = ("prompt", "inputs", "input", "question", "text")  # columns, the first that is there
+_PROMPTS = ("prompt", "inputs", "input", "question", "text")  # columns; the first found is read
 _TASKS = ("task", "kind")
 _ENDINGS = (".jsonl", ".txt", ".parquet")
 
 
 def is_file_name(text: str) -> bool:
-    """Whether --dataset means a local file."""
+    """Return True if --dataset names a local file."""
     return text.lower().endswith(_ENDINGS)
 
 
 def read_file(path: Path, wanted: Wanted) -> list[Item]:
-    """The first wanted.limit prompts (of the tasks in --subset). Raises BadDataset, NoSuchDataset.
+    """Return the first wanted.limit prompts, of the tasks in --subset if it is given.
 
-    .txt: a prompt per line. .jsonl: a string or an object per line; .parquet: a row per prompt. The
-    text is in the first of the columns prompt, inputs, input, question, text; its task in task or
-    kind.
+    .txt: a prompt per line. .jsonl: a string or an object per line. .parquet: a row per prompt. The
+    text is in the first present column of prompt, inputs, input, question, text. The task is in
+    task or kind. Raises BadDataset, NoSuchDataset.
     """
     if not path.exists():
         raise NoSuchDataset(f"there is no file {path}")

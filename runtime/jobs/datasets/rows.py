@@ -1,7 +1,6 @@
-"""Rows of .jsonl, .txt and .parquet files, which may be hostile: bounded before anything is read.
+"""Read rows of untrusted .jsonl, .txt and .parquet files, after a check of their size.
 
-Does not know data sets or prompts. A row is a mapping from column to value; only columns that were
-asked for are read.
+A row is a mapping from column to value. Only the requested columns are read.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ Row = Mapping[str, Any]
 _MAX_FILE_BYTES = 256 << 20
 _MAX_COLUMN_BYTES = 1 << 30  # of one parquet column, uncompressed
 _MAX_VALUES = 1 << 24  # of one parquet column
-_BATCH_ROWS = 64  # times MOST_CHARACTERS is what a batch of equal dictionary entries may grow to
+_BATCH_ROWS = 64  # a batch of equal dictionary entries may grow to this times MOST_CHARACTERS
 
 
 def check_size(path: Path) -> None:
-    """Raises BadDataset for what is no readable file of a size that we read."""
+    """Raise BadDataset unless `path` is a readable file of at most _MAX_FILE_BYTES."""
     try:
         if not path.is_file():
             raise BadDataset(f"{path} is not a file")
@@ -36,7 +35,7 @@ def check_size(path: Path) -> None:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The non-empty lines with their numbers, from 1. Raises BadDataset."""
+    """Yield the non-empty lines with their numbers, from 1. Raises BadDataset."""
     check_size(path)
     longest = 4 * MOST_CHARACTERS  # bytes
     try:
@@ -56,7 +55,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """One object, or one string (as column "prompt"), per line. Raises BadDataset."""
+    """Yield one row per line; a string is the column "prompt". Raises BadDataset."""
     for number, line in lines(path):
         try:
             row = json.loads(line)
@@ -70,14 +69,14 @@ def json_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def parquet_columns(path: Path) -> list[str]:
-    """The names of the top-level columns. Raises BadDataset."""
+    """Return the names of the top-level columns. Raises BadDataset."""
     with _Opened(path) as file:
         return [str(name) for name in file.schema_arrow.names]
 
 
 def parquet_rows(path: Path, columns: Mapping[str, Kind], most: int) -> Iterator[Row]:
-    """The first `most` rows, only of `columns`. Raises BadDataset, also for other types."""
-    import pyarrow.compute  # 0.2 s that only data sets pay
+    """Yield the first `most` rows, with `columns` only. Raises BadDataset, also for wrong types."""
+    import pyarrow.compute  # this import takes 0.2 s, so only data sets load it
 
     there = parquet_columns(path)
     texts = [name for name, kind in columns.items() if kind == "text" and name in there]
@@ -93,7 +92,7 @@ def parquet_rows(path: Path, columns: Mapping[str, Kind], most: int) -> Iterator
                 column = batch.column(name)
                 distinct = getattr(
                     column, "dictionary", column
-                )  # of old large_string: no dictionary
+                )  # old large_string has no dictionary
                 sizes = pyarrow.compute.binary_length(distinct)
                 longest = pyarrow.compute.max(sizes).as_py()
                 if (longest or 0) > 4 * MOST_CHARACTERS:
@@ -105,7 +104,7 @@ def parquet_rows(path: Path, columns: Mapping[str, Kind], most: int) -> Iterator
 
 
 def text_of(row: Row, name: str, where: str) -> str:
-    """A column's text. Raises BadDataset when it is empty, no text, or too long."""
+    """Return a column's text. Raises BadDataset if it is empty, not a text, or too long."""
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
         raise BadDataset(f"{where}: {name} is {'empty' if value in (None, '') else 'no text'}")
@@ -115,7 +114,7 @@ def text_of(row: Row, name: str, where: str) -> str:
 
 
 class _Opened:
-    """A parquet file whose every fault becomes BadDataset while it is open."""
+    """An open parquet file. Any fault while it is open is raised as BadDataset."""
 
     def __init__(self, path: Path, read_dictionary: Sequence[str] = ()) -> None:
         check_size(path)
@@ -182,7 +181,7 @@ def _check_type(path: Path, schema: Any, name: str, kind: Kind) -> None:
 
 
 def _check_bounds(path: Path, about: Any, columns: Mapping[str, Kind]) -> None:
-    """What the footer promises must be bounded before a page is touched."""
+    """Check the sizes in the footer before any page is read. Raises BadDataset."""
     if about.num_row_groups > 1 << 16:
         raise BadDataset(f"{path} has {about.num_row_groups} row groups")
     size, values = dict.fromkeys(columns, 0), dict.fromkeys(columns, 0)

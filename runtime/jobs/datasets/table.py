@@ -1,8 +1,7 @@
-"""The named data sets: where each lies, which tasks it has, and how a row becomes a prompt.
+"""Define the named data sets: their repositories, their tasks, and their prompts.
 
-Does not know models. Repositories, columns and the MMLU prompt are those of the data sets' authors:
-cais/mmlu (Hendrycks et al., arXiv 2009.03300), tasksource/bigbench, SaylorTwift/bbh and
-Muennighoff/flan.
+Repositories, columns and the MMLU prompt are those of the data sets' authors: cais/mmlu (Hendrycks
+et al., arXiv 2009.03300), tasksource/bigbench, SaylorTwift/bbh and Muennighoff/flan.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ def dataset_names() -> list[str]:
 def load_items(
     dataset: str, wanted: Wanted, folder: Path, heldout: Path, progress: Progress
 ) -> list[Item]:
-    """At most wanted.limit prompts of a data set or a local file.
+    """Return at most wanted.limit prompts of a data set or a local file.
 
-    folder keeps what is fetched; heldout is the demo's file. Raises NoSuchDataset, BadDataset,
-    RepositoryError, DownloadFailed.
+    folder: the folder for fetched files. heldout: the demo's file. Raises NoSuchDataset,
+    BadDataset, RepositoryError, DownloadFailed.
     """
     if is_file_name(dataset):
         items = read_file(Path(dataset).expanduser(), wanted)
@@ -68,7 +67,7 @@ def load_items(
 
 
 def _by_task(dataset: str, items: Iterable[Item], wanted: Wanted) -> list[Item]:
-    """A mix of items that are all at hand."""
+    """Return a mix of items that are all loaded."""
     hands: dict[str, list[Item]] = {}
     for item in items:
         hands.setdefault(item.task, []).append(item)
@@ -77,7 +76,7 @@ def _by_task(dataset: str, items: Iterable[Item], wanted: Wanted) -> list[Item]:
 
 
 def _mmlu(files: DatasetFiles, wanted: Wanted) -> list[Item]:
-    """Questions after `shots` solved ones of the same subject."""
+    """Return questions, each after `shots` solved ones of the same subject."""
     if wanted.subset is None:
         folders = ["all"]
     else:
@@ -97,7 +96,10 @@ def _mmlu(files: DatasetFiles, wanted: Wanted) -> list[Item]:
 
 
 def mmlu_question(row: Row, solved: bool, where: str) -> str:
-    """A question with its four choices, ending `Answer:` or with the answer and an empty line."""
+    """Format a question with its four choices. It ends with `Answer:`, or with the answer.
+
+    The answer is followed by an empty line.
+    """
     choices, answer = row.get("choices"), row.get("answer")
     texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
     if not (texts and isinstance(choices, list) and len(choices) == len(_LETTERS)):
@@ -110,7 +112,7 @@ def mmlu_question(row: Row, solved: bool, where: str) -> str:
 
 
 def _bigbench(files: DatasetFiles, wanted: Wanted) -> list[Item]:
-    """`inputs` is the prompt; the validation split, as it is the smaller."""
+    """Return `inputs` of the validation split, which is the smaller one."""
     return _verbatim(files, wanted, "bigbench", f"/validation{_PART}", "inputs")
 
 
@@ -121,7 +123,7 @@ def _bbh(files: DatasetFiles, wanted: Wanted) -> list[Item]:
 def _verbatim(
     files: DatasetFiles, wanted: Wanted, dataset: str, ending: str, column: str
 ) -> list[Item]:
-    """One parquet file per task, one column of which is the prompt."""
+    """Return prompts from one column of one parquet file per task."""
 
     def read(task: str) -> Iterator[Item]:
         for row, where in _rows(files, task + ending, {column: "text"}):
@@ -131,7 +133,7 @@ def _verbatim(
 
 
 def _flan(files: DatasetFiles, wanted: Wanted) -> list[Item]:
-    """`inputs` verbatim, of the first split that is there: test, validation, train."""
+    """Return `inputs` verbatim, from the first split present of test, validation, train."""
     found = [match for name in files.names if (match := _FLAN.fullmatch(name))]
     splits = {match["split"] for match in found}
     split = next((s for s in ("test", "validation", "train") if s in splits), None)
@@ -147,7 +149,7 @@ def _flan(files: DatasetFiles, wanted: Wanted) -> list[Item]:
 
 
 def _folders(files: DatasetFiles, ending: str) -> set[str]:
-    """The tasks that have a file of their own, one folder each."""
+    """Return the tasks, each of which has one folder with a file."""
     found = {name.removesuffix(ending) for name in files.names if name.endswith(ending)}
     return found - {"all"}
 
