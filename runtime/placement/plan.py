@@ -200,7 +200,7 @@ def _on_device_words(plan: DevicePlacement) -> str:
 
 
 def working_bytes(manifest: Manifest) -> int:
-    """Return the bytes that a prefill chunk computes with: 2·K rows per token, and 8 in float32.
+    """Return the bytes that a prefill chunk computes with: 2·K + 8 float32 rows per token.
 
     A source is read in one chunk, since each of its tokens sees all others.
     """
