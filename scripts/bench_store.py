@@ -23,7 +23,8 @@ from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.policy import POLICIES, Setup
+from moeinf.offload.policy.base import Setup
+from moeinf.offload.policy.table import POLICIES
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import RoutingShape

@@ -27,6 +27,7 @@ from moeinf.runtime.checkpoints.fp8 import sources
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.shard_writer import all_targets, hash_file
+from moeinf.runtime.regular_files import check_regular
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
 from moeinf.runtime.text.tokenizer_trial import convert
@@ -98,14 +99,16 @@ def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]
 
 
 def _check(folder: Path, record: FileRecord) -> Damage | None:
+    path = folder / record.path
     try:
-        now = hash_file(folder / record.path, record.path, record.data_offset)
+        check_regular(path)
+        if (size_bytes := path.stat().st_size) != record.size_bytes:
+            return Damage(record.path, f"has {size_bytes} bytes instead of {record.size_bytes}")
+        now = hash_file(path, record.path, record.data_offset)
     except FileNotFoundError:
         return Damage(record.path, "is missing")
     except OSError as error:
         return Damage(record.path, f"cannot be read: {error.strerror}")
-    if now.size_bytes != record.size_bytes:
-        return Damage(record.path, f"has {now.size_bytes} bytes instead of {record.size_bytes}")
     return None if now == record else Damage(record.path, "has another content")
 
 

@@ -199,6 +199,7 @@ def _(place: Place) -> list[str]:
 
 @case("download_failed")
 def _(place: Place) -> list[str]:
+    (place.home / "models").unlink()
     hub = place.later.enter_context(serve(Hub("Org/Demo", DEMO_CHECKPOINT)))
     hub.fault = lambda asked: Answer(404) if asked.stop - asked.start > 100_000 else None
     files = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"

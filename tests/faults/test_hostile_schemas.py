@@ -27,7 +27,8 @@ SCHEMA["additionalProperties"] = False
 _HANGS = """
 import ctypes, sys
 from moeinf.runtime.engine.engine import Engine
-from moeinf.server import host, serve
+from moeinf.server import serve
+from moeinf.server.engines import model_manager
 
 def hang(*given):
     print("hangs", flush=True)
@@ -35,7 +36,7 @@ def hang(*given):
         ctypes.CDLL(None).pause()  # a native call: without the GIL, and for ever
 
 setattr(Engine, sys.argv[1], hang)
-serve._GOODBYE_SECONDS, host._LAST_CLOSE_S, serve._END_SECONDS = 1, 0.5, 2.5
+serve._GOODBYE_SECONDS, model_manager._LAST_CLOSE_S, serve._END_SECONDS = 1, 0.5, 2.5
 sys.argv = ["moeinf", "serve", "--port", "0"]
 from moeinf.cli.entry import main
 main()

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeinf.server.engines.jobs import Times
-from moeinf.server.engines.worker import Worker
+from moeinf.runtime.generation.events import Times
+from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.server.metrics import Metrics
 from tests.server.conftest import serving
 
@@ -77,13 +77,13 @@ def generate(address: str, prompt: str, options: Mapping[str, object]) -> httpx.
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every decode pass take 0.03 s or more."""
-    decode = Worker._decode
+    decode = Scheduler._decode
 
-    def decode_slowly(self: Worker, *arguments: Any) -> None:
+    def decode_slowly(self: Scheduler, *arguments: Any) -> None:
         time.sleep(0.03)
         decode(self, *arguments)
 
-    monkeypatch.setattr(Worker, "_decode", decode_slowly)
+    monkeypatch.setattr(Scheduler, "_decode", decode_slowly)
 
 
 def test_requests_by_how_they_end_and_their_times(demo_home: Path) -> None:

@@ -17,7 +17,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from moeinf.offload.policy import Policy, Setup
+from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.eamc import EamcPolicy
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.route_csv import read_route_csv
