@@ -1,7 +1,7 @@
-"""Snowflake Arctic in plain torch, from its published description: transformers 5 has no class.
+"""Implement Snowflake Arctic in plain torch from its published description.
 
-Does not know moeinf. One sequence, no cache, every expert by a loop: slow and obvious. It is made
-and called as a transformers model is, so that the tests of all families run on it.
+transformers 5 has no class for it. One sequence, no cache, a loop over all experts: slow and
+simple. It is built and called like a transformers model, so the tests of all families run on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 
 class ArcticConfig:
-    """Holds config.json's keys as attributes."""
+    """The keys of config.json as attributes."""
 
     def __init__(self, **settings: Any) -> None:
         self._values = {"model_type": "arctic", "rms_norm_eps": 1e-5, "rope_theta": 1e4, **settings}
@@ -53,7 +53,7 @@ class ArcticReference(nn.Module):
                     shape = (config.intermediate_size, d)
                     shapes[f"{at}.block_sparse_moe.experts.{number}.{name}"] = shape
                 shapes[f"{at}.block_sparse_moe.experts.{number}.w2"] = shape[::-1]
-        # A parameter's name may hold no dot.
+        # A parameter name must not contain a dot.
         self.weights = nn.ParameterDict(
             {name.replace(".", "/"): nn.Parameter(torch.empty(s)) for name, s in shapes.items()}
         )
@@ -69,13 +69,13 @@ class ArcticReference(nn.Module):
         (Path(folder) / "config.json").write_text(json.dumps(self.config.to_dict()))
 
     def forward(self, ids: Tensor, use_cache: bool = False) -> Any:
-        """ids [1, T] -> logits [1, T, vocab]."""
+        """Map token ids [1, T] to logits [1, T, vocab]."""
         x = self._w("model.embed_tokens")[ids[0]]
         for layer in range(self.config.num_hidden_layers):
             at = f"model.layers.{layer}"
             h = x + self._attention(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn")
             dense = self._mlp(self._norm(h, f"{at}.residual_layernorm"), f"{at}.residual_mlp")
-            read = self._norm(x, f"{at}.post_attention_layernorm")  # x: from before attention
+            read = self._norm(x, f"{at}.post_attention_layernorm")  # x: the input of attention
             x = h + dense + self._experts(read, f"{at}.block_sparse_moe")
         logits = self._norm(x, "model.norm") @ self._w("lm_head").T
         return SimpleNamespace(logits=logits[None])
@@ -128,7 +128,7 @@ class ArcticReference(nn.Module):
         return out.transpose(0, 1).reshape(total, -1) @ self._w(f"{at}.o_proj").T
 
     def _turn(self, x: Tensor) -> Tensor:
-        """Half-rotation rope on [heads, T, W]."""
+        """Apply half-rotation RoPE to [heads, T, W]."""
         width = x.shape[-1]
         speeds = self.config.rope_theta ** (-torch.arange(0, width, 2) / width)
         angles = torch.arange(x.shape[1])[:, None] * speeds

@@ -1,4 +1,4 @@
-"""Fixtures that several floors share: the demo, pulled once, and engines on it."""
+"""Shared fixtures: the demo model, pulled once, and engines that run it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from tests.selection import chosen
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job: children inherit it
+):  # a shell's background job: children inherit the ignored signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if not torch.cuda.is_available():  # Triton reads it when a kernel is defined, by whatever test
+# Triton reads it when a kernel is defined, whichever test defines it
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -54,25 +55,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory() -> Iterator[None]:
-    """Give memory back after each file: caches in cycles, and what the allocator keeps."""
+    """Free memory after each file: cyclic garbage and the allocator's cache."""
     yield
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def ignore(*_: object) -> None:
-    """A progress bar and a note that nobody sees."""
+    """Ignore a progress bar or a note."""
 
 
 def pull(folder: Path, settings: Settings, name: str) -> Manifest:
-    """Repacks a checkpoint folder under `name`."""
+    """Repack a checkpoint folder under `name`."""
     source = LocalSource(open_checkpoint(folder), str(folder))
     return repack(source, Library(settings), parse_name(name), ignore, ignore)
 
 
 @pytest.fixture(scope="session")
 def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A MOEINF_HOME with the demo as bf16 and f32. Tests do not change its models."""
+    """Return a MOEINF_HOME with the demo as bf16 and f32. Tests must not change its models."""
     home = tmp_path_factory.mktemp("home")
     for tag in ("bf16", "f32"):
         pull(DEMO_CHECKPOINT, Settings(home), str(ModelName("demo", tag)))
@@ -81,7 +82,7 @@ def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fake(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fake:
-    """The fake libcuda, kept in pytest's cache between runs; tests reset it."""
+    """Return the fake libcuda, built once and cached by pytest; tests reset it."""
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
     return Fake(built_fake(folder))
@@ -89,7 +90,7 @@ def fake(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def new_to_gpus() -> Iterator[None]:
-    """A process that has not met a GPU yet; and once more afterwards."""
+    """Reset the state of a process that has not used a GPU, before the test and after it."""
     forget_gpus()
     yield
     forget_gpus()
@@ -98,11 +99,11 @@ def new_to_gpus() -> Iterator[None]:
 def forget_gpus() -> None:
     gpus._driver.cache_clear()
     gpus._opened.cache_clear()
-    gc.collect()  # contexts that tracebacks and cycles hold
+    gc.collect()  # contexts that tracebacks and reference cycles hold
 
 
 def endless(engine: Engine) -> None:
-    """Let answers go on past the tokens that end them."""
+    """Make answers continue past the end-of-sequence tokens."""
     engine.info = replace(engine.info, ends=frozenset())
 
 
@@ -111,7 +112,10 @@ Open = Callable[..., Engine]
 
 @pytest.fixture
 def open_engine(demo_home: Path) -> Iterator[Open]:
-    """open_engine("demo:f32", memory="30%", context=64): an engine, closed after the test."""
+    """Return a function that opens an engine and closes it after the test.
+
+    Example: open_engine("demo:f32", memory="30%", context=64).
+    """
     engines: list[Engine] = []
 
     def open_one(model: str = "demo", memory: str = "100%", context: int | None = None) -> Engine:

@@ -1,9 +1,9 @@
-"""Tiny encoder-decoders with random weights, made and saved by transformers.
+"""Build tiny encoder-decoders with random weights and save them with transformers.
 
-transformers 5.23 runs only two experts of nllb_moe: here its MoE layers are computed plainly, from
-the paper's description (arXiv 2207.04672, section 6.2), and the rest of the model is theirs.
+transformers 5.23 runs only two experts of nllb_moe. Its MoE layers are therefore computed here from
+the paper's description (arXiv 2207.04672, section 6.2). The rest of the model is theirs.
 
-Does not know moeinf: what is written here looks like a checkpoint from the hub.
+The result looks like a checkpoint from the hub.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import transformers
 from torch import Tensor
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
-_ROUTER_GAIN = 2.5  # so that experts are not chosen by chance nor by one logit alone
+_ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
 @dataclass(frozen=True)
 class TinyPair:
-    """A transformers config class and what it is given; the model class."""
+    """A transformers config class with its arguments, and the model class."""
 
     config_class: str
     model_class: str
@@ -31,7 +31,7 @@ class TinyPair:
 
     @property
     def family(self) -> str:
-        """The model_type of its config.json."""
+        """The model_type in its config.json."""
         model_type: str = getattr(transformers, self.config_class).model_type
         return model_type
 
@@ -111,9 +111,9 @@ PAIRS: dict[str, TinyPair] = {
 
 
 def pair_reference(name: str, seed: int = 0, **settings: Any) -> Any:
-    """The transformers model with random float32 weights, eager, in eval mode.
+    """Return the transformers model with random float32 weights, eager, in eval mode.
 
-    Weights are drawn so that hidden states stay near 1 and routing and attention have a say.
+    The weights keep hidden states near 1, so routing and attention affect the result.
     """
     torch.manual_seed(seed)
     tiny = PAIRS[name]
@@ -134,7 +134,7 @@ def pair_reference(name: str, seed: int = 0, **settings: Any) -> Any:
 
 
 def _nllb_experts(layer: Any, hidden: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-    """The best two experts of every token, weighted by their shares of the two probabilities."""
+    """Return the sum of each token's best two experts, weighted by normalised probabilities."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     out = torch.zeros_like(rows)
     for token, row in enumerate(rows):
@@ -149,7 +149,7 @@ def _nllb_experts(layer: Any, hidden: Tensor, padding_mask: Tensor | None = None
 
 
 def save_pair(name: str, folder: Path, seed: int = 0, **settings: Any) -> Any:
-    """Writes config.json and safetensors with hub-style names into `folder`; returns the model."""
+    """Write config.json and safetensors with hub-style names to `folder`; return the model."""
     model = pair_reference(name, seed, **settings)
     model.save_pretrained(folder)
     return model
@@ -161,6 +161,6 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
     if "shared" in name or "embed_tokens" in name or "relative_attention_bias" in name:
         return noise
     gain = _ROUTER_GAIN if "classifier" in name else 1.0
-    if name.endswith((".q.weight", ".k.weight")):  # scores are not scaled
+    if name.endswith((".q.weight", ".k.weight")):  # T5 does not scale its scores
         gain = 0.8
     return gain * noise / noise.shape[-1] ** 0.5

@@ -1,7 +1,7 @@
-"""A `Device` without a GPU: kernels are the CPU's, run when the fake's streams come to them.
+"""A `Device` without a GPU: its kernels run on the CPU in the order of the fake's streams.
 
-Does not know tiers. Device tensors are CPU views of the fake libcuda's memory; rows that no kernel
-has written are NaN, so that whoever reads too early sees it.
+Device tensors are CPU views of the fake libcuda's memory. Rows that no kernel has written are NaN,
+so a read that comes too early is visible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from tests.native.fake_cuda import Fake
 
 
 class FakeDevice(CpuMath):
-    """`no_memory`: how many computations from now on find none. limits: what torch was told."""
+    """A device that computes on the CPU.
+
+    no_memory: how many of the next computations run out of memory. limits: the memory limits that
+    torch was given.
+    """
 
     def __init__(self, fake: Fake) -> None:
         self._fake = fake
@@ -52,7 +56,7 @@ class FakeDevice(CpuMath):
         return self.later(SlotMath(layout, arena, reference))
 
     def later(self, math: ExpertRunner) -> RoutedRunner:
-        """The same arithmetic, when the stream comes to it."""
+        """Return the same arithmetic, run when the stream reaches it."""
         return _FakeMath(math, self)
 
     def upload(self, x: Tensor) -> Tensor:
@@ -69,7 +73,10 @@ class FakeDevice(CpuMath):
         self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float,
         window: int | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Over all of the cache, masked: like the kernel it does not ask where the token is."""
+        """Attend to the whole cache with a mask.
+
+        Like the kernel, it does not read `position` on the host.
+        """
         key = torch.arange(k.shape[1], device=position.device)
         seen = key <= position
         if window is not None:
@@ -80,7 +87,8 @@ class FakeDevice(CpuMath):
             logits = torch.unflatten(sinks.float(), 0, (len(k), -1))[..., None]
             scores = torch.cat((scores, logits), -1)
         shares = scores.softmax(-1)[..., : k.shape[1]]
-        values = v.float().masked_fill(~seen[:, None], 0.0)  # beyond, there may be anything
+        # positions after the token may hold anything
+        values = v.float().masked_fill(~seen[:, None], 0.0)
         found = (shares @ values).flatten(0, 1).to(q.dtype)
         return found if out is None else out.copy_(found)
 
@@ -94,7 +102,7 @@ class FakeDevice(CpuMath):
         return found if out is None else out.copy_(found)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, wide: bool) -> Tensor:
-        """The models', as all that follows."""
+        """Apply the models' norm; the following methods also use the models' functions."""
         return (WideRmsNorm if wide else RmsNorm)(weight, eps)(x)
 
     def gqa_heads(
@@ -121,7 +129,7 @@ class FakeDevice(CpuMath):
         shape = MlaShape(heads, q.shape[1] // heads - rope, rope, 1, kv_lora, None, 1.0)
         at = slice(row, row + 1)
         rows = PassRows((), positions[at], *(x[at] for x in angles))
-        core = MlaCore(0, shape, RmsNorm(*norm), kv_b=norm[0])  # which its heads do not need
+        core = MlaCore(0, shape, RmsNorm(*norm), kv_b=norm[0])  # its heads do not need the norm
         _, turned, new = core.heads(q[at], latent[at], rows)
         out[at, :, kv_lora:] = turned
         memory.index_copy_(1, rows.positions, new.transpose(0, 1))
@@ -135,15 +143,15 @@ class FakeDevice(CpuMath):
         return functional.silu(gate) * up
 
     def graphs(self) -> Graphs | None:
-        """There are none."""
+        """Return None: the fake has no CUDA graphs."""
         return None
 
     def synchronise(self) -> None:
-        """What is queued has run."""
+        """Wait until all queued work has run."""
         try:
             self._fake.synchronise(self.stream)
         except RuntimeError as error:
-            raise RuntimeError(f"CUDA error: {error}") from error  # torch's words
+            raise RuntimeError(f"CUDA error: {error}") from error  # torch's message
         if self._errors:
             raise self._errors.pop()
 
@@ -157,7 +165,7 @@ class FakeDevice(CpuMath):
         self.released += 1
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Queues a "kernel"."""
+        """Queue a "kernel"."""
         if self.no_memory > 0:
             self.no_memory -= 1
             raise OutOfDeviceMemory("a test's: no memory")
@@ -165,7 +173,8 @@ class FakeDevice(CpuMath):
         threads = torch.get_num_threads()
 
         def kernel() -> None:
-            torch.set_num_threads(threads)  # OpenMP counts per thread, and float32 bits follow it
+            # OpenMP counts threads per calling thread, and float32 bits depend on the count
+            torch.set_num_threads(threads)
             try:
                 with torch.inference_mode():
                     work()
@@ -176,7 +185,7 @@ class FakeDevice(CpuMath):
 
 
 def torch_router(kind: RouterKind, weight: Tensor, bias: Tensor | None) -> Router:
-    """The models' router of a kind."""
+    """Return the models' router of a kind."""
     groups = kind.groups if kind.groups[0] > 1 else None
     if kind.score == "softmax":
         return SoftmaxRouter(weight, kind.top_k, kind.renormalise, kind.scale, groups)
@@ -189,7 +198,7 @@ def torch_router(kind: RouterKind, weight: Tensor, bias: Tensor | None) -> Route
 
 
 class _FakeMath:
-    """Some arithmetic, later."""
+    """Arithmetic that runs when the stream reaches it."""
 
     def __init__(self, math: ExpertRunner, device: FakeDevice) -> None:
         self._math, self._device = math, device
@@ -213,11 +222,11 @@ class _FakeMath:
         self._device.launch(work)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        self._device.synchronise()  # in the fake, torch does not wait for its turn in the stream
+        self._device.synchronise()  # the fake's torch does not wait for its turn in the stream
         return self._math.combine(rows, weights)
 
 
 def pretend(library: str) -> None:
-    """From here on this process computes with the fake where it is asked for a GPU."""
+    """Use the fake GPU for the rest of this process."""
     gpus.missing_for_kernels = lambda: None
     gpus.torch_device = lambda: FakeDevice(Fake(Path(library)))

@@ -1,7 +1,4 @@
-"""Stand-ins for the floors around models: dense weights from a dict, experts that watch the seam.
-
-Does not know transformers.
-"""
+"""Test doubles for models: dense weights from a dict, experts that check the call order."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from moeinf.models.layers.moe import ResidentExperts
 
 
 class DictParts:
-    """`Parts` from tensors in memory; remembers which were asked for."""
+    """`Parts` from tensors in memory; records which tensors were requested."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -70,11 +67,11 @@ class Loaded:
     config: Any
     model: Model
     experts: ResidentExperts
-    unused: set[str]  # tensors that are neither needed nor deliberately left out
+    unused: set[str]  # tensors that are neither used nor deliberately ignored
 
 
 def load_resident(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
-    """Reads a checkpoint with per-expert names through its family."""
+    """Read a checkpoint with per-expert names through its family."""
     values = json.loads((folder / "config.json").read_text())
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -83,7 +80,7 @@ def load_resident(folder: Path, dtype: torch.dtype | None = None) -> Loaded:
 
 
 def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Loaded:
-    """The same from a config and tensors in memory."""
+    """Return the same from a config and tensors in memory."""
     family = family_of(values)
     config = family.parse(values)
     matrices: dict[tuple[int, int], dict[Role, Tensor]] = {}
@@ -115,7 +112,7 @@ def from_tensors(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
 
 
 def _joined(roles: Mapping[Role, Tensor]) -> tuple[Tensor, ...]:
-    """What models.ffn.expert_ffn takes."""
+    """Return the weights in the form that models.ffn.expert_ffn takes."""
     found = []
     for suffix in ("", "_bias"):
         inner = [roles[f"{half}{suffix}"] for half in ("gate", "up") if f"{half}{suffix}" in roles]
@@ -126,12 +123,12 @@ def _joined(roles: Mapping[Role, Tensor]) -> tuple[Tensor, ...]:
 
 @dataclass
 class Pass:
-    """What an `Experts` saw of one pass."""
+    """The calls that an `Experts` received in one pass."""
 
     rows: list[int]
     phase: Phase
     layers: list[int] = field(default_factory=list)
-    hints: dict[int, Tensor] = field(default_factory=dict)  # by the layer they are for
+    hints: dict[int, Tensor] = field(default_factory=dict)  # by the layer they predict
     routed: list[Tensor] = field(default_factory=list)  # ids per layer
     inputs: list[Tensor] = field(default_factory=list)  # x per layer
     accepted: list[bool] | None = None
@@ -146,7 +143,7 @@ class WatchedExperts:
         self.fail_in = fail_in
         self.passes: list[Pass] = []
         self.wants_hints = False
-        self.first_layer = 0  # of the passes to come
+        self.first_layer = 0  # of the next passes
         self._outstanding = False
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
@@ -174,7 +171,7 @@ class WatchedExperts:
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         assert self.wants_hints
-        assert not self._outstanding  # the layer that it is told before is not submitted yet
+        assert not self._outstanding  # a hint comes before its layer is submitted
         now = self.passes[-1]
         assert layer == len(now.layers) + 1
         assert ids.shape == scores.shape

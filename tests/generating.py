@@ -1,4 +1,4 @@
-"""One answer to token ids, without a conversation."""
+"""Answer a list of token ids, without a conversation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ GREEDY = SamplingOptions(temperature=0)
 def answering(
     engine: Engine, prompt: list[int], count: int, options: SamplingOptions = GREEDY
 ) -> Generation:
-    """An answer of `count` tokens at most; iterate it."""
+    """Return an answer of at most `count` tokens, as an iterator."""
     request = Request(lambda _: prompt, options, Limits(count))
     return Generation(engine, Scheduler(engine), request)

@@ -1,8 +1,8 @@
-"""A local stand-in for the hub: its metadata, its files, and every way in which a network fails.
+"""A local stand-in for the hub: metadata, files, and network failures.
 
-Serves `/api/models/{repo}/revision/{rev}` and `/{repo}/resolve/{commit}/{file}` with ranges, and
-the same of data sets under `/api/datasets/…` and `/datasets/…`. Files come from a second host
-(another port), as the hub's do, behind a redirect. A `Fault` decides how each request is answered.
+Serves `/api/models/{repo}/revision/{rev}` and `/{repo}/resolve/{commit}/{file}` with ranges. Data
+sets have the same under `/api/datasets/…` and `/datasets/…`. Files come through a redirect from a
+second host (another port), like the hub's. A `Fault` decides how each request is answered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """How to answer it: a status instead of bytes, or bytes that are cut, changed or late."""
+    """The answer to a request: an error status, or bytes that are cut, changed or late."""
 
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Answer:
 
 
 Fault = Callable[[Request], Answer | None]
-Says = tuple[int, dict[str, str], bytes]  # status, headers and body of the answer to "which files"
+Says = tuple[int, dict[str, str], bytes]  # status, headers and body of the metadata answer
 
 
 def dumped(document: object) -> bytes:
@@ -63,13 +63,13 @@ class Hub:
         self.home = f"/datasets/{repo}" if dataset else f"/{repo}"
         self.folder = folder
         self.fault: Fault = lambda _: None
-        self.gate: int | None = None  # the status of every metadata request, instead of an answer
+        self.gate: int | None = None  # replaces the status of every metadata answer
         self.says: Callable[[dict[str, object]], Says] = lambda info: (200, {}, dumped(info))
         self.commit = COMMIT
         self.requests: list[Request] = []
-        self.sent: list[tuple[str, int, int]] = []  # file, start, bytes really sent
+        self.sent: list[tuple[str, int, int]] = []  # file, start, number of bytes really sent
         self.tokens: dict[str, set[str | None]] = {"hub": set(), "files": set()}
-        self.strange: list[str] = []  # paths that have nothing to do with the repository
+        self.strange: list[str] = []  # paths outside the repository
         self.redirect = redirect
         self.lfs = True
         self.lock = threading.Lock()
@@ -99,10 +99,10 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     serves_files: bool
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or every answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm = True  # otherwise every answer waits 40 ms for an acknowledgement
 
     def log_message(self, *_: object) -> None:
-        """Tests read `requests`."""
+        """Print nothing: tests read `requests`."""
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -185,12 +185,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, *_: object) -> None:
-        """Clients are killed in some tests; their broken connections are no news."""
+        """Ignore broken connections: some tests kill their clients."""
 
 
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
-    """Runs the hub and its file host on loopback until the block ends."""
+    """Run the hub and its file host on loopback until the block ends."""
     servers = []
     for serves_files in (False, True):
         handler = type("Handler", (_Handler,), {"hub": hub, "serves_files": serves_files})

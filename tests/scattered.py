@@ -1,7 +1,4 @@
-"""Checkpoints whose scales lie in other files than their weights, and files that come one by one.
-
-Does not know what scales mean.
-"""
+"""Checkpoints with scales and weights in different files, and files that arrive one by one."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from moeinf.runtime.sizes import Progress
 
 
 def split_scales(folder: Path, suffix: str) -> None:
-    """Every second weight's scales go to a file that comes first, the others' to the last one.
+    """Move every second weight's scales to the first file, the others to the last one.
 
-    suffix: how the names of scales end.
+    suffix: the end of a scale's name.
     """
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -40,7 +37,7 @@ def split_scales(folder: Path, suffix: str) -> None:
 
 @dataclass
 class OneByOne(LocalSource):
-    """Files appear one after the other, as a download brings them, and go when they may."""
+    """A source whose files appear one by one, like a download's, and are released after use."""
 
     here: set[Path] = field(default_factory=set)
     most: int = 0

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 def chosen(cases: Sequence[Mapping[str, object]]) -> list[int]:
     """Return positions of cases that together have each value of each parameter.
 
-    cases: per case, its parameters by name.
-    Greedy: the case with the most values that are still missing comes next, the first of equals.
+    cases: each case's parameters by name. The choice is greedy: the next case is the one with the
+    most values still missing. The first one wins a tie.
     """
     values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
     missing = set().union(*values)

@@ -1,9 +1,9 @@
-"""A torch device that is none: tensors remember that they lie on it, and may not meet others.
+"""Simulate a torch device: tensors remember their device and must not be mixed.
 
-Does not know the driver or kernels. Within `Strict()`, what is made on `PLACE`, or from something
-that was, counts as there, though its bytes are in host memory. An operation on tensors from both
-sides raises what torch would raise, and what makes the host wait for a device is counted. So what
-would only break on a GPU breaks here.
+Within `Strict()`, a tensor made on `PLACE`, or from such a tensor, counts as a device tensor. Its
+bytes are in host memory. An operation on tensors from both sides raises torch's error. Each call
+that makes the host wait for the device is counted. Errors that only a GPU would show therefore
+appear here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _MARK = "_lies_there"
 
 
 class Strict(TorchFunctionMode):
-    """waits: how often the host had to wait for the device, by the name of the call. Nothing waits,
-    and nothing crosses, while work of the device is written down (`writing`)."""
+    """Torch mode that checks devices and counts waits.
+
+    waits: how often the host waited for the device, by call name. During capture (`writing`)
+    nothing may wait, and no tensor may cross between host and device.
+    """
 
     writing: ClassVar = False
 
@@ -55,7 +58,8 @@ class Strict(TorchFunctionMode):
         anywhere = {lies_there(x) for x in given}
         if name in ("__getitem__", "__setitem__") and mine:
             values = (x for x in _tensors(args[2:]) if x.dim() > 0)
-            anywhere = {True, *map(lies_there, values)}  # indices may be the host's: a copy
+            # indices may be on the host: torch copies them
+            anywhere = {True, *map(lies_there, values)}
         if len(anywhere) > 1:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
         there = there or True in anywhere or bool(mine)
@@ -84,7 +88,7 @@ class Strict(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any],
         mine: bool,
     ) -> Any:  # fmt: skip
-        """Between the sides: copies, which the host waits for when they come down."""
+        """Copy between host and device; the host waits for a copy to the host."""
         if name == "copy_":
             assert not self.writing or lies_there(args[1]) == mine, name
             if lies_there(args[1]) and not mine:
@@ -113,7 +117,7 @@ def lies_there(x: Tensor) -> bool:
 
 
 def laid_there(x: Tensor) -> Tensor:
-    """x itself, which a kernel has made there."""
+    """Mark x, a kernel's result, as a device tensor and return it."""
     setattr(x, _MARK, True)
     return x
 

@@ -1,7 +1,4 @@
-"""The fake device in a strict world: its tensors count as the device's, its kernels do not look.
-
-Does not know what calls it.
-"""
+"""The fake device in strict mode: its tensors count as device tensors inside kernels too."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ from tests.written_down import WritingGraphs
 
 
 class StrictFake(FakeDevice):
-    """What stands between the products is the models' torch, as on a GPU.
+    """A strict device; between the products it runs the models' torch code, like a GPU.
 
-    `scarce`: how many products of dense weights from now on find no memory. `faults`: what the
-    next of them raise.
+    scarce: how many of the next products of dense weights run out of memory. faults: the errors
+    that the next ones raise.
     """
 
     place = PLACE
@@ -73,7 +70,7 @@ class StrictFake(FakeDevice):
     def made_there(
         self, make: Callable[..., Callable[[Tensor], Tensor]], *given: Any
     ) -> Callable[[Tensor], Tensor]:
-        """The CPU's function over weights that lie there, for rows that do."""
+        """Return the CPU's function for weights and rows on the device."""
         assert all(lies_there(x) for x in given if isinstance(x, Tensor))
         with torch._C.DisableTorchFunction():
             made = make(*given)
@@ -101,7 +98,7 @@ class StrictFake(FakeDevice):
 
 
 class _There:
-    """Takes nothing but what lies on the device."""
+    """A function that accepts only device tensors."""
 
     def __init__(self, math: RoutedRunner, device: StrictFake) -> None:
         self._math, self._device = math, device

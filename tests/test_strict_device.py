@@ -1,4 +1,4 @@
-"""The strict world itself: what it must refuse, and what it must count."""
+"""The strict device: the mixes it must refuse and the waits it must count."""
 
 from __future__ import annotations
 

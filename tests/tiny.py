@@ -1,6 +1,6 @@
-"""Tiny random-weight models of every family, made and saved by transformers or tests/arctic.py.
+"""Build tiny random-weight models of every family with transformers or tests/arctic.py.
 
-Does not know moeinf: what is written here looks like a checkpoint from the hub.
+The result looks like a checkpoint from the hub.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.tiny_configs import TINY
 __all__ = ["TINY", "save_tiny", "tiny_config", "tiny_reference"]
 
 _ATTENTION_GAIN = 1.6  # so that attention is not uniform
-_ROUTER_GAIN = 2.5  # so that experts are not chosen by chance nor by one logit alone
+_ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
 def tiny_config(name: str) -> Any:
-    """The transformers config of TINY[name]."""
+    """Return the transformers config of TINY[name]."""
     tiny = TINY[name]
     common = {"vocab_size": 97, "max_position_embeddings": 128, "pad_token_id": None}
     settings = {key: _copied(value) for key, value in {**common, **tiny.settings}.items()}
@@ -33,9 +33,9 @@ def tiny_config(name: str) -> Any:
 
 
 def tiny_reference(name: str, seed: int = 0) -> Any:
-    """The transformers model with random float32 weights, eager throughout, in eval mode.
+    """Return the transformers model with random float32 weights, eager, in eval mode.
 
-    Weights are drawn so that hidden states stay near 1 and routing and attention have a say.
+    The weights keep hidden states near 1, so routing and attention affect the result.
     """
     torch.manual_seed(seed)
     model = _empty(name)
@@ -55,7 +55,7 @@ def _empty(name: str) -> Any:
     config = tiny_config(name)
     if isinstance(config, ArcticConfig):
         return ArcticReference(config)
-    with warnings.catch_warnings():  # of n_shared_experts = 0
+    with warnings.catch_warnings():  # caused by n_shared_experts = 0
         warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
         return transformers.AutoModelForCausalLM.from_config(
             config, experts_implementation="eager", attn_implementation="eager"
@@ -63,25 +63,25 @@ def _empty(name: str) -> Any:
 
 
 def save_tiny(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Writes config.json and safetensors with hub-style names into `folder`; returns the model."""
+    """Write config.json and safetensors with hub-style names to `folder`; return the model."""
     model = tiny_reference(name, seed).to(dtype)
     model.save_pretrained(folder)
     return model
 
 
 def _copied(value: Any) -> Any:
-    """transformers writes into the dicts it is given."""
+    """Copy a dict: transformers changes the dicts that it gets."""
     return dict(value) if isinstance(value, dict) else value
 
 
 def _is_centred(name: str) -> bool:
-    """Whether a norm of Qwen3.5 holds what its weight has beyond 1."""
+    """Return True if a norm of Qwen3.5 stores its weight minus 1."""
     return name.endswith("norm.weight") and ".linear_attn." not in name
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:
     if name.endswith("A_log"):
-        return noise - 2.5  # so that a token is remembered for a while
+        return noise - 2.5  # so that a token is remembered for several steps
     if noise.dim() == 1:
         return 0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise
     if "embed_tokens" in name:

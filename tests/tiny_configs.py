@@ -1,7 +1,4 @@
-"""A tiny configuration of every family, several of each: odd sizes, and every switch once.
-
-Does not know how a model is made of them.
-"""
+"""Tiny configurations of every family, several of each: odd sizes, and every switch once."""
 
 from __future__ import annotations
 
@@ -190,7 +187,7 @@ TINY: dict[str, Tiny] = {
         num_key_value_heads=1,
         head_dim=16,
         num_hidden_layers=2,
-        sliding_window=2,  # of 1, the cache of transformers 5.23 forgets nothing
+        sliding_window=2,  # with 1, the cache of transformers 5.23 drops nothing
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
     "granite": granite(embedding_multiplier=1.5, logits_scaling=0.7, residual_multiplier=0.6),

@@ -1,7 +1,4 @@
-"""What the tiny configurations of a family have in common: sizes, in its own config class.
-
-Does not know the variants of a family.
-"""
+"""Common settings of each family's tiny configurations: sizes, in its own config class."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _DEEPSEEK = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """A transformers config class and what it is given."""
+    """A transformers config class and its arguments."""
 
     family: str
     config_class: str

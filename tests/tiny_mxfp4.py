@@ -1,6 +1,6 @@
-"""A tiny gpt-oss with experts in MXFP4: blocks of known codes, widened here in plain loops.
+"""Build a tiny gpt-oss with MXFP4 experts: blocks of known codes, widened in plain loops.
 
-Does not know moeinf. transformers cannot save MXFP4; it is given the widened weights.
+transformers cannot save MXFP4; it gets the widened weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def widened(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[R, G, 16] and [R, G] -> [R, 32 G], number by number."""
+    """Widen blocks [R, G, 16] with scales [R, G] to [R, 32 G], number by number."""
     rows = []
     for row, powers in zip(blocks.tolist(), scales.tolist(), strict=True):
         values = []
@@ -33,7 +33,7 @@ def widened(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def save_mxfp4(folder: Path) -> Any:
-    """Writes config.json and safetensors with blocks; returns the model of transformers."""
+    """Write config.json and safetensors with blocks; return the model of transformers."""
     model = tiny_reference("gpt-oss-blocks", seed=3)
     draw = torch.Generator().manual_seed(1)
     stored = {}

@@ -1,4 +1,4 @@
-"""Small tokenizer.json files: good ones, and a corpus of hostile ones from a generator."""
+"""Small tokenizer.json files: valid ones, and a generated corpus of hostile ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def token(number: int, content: str, **about: Any) -> dict[str, Any]:
 
 
 def document(**parts: Any) -> dict[str, Any]:
-    """A byte-level tokenizer with two special tokens, and other parts where they are given."""
+    """Return a byte-level tokenizer with two special tokens; `parts` replace its parts."""
     found: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -76,7 +76,7 @@ def template(*single: Any, **special: list[int]) -> dict[str, Any]:
 
 
 def good() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Files that are read."""
+    """Yield valid files."""
     yield "byte-level", document()
     yield (
         "words",
@@ -130,7 +130,7 @@ BPES: tuple[dict[str, Any], ...] = (
 
 
 def hostile() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Files that make the library panic, abort, or compute without end, or might."""
+    """Yield files that can make the library panic, abort or run without end."""
     for number, pattern in enumerate(PATTERNS):
         yield f"split {pattern[:20]}", document(pre_tokenizer=split(pattern))
         if number % 4 == 0:

@@ -8,7 +8,7 @@ from moeinf.models.base import Experts, Pending, Phase
 
 
 class Watched:
-    """Passes everything on. A test overrides what it watches."""
+    """Forwards all calls. A test overrides the ones it watches."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts

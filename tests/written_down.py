@@ -1,10 +1,10 @@
-"""CUDA graphs without CUDA: what torch is told to do is written down, and done again on demand.
+"""Simulate CUDA graphs without CUDA: record torch operations and replay them on demand.
 
-Does not know what is computed. As with a graph, nothing has happened when the writing ends: what
-the work has made is overwritten with rubbish, what it has changed is as it was. Repeated, every
-operation gets the tensors that it got, and what it makes lies where it lay; a number that came from
-the host stays what it was. Graphs of a pool that were written another time may use the same memory:
-when one of them is played, rubbish is what is left of the others.
+A capture leaves no result, like a real graph: new tensors become invalid (NaN or -1), and changed
+tensors get their old values back. A replay runs each operation on the same tensors and writes its
+result to the same addresses. A number from the host stays constant. Graphs in a pool that were
+captured at different times may share memory, so a replay of one invalidates the results of the
+others.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Made = TypeVar("Made", bound=Tensor | tuple[Tensor, ...])
 
 
 class WrittenDown(TorchDispatchMode):
-    """One graph that is being written."""
+    """One graph during capture."""
 
     def __init__(self) -> None:
         super().__init__()
         self._work: list[Callable[[], object]] = []
         self._made: dict[int, Tensor] = {}  # by address, of storages
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what was changed, and as it was
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # changed tensors with their old values
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -49,7 +49,7 @@ class WrittenDown(TorchDispatchMode):
         return found
 
     def does(self, compute: Callable[[], Any], found: Any, given: list[Tensor]) -> None:
-        """Writes down what makes `found` out of tensors."""
+        """Record the computation of `found` from `given`."""
         places = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
         theirs = {_storage(x) for x in given}
         if all(_storage(x) in theirs for x in places):
@@ -65,17 +65,17 @@ class WrittenDown(TorchDispatchMode):
         self._work.append(again)
 
     def remember(self, changed: Iterable[Tensor]) -> None:
-        """What will be as it was."""
+        """Save the values of tensors, to restore them after capture."""
         for x in changed:
             if _storage(x) not in self._made:
                 self._before.setdefault(_storage(x), (x, x.clone()))
 
     def also(self, work: Callable[[], object]) -> None:
-        """Writes down what makes nothing anew."""
+        """Record work that makes no new tensor."""
         self._work.append(work)
 
     def done(self) -> Callable[[], None] | None:
-        """What does it all; nothing has happened before. None: it is nothing."""
+        """End the capture, restore the old state and return the replay; None for an empty graph."""
         for x, before in self._before.values():
             x.copy_(before)
         self.spoil()
@@ -89,13 +89,16 @@ class WrittenDown(TorchDispatchMode):
         return play if work else None
 
     def spoil(self) -> None:
-        """Rubbish, where something was made."""
+        """Overwrite the results with NaN, -1 or False."""
         for x in self._made.values():
             x.fill_(torch.nan if x.is_floating_point() else -1 if x.dtype != torch.bool else 0)
 
 
 class WritingGraphs:
-    """A runtime.graphs.Graphs. `played` counts graphs; `failing` says how the next one ends."""
+    """A runtime.graphs.Graphs that records torch operations.
+
+    played: number of replays; failing: the error that the next captures end with.
+    """
 
     def __init__(self) -> None:
         self.current: WrittenDown | None = None
@@ -159,14 +162,14 @@ class WritingGraphs:
         return current
 
     def queued(self, queue: Callable[[], None]) -> None:
-        """queue(), whose work writes to what was made there."""
+        """Record queue(), which writes to tensors made in this graph."""
         if self.current is None:
             queue()
         else:
             self.current.also(queue)
 
     def opaque(self, compute: Callable[[], Made], *given: Tensor) -> Made:
-        """compute(), which does not go through torch, as one piece of work."""
+        """Record compute(), which does not run through torch, as one operation."""
         if self.current is None:
             return compute()
         with _on_rubbish():
@@ -175,7 +178,7 @@ class WritingGraphs:
         return found
 
     def changing(self, compute: Callable[[], object], *places: Tensor) -> None:
-        """The same of what writes into places."""
+        """Record compute(), which changes `places`."""
         if self.current is None:
             compute()
             return
@@ -187,7 +190,7 @@ class WritingGraphs:
 
 @contextmanager
 def _on_rubbish() -> Iterator[None]:
-    """What is computed here is not written down, and may be NaN."""
+    """Compute without recording; the inputs may be NaN."""
     with _disable_current_modes(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
         yield
