@@ -1,4 +1,4 @@
-"""Engines on a fake GPU in a strict world: see tests/strict_device.py."""
+"""Engines on a fake GPU in strict mode: see tests/strict_device.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strict_fake import StrictFake
 
 @pytest.fixture
 def devices() -> list[StrictFake]:
-    """Of the engines that were opened."""
+    """Collect the devices of the engines that were opened."""
     return []
 
 
@@ -24,7 +24,7 @@ def devices() -> list[StrictFake]:
 def strict(
     fake: Fake, devices: list[StrictFake], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Strict]:
-    """There, CUDA graphs always take a third of the time that is taken without."""
+    """Enter strict mode; CUDA graphs always take a third of the time without them."""
     fake.reset("mode=deferred,seed=3,memory=2000000000")
 
     def device() -> StrictFake:

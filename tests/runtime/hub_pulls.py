@@ -1,4 +1,4 @@
-"""Pulls from the stand-in for the hub in this process, of a checkpoint of a few files."""
+"""In-process pulls of a small checkpoint from the stand-in for the hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_repository(folder: Path) -> list[str]:
 
 @contextmanager
 def serving(folder: Path, cache: Path) -> Iterator[Hub]:
-    """Serve a repository, and make it what huggingface_hub talks to."""
+    """Serve a repository, and point huggingface_hub at it."""
     with serve(Hub(REPO, folder)) as hub:
         files = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         at = "huggingface_hub.constants"
@@ -41,7 +41,7 @@ def serving(folder: Path, cache: Path) -> Iterator[Hub]:
 
 
 def pull(home: Path, notes: list[str] | None = None) -> Manifest:
-    """Pull the repository into a home, as `moeinf pull` does."""
+    """Pull the repository into a home, like `moeinf pull`."""
     note = (notes if notes is not None else []).append
     settings = Settings(home)
     name, source = find_source(MODEL, None, settings, note)
@@ -49,5 +49,5 @@ def pull(home: Path, notes: list[str] | None = None) -> Manifest:
 
 
 def shas(manifest: Manifest) -> dict[str, str]:
-    """The hash of each file of a model: what a clean pull writes, or something else."""
+    """Return the hash of each file of a model, to compare it with a clean pull."""
     return {file.path: file.sha256 for file in manifest.files}

@@ -1,15 +1,14 @@
-"""What an engine with dense weights and KV cache on a GPU must do, whichever GPU: asserted once.
+"""Assertions for an engine with dense weights and KV cache on any GPU.
 
-Does not know whether the GPU is real. test_real_gpu.py calls it where there is one, with the
-product's kernels; test_dense_on_gpu.py calls it with the fake, so that what is asserted is known to
-hold there, and that this file works.
+test_real_gpu.py calls it on a real GPU with the product's kernels. test_dense_on_gpu.py calls it
+with the fake, which shows that the assertions and this file work.
 
-Logits are compared with the CPU's engine over the same tokens. Both round to 8 bits of mantissa
-(bfloat16) or 7 (activations of the other formats) after every product, in another order, so they
-are not the same. With the fake, which only attends in another order, the step in the middle is 0.5
-to 1.5 % of the CPU's logits away; a token on the edge may go to another expert, and then it is up
-to 30 %. So half of the steps must be within NEAR, all but two within FAR, and none beyond FARTHEST:
-logits that have nothing to do with one another are 140 % apart.
+Logits are compared with the CPU's engine over the same tokens. Both round after every product, to 8
+bits of mantissa (bfloat16) or 7 (activations of the other formats). The order of operations
+differs, so the logits differ. The fake differs only in the order of attention. Its median step is
+0.5 to 1.5 % of the CPU's logits away. A token near a routing border may go to another expert, and
+then the distance is up to 30 %. So half of the steps must be within NEAR, all but two within FAR,
+and all within FARTHEST. Unrelated logits are 140 % apart.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ MODELS = [
     ("deepseek-lite", "bf16"),
 ]  # fmt: skip
 NEAR, FAR, FARTHEST = 0.05, 0.1, 0.7
-CONTEXT = 400  # or all that a model has
-STEPS = 10  # decoded; the third one's graphs are the first
+CONTEXT = 400  # or the model's maximum
+STEPS = 10  # decoded; the third step is the first one with graphs
 Logits = list[NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The logits after the prompt and after every token, and the tokens."""
+    """The tokens, and the logits after the prompt and after every token."""
 
     logits: Logits
     tokens: list[int]
@@ -55,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Installed:
-    """A model, where it is, and what the CPU's engine answers."""
+    """A model, its folder, and the answer of the CPU's engine."""
 
     manifest: Manifest
     settings: Settings
@@ -67,7 +66,7 @@ class Installed:
 
 
 def installed(name: str, tag: str, place: Path) -> Installed:
-    """Makes it below `place`."""
+    """Pull the model below `place`."""
     checkpoint = place / "checkpoint"
     if name == "demo":
         shutil.copytree(DEMO_CHECKPOINT, checkpoint)
@@ -91,22 +90,25 @@ def context_of(manifest: Manifest) -> int:
 
 
 def answered(engine: Engine, forced: list[int] | None = None) -> Answer:
-    """To a prompt of more than 16 rows for some experts, of more than one chunk where the context
-    has room: its own most likely tokens, or those that are given."""
+    """Answer a prompt with the engine's most likely tokens, or with `forced` ones.
+
+    The prompt gives some experts more than 16 rows. It has more than one chunk if the context has
+    room.
+    """
     state = engine.new_state()
     prompt = [5 + 7 * i % 89 for i in range(context_of(engine.info.manifest) - 2 * STEPS)]
     request = engine.begin_request(state)
     logits, tokens = [engine.extend(state, prompt).copy()], list[int]()
     for step in range(STEPS):
         tokens.append(int(logits[-1].argmax()) if forced is None else forced[step])
-        logits.append(engine.extend(state, tokens[-1:]).copy())  # graphs write them anew
+        logits.append(engine.extend(state, tokens[-1:]).copy())  # the next replay overwrites them
     engine.end_request(request, counts=False)
     assert engine.store.idle
     return Answer(logits, tokens)
 
 
 def opened(model: Installed, slots: int, miss: Miss, library: str | None) -> Engine:
-    """An engine whose budget has room for dense weights, KV cache and so many slots; no more."""
+    """Open an engine whose budget fits dense weights, KV cache and `slots` slots exactly."""
     gpu = find_gpu(library)
     assert isinstance(gpu, Gpu)
     manifest, context = model.manifest, context_of(model.manifest)
@@ -121,7 +123,10 @@ def opened(model: Installed, slots: int, miss: Miss, library: str | None) -> Eng
 
 
 def check(model: Installed, library: str | None, graphs_pay: bool) -> None:
-    """All slots and ways with misses. graphs_pay: they surely do; else a note may say why not."""
+    """Check all slot counts and miss modes.
+
+    graphs_pay: graphs must be used; otherwise a note may give the reason against them.
+    """
     sizes, own = model.manifest.slots, dict[tuple[int, Miss], Answer]()
     few, some, all_of_them = sizes.top_k, max(sizes.top_k, sizes.experts // 3), sizes.experts
     ways: list[tuple[int, Miss]] = [(few, "fetch"), (some, "fetch"), (all_of_them, "fetch")]
@@ -136,7 +141,7 @@ def check(model: Installed, library: str | None, graphs_pay: bool) -> None:
     first, *others = own.values()
     for answer in others:
         assert answer.tokens == first.tokens
-    for slots in (some, all_of_them):  # with all on the device residency chooses nothing
+    for slots in (some, all_of_them):  # with all experts on the device, residency chooses nothing
         for mine, its in zip(own[slots, "fetch"].logits, first.logits, strict=True):
             np.testing.assert_array_equal(mine, its)
 
@@ -149,7 +154,7 @@ def check_place(engine: Engine, slots: int) -> None:
 
 
 def near(found: Logits, expected: Logits) -> None:
-    """See above."""
+    """Assert the distances that the module docstring describes."""
     distances = [
         float(np.linalg.norm(mine - its) / np.linalg.norm(its))
         for mine, its in zip(found, expected, strict=True)
@@ -161,7 +166,10 @@ def near(found: Logits, expected: Logits) -> None:
 
 
 def check_graphs(engine: Engine, pay: bool) -> None:
-    """They were rehearsed, once, and ran; where they need not pay a note may have measured it."""
+    """Assert that graphs were measured once and are used, or that a note gives the reason.
+
+    pay: they must be used.
+    """
     assert engine.gpu is not None
     inside = engine.gpu.dense_math
     assert inside is not None
@@ -174,7 +182,7 @@ def check_graphs(engine: Engine, pay: bool) -> None:
 
 
 def check_promise(engine: Engine, library: str | None) -> None:
-    """--device-memory is kept, as NVML sees it where it does."""
+    """Assert that the process stays within --device-memory, measured by NVML where possible."""
     gpu = find_gpu(library)
     assert isinstance(gpu, Gpu)
     assert engine.gpu is not None

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, by several at once too."""
+"""Atomic files: written completely or not at all, also by several processes at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_several_that_write_the_same_file(tmp_path: Path) -> None:
 
 
 def test_what_is_beside_it_stays(tmp_path: Path) -> None:
-    """A file of the user's is left alone; what a killed process has left is used up."""
+    """The user's files stay; a killed process's temporary file is reused."""
     (tmp_path / "x.partial").write_text("mine")
     (tmp_path / ".x.partial").write_text("half of something longer")
     write_bytes_durably(tmp_path / "x", b"whole", mode=0o600)

@@ -1,4 +1,4 @@
-"""What a child with limits answers, and what happens to one that takes too much."""
+"""A limited child process: its answers, and its end when it exceeds a limit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_child_that_exceeds_a_limit_is_replaced(child: LimitedProcess, do: str
     with pytest.raises(LimitExceeded):
         child.ask({"do": do}, 2)
     assert time.monotonic() - start < 10
-    assert child.ask({"do": "said"}, 20) == [7]  # a new one, begun in the same way
+    assert child.ask({"do": "said"}, 20) == [7]  # a new child, started in the same way
 
 
 def test_a_copy_has_its_own_state_and_its_own_end(child: LimitedProcess) -> None:
@@ -82,7 +82,7 @@ def test_a_copy_has_its_own_state_and_its_own_end(child: LimitedProcess) -> None
     with pytest.raises(LimitExceeded):
         other.ask({"do": "crash"}, 20)
     one.close()
-    for lost in (one, other):  # no copy comes back: it would not be what it was
+    for lost in (one, other):  # a copy is not restarted: its state is lost
         with pytest.raises(LimitExceeded):
             lost.ask({"do": "said"}, 20)
     assert child.ask({"do": "said"}, 20) == [7]
@@ -99,7 +99,7 @@ def test_a_copy_of_a_child_that_has_died(child: LimitedProcess) -> None:
 
 
 def test_a_copy_ends_with_its_parent(child: LimitedProcess) -> None:
-    """Its channel is closed then, as when the parent is killed."""
+    """Its channel then closes, as when the parent is killed."""
     child.ask({"do": "said"}, 20)
     copy = child.copy()
     pid = child._process.pid
@@ -114,7 +114,7 @@ def test_a_copy_ends_with_its_parent(child: LimitedProcess) -> None:
 
 
 def test_a_refusal_leaves_no_alarm_behind() -> None:
-    """It would end a child that waits for its next request."""
+    """An alarm would end a child that waits for its next request."""
 
     def refuse(request: dict[str, Any]) -> None:
         raise ValueError("no")
@@ -147,7 +147,7 @@ def test_descriptors_beyond_1024_are_waited_for(
 
 
 def test_a_child_that_does_not_read_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request larger than a pipe holds would block the parent for ever."""
+    """A request larger than a pipe's buffer would block the parent for ever."""
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **pipes: start(["sleep", "60"], **pipes))
     process = LimitedProcess("unused")
@@ -160,7 +160,7 @@ def test_a_child_that_does_not_read_is_killed_in_time(monkeypatch: pytest.Monkey
 
 
 def test_the_time_of_a_long_request_begins_when_it_is_sent(child: LimitedProcess) -> None:
-    """The parent may do other work while a pipe is full."""
+    """The parent may do other work while the pipe is full."""
     child.ask({"do": "said"}, 20)
     child.start({"do": "said", "text": "x" * (4 << 20)}, 0.5)
     time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What may be a model name, and what may never become a path."""
+"""Valid model names, and names that must never become a path."""
 
 from __future__ import annotations
 

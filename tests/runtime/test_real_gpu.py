@@ -1,7 +1,8 @@
-"""Engines on a real GPU, against the CPU; skipped where there is none.
+"""Engines on a real GPU, against the CPU; skipped without a GPU.
 
-Dense weights and KV cache on the GPU, with its linears, attention, router, prefill and graphs: what
-on_a_gpu.py asserts. With dense weights in RAM, experts alone: the CPU's tokens.
+With dense weights and KV cache on the GPU, on_a_gpu.py has the assertions. They cover linears,
+attention, router, prefill and graphs. With dense weights in RAM, only experts use the GPU: the
+CPU's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def test_dense_weights_there(name: str, tag: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["bf16", "q8", "q4"])
 def test_the_cpus_tokens_with_dense_weights_in_ram(tag: str, tmp_path: Path) -> None:
-    """Up to 16 rows an expert's kernels have the CPU's bits."""
+    """The kernels of experts with up to 16 rows give the CPU's bits."""
     settings = Settings(tmp_path)
     manifest = pull(DEMO_CHECKPOINT, settings, f"demo:{tag}")
     folder = Library(settings).folder(manifest.model)

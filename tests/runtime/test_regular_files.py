@@ -1,4 +1,4 @@
-"""Checkpoint folders in which files are devices, FIFOs, sockets, folders, or links to elsewhere."""
+"""Checkpoint folders whose files are devices, FIFOs, sockets, folders or links to elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def zero(path: Path) -> None:
 def unix_socket(path: Path) -> None:
     at = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(f"/proc/self/fd/{at}/{path.name}")  # paths of sockets are short
+        made.bind(f"/proc/self/fd/{at}/{path.name}")  # socket paths have a short limit
     os.close(at)
 
 
@@ -48,7 +48,7 @@ ODD: dict[str, Callable[[Path], None]] = {
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
-    """Run something that may hang. Raises what it raises."""
+    """Run something that may hang, and re-raise its errors."""
     ended: list[BaseException | None] = []
 
     def run() -> None:
@@ -107,7 +107,7 @@ def test_links_to_private_files_are_refused(file: str, tmp_path: Path) -> None:
 
 
 def test_links_within_the_folder_and_into_the_cache_are_followed(tmp_path: Path) -> None:
-    """As huggingface_hub lays out its cache; weights may be on another disk."""
+    """huggingface_hub lays out its cache in this way; weights may be on another disk."""
     folder = tmp_path / "models--Org--Small/snapshots/main"
     blobs, disk = tmp_path / "models--Org--Small/blobs", tmp_path / "disk"
     weights = write_repository(folder)
@@ -131,6 +131,6 @@ def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
     assert read_regular(path, 5) == b"12345"
     with pytest.raises(NotRegular, match="too large"):
         read_regular(path, 4)
-    assert read_regular(Path("/proc/self/status"), 1 << 20)  # whose size is said to be 0
+    assert read_regular(Path("/proc/self/status"), 1 << 20)  # stat reports a size of 0
     with pytest.raises(NotRegular, match="too large"):
         read_regular(Path("/proc/self/status"), 10)

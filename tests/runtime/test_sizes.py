@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in the forms that users write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State files: damaged entries hide no others, unknown ones stay, and hostile files are absent."""
+"""State files: a damaged entry hides no others, an unknown one stays, a hostile file is ignored."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_conversation_comes_back_and_a_changed_one_is_refused(tmp_path: Path) 
         path.write_text(json.dumps({**about, **change}))
         with pytest.raises(BadConversation, match=r"mine\.json is not a conversation"):
             load_conversation(settings, "mine", fresh)
-    assert fresh.messages == held.messages  # as it was
+    assert fresh.messages == held.messages  # unchanged
 
 
 def test_a_folder_whose_name_is_not_utf8_is_written_as_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Control characters become visible, all else stays as it is."""
+"""Control characters become visible; other characters stay the same."""
 
 from __future__ import annotations
 

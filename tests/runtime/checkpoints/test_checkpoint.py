@@ -1,4 +1,4 @@
-"""Checkpoints, good and hostile: every bad file is one BadCheckpoint that names it."""
+"""Valid and hostile checkpoints: every bad file raises one BadCheckpoint that names it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_file_cut_while_reading(tmp_path: Path) -> None:
 
 
 def test_a_duplicate_key_is_found_in_linear_time(tmp_path: Path) -> None:
-    """Counting every key would take half an hour for this file."""
+    """A quadratic count of the keys would take half an hour for this file."""
     keys = ",".join(f'"{number}":0' for number in range(200_000))
     path = tmp_path / "config.json"
     path.write_text("{" + keys + ',"199999":1}')

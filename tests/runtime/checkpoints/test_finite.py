@@ -1,4 +1,4 @@
-"""NaN and infinity: named when a model is pulled, and an error when it runs, never a token."""
+"""NaN and infinity: `pull` names the tensor, and a run raises an error instead of a token."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
 
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
-Spoil = Callable[[dict[str, Tensor]], str]  # changes tensors; the name that must be told
+# changes tensors; returns the name that the error must contain
+Spoil = Callable[[dict[str, Tensor]], str]
 
 
 def demo(folder: Path, spoil: Spoil, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The demo's checkpoint in a format, spoilt; what was spoilt."""
+    """Write the demo's checkpoint in a format with a bad value; return the bad tensor's name."""
     folder.mkdir()
     for path in DEMO_CHECKPOINT.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -54,7 +55,7 @@ def one(name: str, value: float, at: int = -1) -> Spoil:
 
 
 def added(folder: Path, name: str, allow_nan: bool = False) -> list[str]:
-    """Pulls a folder; the notes."""
+    """Pull a folder; return the notes."""
     notes: list[str] = []
     source = LocalSource(open_checkpoint(folder), str(folder))
     library = Library(Settings(folder.parent / "home"))
@@ -165,7 +166,7 @@ def test_fused_experts_are_named(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_attempt_wrote_is_not_forgotten(tmp_path: Path) -> None:
-    """A pull with --allow-nan that was cut off, and goes on without."""
+    """A pull with --allow-nan is interrupted and resumed without the option."""
     work = Workplace(tmp_path / "work", {"of": "x"})
     work.add_broken("a.weight")
     work.add_broken("a.weight")
@@ -177,7 +178,7 @@ def test_what_an_earlier_attempt_wrote_is_not_forgotten(tmp_path: Path) -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Iterator[Engine]:
-    """The demo with a NaN in one element of its last norm: every logit is NaN."""
+    """Return the demo with a NaN in one element of its last norm: every logit is NaN."""
     demo(tmp_path / "spoilt", one("model.norm.weight", float("nan"), 5))
     added(tmp_path / "spoilt", "x:q8", allow_nan=True)
     settings = Settings(tmp_path / "home")
@@ -205,7 +206,7 @@ def test_logits() -> None:
 
 
 def test_a_broken_pull_goes_on_only_with_the_wish(tmp_path: Path) -> None:
-    """The journal of a pull that was cut off keeps what was found."""
+    """The journal of an interrupted pull keeps the NaN that was found."""
     name = demo(tmp_path / "two", one("model.norm.weight", float("nan")))
     tensors = load_file(tmp_path / "two" / "model.safetensors")
     index = {key: "b.safetensors" if EXPERT[:15] in key else "a.safetensors" for key in tensors}

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit floats in blocks: the same model as their weights widened by hand."""
+"""Checkpoints of 8-bit floats in blocks: equal to the model of their widened weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK}
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(8-bit weights, their scales, what they mean), element by element."""
+    """Return the 8-bit weights, their scales and the widened weights, element by element."""
     rows, columns = weight.shape
     scales = torch.zeros(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
     raw = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn)
@@ -54,7 +54,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def save_fp8(folder: Path) -> dict[str, Tensor]:
-    """Makes the tiny deepseek_v3 an 8-bit one; returns what its weights mean."""
+    """Convert the tiny deepseek_v3 to 8 bits; return its widened weights."""
     save_tiny("deepseek-v3", folder)
     tensors, meaning = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
@@ -130,7 +130,7 @@ def test_scales_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_scales_in_other_files(tmp_path: Path) -> None:
-    """The same shards, and weights wait for their scales."""
+    """The shards are the same; weights wait for their scales."""
     save_fp8(tmp_path / "one")
     byte_tokenizer().save(str(tmp_path / "one" / "tokenizer.json"))
     shutil.copytree(tmp_path / "one", tmp_path / "four")
@@ -140,7 +140,7 @@ def test_scales_in_other_files(tmp_path: Path) -> None:
     source = OneByOne(open_checkpoint(tmp_path / "four"), "four")
     parts = repack(source, Library(settings), parse_name("four:q8"), ignore, ignore)
     assert [(f.path, f.sha256) for f in parts.files] == [(f.path, f.sha256) for f in whole.files]
-    assert source.most == 3  # of m and n one waits for z
+    assert source.most == 3  # either m or n waits for z
     assert source.here == set()
 
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are what: per expert, fused, missing, misshapen."""
+"""Classify the tensors of a checkpoint: per expert, fused, missing, wrong shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
 def fused_family(config: dict[str, Any]) -> Family:
-    """The demo's family, as if its experts were stored fused."""
+    """Return the demo's family as if its experts were stored fused."""
     plain = family_of(config)
 
     def fused(name: str, _config: Any) -> FusedPart | None:
@@ -38,7 +38,7 @@ def fused_family(config: dict[str, Any]) -> Family:
 
 
 def fuse(folder: Path) -> None:
-    """Writes the demo with one tensor [E, 2F, D] and one [E, D, F] per layer."""
+    """Write the demo with one tensor [E, 2F, D] and one [E, D, F] per layer."""
     tensors = load_file(DEMO_CHECKPOINT / "model.safetensors")
     parts: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     dense = {}

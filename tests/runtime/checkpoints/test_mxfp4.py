@@ -1,7 +1,4 @@
-"""gpt-oss with experts in MXFP4, against transformers with the widened weights.
-
-Does not know kernels.
-"""
+"""gpt-oss with MXFP4 experts, compared with transformers on the widened weights."""
 
 import shutil
 
@@ -30,7 +27,7 @@ from tests.tiny_mxfp4 import D, E, F, save_mxfp4
 
 @pytest.fixture(scope="module")
 def model_and_checkpoint(tmp_path_factory):
-    """transformers with widened weights, and the folder with blocks."""
+    """Return transformers' model with widened weights and the folder with blocks."""
     folder = tmp_path_factory.mktemp("mxfp4")
     model = save_mxfp4(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -60,7 +57,10 @@ def test_widened_it_is_transformers_token_for_token(model_and_checkpoint, tmp_pa
 
 
 def test_kept_as_it_is(model_and_checkpoint, tmp_path):
-    """Experts of 4.25 bits; the same logits with any memory, and near the widened reference."""
+    """Experts have 4.25 bits per weight.
+
+    The logits are the same with any memory and close to the widened reference.
+    """
     model, folder = model_and_checkpoint
     settings = Settings(tmp_path)
     manifest = pull(folder, settings, "tiny:mxfp4")
@@ -82,7 +82,7 @@ def test_kept_as_it_is(model_and_checkpoint, tmp_path):
     with torch.no_grad():
         wanted = model(torch.tensor([ids]), use_cache=False).logits[0]
     errors = (found[0] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert errors.median() < 0.1  # 8 bits of activations and dense weights may choose other experts
+    assert errors.median() < 0.1  # 8-bit activations and dense weights may choose other experts
 
 
 def test_routed_experts_are_near_float64_on_the_widened_weights(model_and_checkpoint, tmp_path):
@@ -128,7 +128,7 @@ def test_a_source_tensor_is_what_it_says(model_and_checkpoint):
 
 @pytest.mark.parametrize("tag", ["mxfp4", "q4", "bf16"])
 def test_blocks_and_scales_in_different_files(model_and_checkpoint, tmp_path, tag):
-    """The same shards, files coming one by one; blocks wait for their scales."""
+    """The shards are the same when files arrive one by one; blocks wait for their scales."""
     _, folder = model_and_checkpoint
     shutil.copytree(folder, tmp_path / "four")
     split_scales(tmp_path / "four", "_scales")

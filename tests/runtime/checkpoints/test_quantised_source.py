@@ -1,4 +1,4 @@
-"""A quantisation that only hf_quant_config.json names is noticed, wherever the model comes from."""
+"""A quantisation that only hf_quant_config.json names is detected for every source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """The demo with ModelOpt's file beside it, and a config that does not mention it."""
+    """Return the demo with ModelOpt's file beside it, and a config that does not mention it."""
     shutil.copytree(DEMO_CHECKPOINT, tmp_path / "nvfp4")
     (tmp_path / "nvfp4" / QUANTISED).write_text(json.dumps(NVFP4))
     return tmp_path / "nvfp4"

@@ -1,4 +1,4 @@
-"""Tables of `.bin` files from ranges of them: what torch says of the whole file, or a refusal."""
+"""Read tables of `.bin` files by ranges: torch's result for the whole file, or an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runtime.checkpoints.test_torch_bin import Canary
 
 
 class Remote:
-    """A file elsewhere, and the ranges that were asked for."""
+    """A remote file that records the requested ranges."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Remote:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Tensors of many lengths under names of many lengths, some in one storage."""
+    """Save tensors and names of many lengths; some tensors share a storage."""
     random = torch.Generator().manual_seed(0)
     whole = torch.randn(9, 40_000, generator=random)
     tensors = {f"layer.{'x' * (n % 70)}.{n}": torch.ones(n % 41 + 1) for n in range(300)}
@@ -47,7 +47,7 @@ def test_it_is_the_table_of_the_whole_file(saved: Path, tmp_path: Path) -> None:
     table = remote.table(at)
     assert len(table) == 302
     assert table == {name: replace(t, path=at) for name, t in read_torch_file(saved).items()}
-    assert not at.parent.exists()  # looking at a repository leaves nothing
+    assert not at.parent.exists()  # inspecting a repository writes nothing
     assert len(remote.asked) < 15
     assert sum(stop - start for start, stop in remote.asked) < 80_000
     at.parent.mkdir()
@@ -65,7 +65,7 @@ def test_a_file_that_came_otherwise(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_zip_without_padding(saved: Path, tmp_path: Path) -> None:
-    """torch reads it; where its bytes begin cannot be told from afar."""
+    """PyTorch reads it, but ranges do not show where its bytes begin."""
     with (
         zipfile.ZipFile(saved) as source,
         zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_STORED) as packed,
@@ -89,7 +89,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_table_makes_it_fetch_everything(tmp_path: Path) -> None:
-    """A pickle larger than any table."""
+    """The pickle is larger than any table."""
     path = tmp_path / "large.bin"
     with zipfile.ZipFile(path, "w") as archive, archive.open("x/data.pkl", "w") as record:
         for _ in range(MAX_PICKLE_BYTES >> 20):
@@ -102,9 +102,12 @@ def test_no_table_makes_it_fetch_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", [b"\xe8" * 4, b"\xff" * 4])
 def test_a_directory_with_odd_names_or_places(field: bytes, saved: Path, tmp_path: Path) -> None:
-    """A name that is no UTF-8, and a record that begins beyond the file: found by the fuzzer."""
+    """A name is not valid UTF-8, and a record begins beyond the file.
+
+    The fuzzer found both.
+    """
     data = bytearray(saved.read_bytes())
-    entry = data.rindex(b"PK\1\2")  # of the directory, the last
+    entry = data.rindex(b"PK\1\2")  # the last entry of the directory
     if field[0] == 0xE8:
         data[entry + 46 : entry + 50] = field
     else:

@@ -68,7 +68,7 @@ def test_texts_are_cut_as_the_reference_cuts_them(model: bytes) -> None:
     unknown = reference.unk_id()
     for text in TEXTS + random_texts:
         ids, expected = ours.encode(text, add_special_tokens=False).ids, reference.encode(text)
-        if "<" in text:  # cut there, so that unknown characters are not joined across it
+        if "<" in text:  # split there, so that unknown characters are not joined across it
             ids = [i for n, i in enumerate(ids) if i != unknown or ids[n - 1 : n] != [unknown]]
         assert ids == expected, text
 
@@ -77,7 +77,7 @@ SPACES = ["the", "fox", " ", "  ", "\n", "\r\n", "\t", "▁", "\u00a0", "\u3000"
 
 
 def test_spaces_at_the_ends_of_lines(model: bytes) -> None:
-    """Texts of words and every kind of space: the end of a line is not the end of the text."""
+    """Texts mix words with every kind of space: the end of a line is not the end of the text."""
     reference = sentencepiece.SentencePieceProcessor(model_proto=model)
     ours = Library.from_str(tokenizer_json(model, {}).decode())
     ours.encode_special_tokens = True
@@ -120,7 +120,7 @@ def test_what_stands_around_a_text_and_what_is_added(tmp_path: Path) -> None:
         tokenizer_json(llama, {"added_tokens_decoder": wrong})
 
 
-# What no piece covers becomes bytes: characters of 2, 3 and 4 of them, joined ones, a newline.
+# Characters without a piece become 2, 3 or 4 bytes; also joined ones and a newline.
 ALPHABET = [
     "the",
     " ",

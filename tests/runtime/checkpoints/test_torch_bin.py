@@ -1,4 +1,4 @@
-"""`.bin` files: tables read without loading, and pickles that would run something refused."""
+"""`.bin` files: tables are read without loading, and pickles that execute code are refused."""
 
 from __future__ import annotations
 

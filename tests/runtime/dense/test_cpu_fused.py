@@ -1,7 +1,4 @@
-"""The native pieces against their torch versions, on random weights of every shape that matters.
-
-Does not know checkpoints.
-"""
+"""Native operations against their torch versions, on random weights of many shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def few_threads() -> Iterator[None]:
 
 
 class Draw:
-    """Random bfloat16 tensors, the same for a seed."""
+    """Random bfloat16 tensors, reproducible from a seed."""
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -44,7 +41,7 @@ class Draw:
 
 
 def gqa(**changes: object) -> tuple[GqaCore, CacheLayout, list[int]]:
-    """A core, what it caches, and the widths of its inputs."""
+    """Return a core, its cache layout and the widths of its inputs."""
     settings: dict[str, object] = {"heads": 6, "kv_heads": 2, "head_dim": 32, **changes}
     shape, draw = GqaShape(**settings), Draw(3)  # type: ignore[arg-type]
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -70,7 +67,7 @@ def rows_of(counts: list[int], caches: list[KvCache], rope: int) -> PassRows:
 
 
 def play(core: Callable[..., Tensor], made: tuple[object, CacheLayout, list[int]]) -> list[Tensor]:
-    """Three requests: prompts, tokens for all, for two, and a prompt beside a token."""
+    """Run three requests: prompts, a token for all, for two, and a prompt beside a token."""
     _, layout, widths = made
     rope = layout.planes[0][1] if len(layout.planes) == 2 else 8
     caches = [KvCache(layout, 200) for _ in range(3)]
@@ -109,7 +106,7 @@ def test_attention_like_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gqa", "mla"])
 def test_a_token_is_the_same_in_any_company(name: str) -> None:
-    """Alone, beside other tokens, and beside another request's prompt: bit for bit."""
+    """Alone, beside other tokens and beside another request's prompt: the same bits."""
     made = CASES[name]()
     core, (_, layout, widths) = tuned(made[0]), made
     rope = layout.planes[0][1] if len(layout.planes) == 2 else 8
@@ -151,7 +148,7 @@ def test_float32_stays_torch() -> None:
     assert tuned(norm) is norm
     core = GqaCore(0, GqaShape(2, 2, 8), norm, None)
     assert tuned(core) is core
-    bare = tuned(GqaCore(0, GqaShape(2, 2, 8)))  # its weights do not say: its inputs do
+    bare = tuned(GqaCore(0, GqaShape(2, 2, 8)))  # its inputs, not its weights, give the type
     cache = KvCache(CacheLayout(1, ((2, 8),) * 2, torch.float32, torch.device("cpu")), 4)
     q, k, v = torch.randn(3, 1, 16)
     rows = rows_of([1], [cache], 8)
@@ -188,7 +185,7 @@ def test_a_router_among_equals_and_without_numbers() -> None:
     weight[4] = 1.0
     native = tuned(SoftmaxRouter(weight, 3, renormalise=True))
     ids, weights = native(torch.ones(1, 64, dtype=BF16))
-    assert ids.tolist() == [[4, 0, 1]]  # of equals the lower number first
+    assert ids.tolist() == [[4, 0, 1]]  # a tie goes to the lower number
     assert float(weights.sum()) == pytest.approx(1.0)
     ids, weights = native(torch.full((1, 64), torch.nan, dtype=BF16))
     assert sorted(set(ids[0].tolist())) == sorted(ids[0].tolist())

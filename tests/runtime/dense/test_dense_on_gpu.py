@@ -1,7 +1,7 @@
 """Dense weights and KV cache on a device, for every family: the reference's tokens.
 
-Without a GPU: the fake libcuda copies, the CPU's kernels compute experts, torch all else; and no
-tensor of the device may meet one of the host (tests/strict_device.py).
+No GPU is needed. The fake libcuda copies, CPU kernels compute experts, and torch computes the rest.
+No operation may mix tensors of device and host (tests/strict_device.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def config_of(
     fake: Fake, manifest: Manifest, slots: int | None = None, memory: str = "100%",
     miss: Miss = "fetch", context: int | None = None,
 ) -> EngineConfig:  # fmt: skip
-    """slots: beside dense weights and KV cache on the device; None: what it has room for."""
+    """Return the config of an engine on the fake device.
+
+    slots: device slots beside dense weights and KV cache; None: as many as fit.
+    """
     budget = None
     if slots is not None:
         assert context is not None
@@ -86,7 +89,7 @@ def test_float32_equals_transformers_token_for_token(
 def test_what_a_longer_context_takes_beside_its_cache(
     form: str, encoder_layers: int, masks: int, tmp_path: Path
 ) -> None:
-    """A head's keys and values, and for torch's attention which tokens each of a chunk sees."""
+    """A chunk needs a head's keys and values, and for torch's attention a mask of its tokens."""
     manifest = pull(DEMO_CHECKPOINT, Settings(tmp_path / "home"), f"demo:{form}")
     manifest = msgspec.structs.replace(manifest, encoder_layers=encoder_layers, max_context=200)
     short, long = (dense_workspace_bytes(manifest, context) for context in (1000, 3000))
@@ -124,7 +127,7 @@ def test_residency_chooses_nothing(
     form: str, fake: Fake, devices: list[StrictFake], tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """The fake computes an expert as the CPU does: then neither slots nor misses change a bit."""
+    """The fake computes an expert like the CPU, so slots and misses do not change a bit."""
     settings = Settings(tmp_path / "home")
     manifest = pull(DEMO_CHECKPOINT, settings, f"demo:{form}")
     folder = Library(settings).folder(manifest.model)
@@ -142,7 +145,7 @@ def test_residency_chooses_nothing(
             assert plan.arena_bytes == fake.count("allocated")
             torchs = plan.budget_bytes - plan.context_bytes - plan.arena_bytes
             assert devices[-1].limits[1:] == [torchs]
-        assert devices[-1].limits[-1] == 0  # it has ended
+        assert devices[-1].limits[-1] == 0  # cleared on close
     assert found == found[:1] * 4
 
 
@@ -161,7 +164,7 @@ def test_what_a_real_gpu_must_do_this_one_does(
 def test_no_memory_between_experts(
     fake: Fake, devices: list[StrictFake], demo_home: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Dense weights find no memory: half of the slots go, torch may have theirs, once a pass."""
+    """Dense weights run out of memory: half of the slots go to torch, once per pass."""
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
@@ -218,8 +221,7 @@ def test_too_little_for_dense_weights_keeps_them_in_ram(
 def demo(
     fake: Fake, demo_home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[tuple[Engine, Strict]]:
-    """The demo, all of it on the device once it has been used, whatever RAM it has; with as many
-    hints as it can get."""
+    """Return the demo, fully on the device after use, with any RAM and the most hints."""
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     monkeypatch.setattr(Throttle, "open", True)
@@ -230,7 +232,7 @@ def demo(
 
 
 def use_everybody(engine: Engine) -> None:
-    """With little RAM whom nobody uses may never come."""
+    """Use every expert: with little RAM, an unused one may never be loaded."""
     shape, store = engine.model.moe, engine.store
     x = torch.ones(1, shape.hidden, dtype=torch.bfloat16, device=PLACE)
     for first in range(0, shape.experts, shape.top_k):
@@ -267,8 +269,10 @@ def test_the_cpu_does_not_wait_for_what_the_device_computes(
     miss: Miss, policy: str, fake: Fake, devices: list[StrictFake], demo_home: Path,
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """In a layer everything comes down before the first kernel of its experts is queued: hints of
-    the next one, too, which `lru` does not ask for."""
+    """In a layer all copies to the host come before the first kernel of its experts.
+
+    This includes hints for the next layer, which `lru` does not request.
+    """
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
@@ -302,7 +306,7 @@ def test_the_cpu_does_not_wait_for_what_the_device_computes(
 def test_what_torch_says_of_a_failed_device_is_a_device_error(
     fake: Fake, devices: list[StrictFake], demo_home: Path, request: pytest.FixtureRequest
 ) -> None:
-    """And of nothing else: a mistake of ours stays what it is."""
+    """Other errors, such as bugs of moeinf, keep their type."""
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
@@ -346,7 +350,7 @@ def test_no_memory_beside_torchs_is_one_of_memory(
     words: str, fake: Fake, devices: list[StrictFake], demo_home: Path,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """Experts make room once; the second time it is said."""
+    """Experts make room once; the second failure is reported as out of memory."""
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")

@@ -1,4 +1,4 @@
-"""What stands between the products on a device: which pieces it takes, and how much it launches."""
+"""Device operations between the products: which parts use them, and how much they launch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.tiny import save_tiny
 
 
 def with_head_norms(kind: type[RmsNorm] | type[WideRmsNorm]) -> Made:
-    """A norm of queries that is not the one of keys."""
+    """Make a norm of queries that differs from the norm of keys."""
     core, layout, widths = gqa(clip=1.1)
     norms = [HeadNorm(kind(Draw(seed)(32, about=1.0), eps)) for seed, eps in ((5, 1e-5), (6, 0.3))]
     return GqaCore(core.layer, core.shape, *norms, sinks=Draw(7)(6)), layout, widths
@@ -46,13 +46,13 @@ CORES: dict[str, Callable[[], Made]] = {
     "norms of heads": lambda: with_head_norms(RmsNorm),
     "wide norms of heads": lambda: with_head_norms(WideRmsNorm),
 }
-_NOTHING = ("aten.empty", "aten.new_empty")  # memory
+_NOTHING = ("aten.empty", "aten.new_empty")  # allocation only
 
 
 class Launches(TorchDispatchMode):
-    """Counts what would be a kernel: torch's operations that compute, and a device's own."""
+    """Counts kernel launches: torch's computing operations and a device's own kernels."""
 
-    KERNELS: ClassVar = {"attend_newest": 2, "route": 2}  # and 1 of the others
+    KERNELS: ClassVar = {"attend_newest": 2, "route": 2}  # and 1 for each other kernel
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _storage(x: Tensor) -> int:
 
 
 class CountedDevice(FakeDevice):
-    """Its own kernels count as such, whatever the fake does instead."""
+    """Counts its own kernels as kernels, although the fake runs other code."""
 
     def __init__(self, fake: Fake, launches: Launches) -> None:
         super().__init__(fake)
@@ -103,7 +103,7 @@ class CountedDevice(FakeDevice):
 
 
 class KernelDevice(FakeDevice):
-    """Triton's kernels between the torch of products, in its interpreter."""
+    """Runs Triton's kernels in the interpreter between torch's products."""
 
     attend_newest = staticmethod(decode_attention.attend_newest)
     attend_rows = staticmethod(prefill_attention.attend_rows)
@@ -115,7 +115,7 @@ class KernelDevice(FakeDevice):
 
 
 class TunedParts(DictParts):
-    """With what a device puts in the place of torch."""
+    """Parts with the operations that a device substitutes for torch."""
 
     def __init__(self, tensors: dict[str, Tensor], device: FakeDevice) -> None:
         super().__init__(tensors)
@@ -130,18 +130,18 @@ class TunedParts(DictParts):
 
 
 class Echo:
-    """`Experts` that give back what they are given, times what depends on the choice."""
+    """`Experts` that return their input times a factor that depends on the routing."""
 
     wants_hints = False
 
     def begin_pass(self, *given: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end_pass(self, *given: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def hint(self, *given: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         with _disable_current_modes():
@@ -151,7 +151,7 @@ class Echo:
 
 
 def dense_of(name: str, folder: Path, dtype: torch.dtype) -> tuple[Family, Any, dict[str, Tensor]]:
-    """A tiny model's family, config and tensors."""
+    """Return a tiny model's family, config and tensors."""
     save_tiny(name, folder)
     values = read_json(folder / "config.json")
     family = family_of(values)
@@ -162,7 +162,7 @@ def dense_of(name: str, folder: Path, dtype: torch.dtype) -> tuple[Family, Any, 
 
 
 def launched(model: Model, launches: Launches) -> list[Counter[str]]:
-    """What every block launches for a token after four."""
+    """Return the launches of every block for a token after four."""
     assert isinstance(model, Decoder)
     state, found = model.new_state(16), list[Counter[str]]()
     model.extend([([1, 2, 3, 4], state)], Echo())
@@ -183,7 +183,7 @@ def launched(model: Model, launches: Launches) -> list[Counter[str]]:
     return found
 
 
-LAYERS = {  # what one launches beside the products, attention and its experts
+LAYERS = {  # launches of one layer beside the products, attention and its experts
     "olmoe": {"rms_norm": 4, "gqa_heads": 1, "route": 2, "aten.add.Tensor": 2},
     "qwen3": {"rms_norm": 2, "gqa_heads": 1, "route": 2, "aten.add.Tensor": 2},
     "deepseek-groups": {
@@ -212,8 +212,8 @@ def test_a_layer_launches_a_few_kernels(name: str, tmp_path: Path, fake: Fake) -
 def test_a_family_decodes_with_kernels_as_with_torch(
     name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests together, in float32: every kind of norm, rope, router and core."""
-    monkeypatch.setattr(decode_attention, "SPLITS", 2)  # the interpreter takes its time for each
+    """Two requests together, in float32: every kind of norm, RoPE, router and core."""
+    monkeypatch.setattr(decode_attention, "SPLITS", 2)  # each split is slow in the interpreter
     family, config, tensors = dense_of(name, tmp_path, torch.float32)
     both = DictParts(tensors), TunedParts(tensors, KernelDevice(fake))
     found = []
@@ -233,8 +233,8 @@ def test_a_family_decodes_with_kernels_as_with_torch(
 def test_a_family_prefills_with_kernels_as_with_torch(
     name: str, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests in pieces, the second beside a token of the first."""
-    monkeypatch.setattr(decode_attention, "SPLITS", 2)  # the interpreter takes its time for each
+    """Two requests in chunks, the second beside a token of the first."""
+    monkeypatch.setattr(decode_attention, "SPLITS", 2)  # each split is slow in the interpreter
     family, config, tensors = dense_of(name, tmp_path, torch.float32)
     kernels, found, past = KernelDevice(fake), [], list[int]()
 
@@ -256,7 +256,7 @@ def test_a_family_prefills_with_kernels_as_with_torch(
 
 @pytest.mark.parametrize("name", CORES)
 def test_cores_like_torch(name: str, fake: Fake) -> None:
-    """Prompts and tokens of three requests; what the fake computes is torch, row by row."""
+    """Prompts and tokens of three requests; the fake computes with torch, row by row."""
     made = CORES[name]()
     core = DevicePieces(FakeDevice(fake)).tuned(made[0])
     assert isinstance(core, DeviceGqa | DeviceMla)
@@ -268,7 +268,7 @@ def test_cores_like_torch(name: str, fake: Fake) -> None:
 def test_a_wide_norm_of_heads_stays_wide(
     kind: type[RmsNorm] | type[WideRmsNorm], fake: Fake
 ) -> None:
-    """Their results hardly differ once attention has summed them."""
+    """After attention has summed them, the results of the two kinds hardly differ."""
     seen: list[bool] = []
 
     class Noted(FakeDevice):

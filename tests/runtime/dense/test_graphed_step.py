@@ -1,6 +1,6 @@
-"""Decode steps that the device repeats by itself: the same tokens, and when not.
+"""Decode steps replayed as CUDA graphs: the same tokens, and when graphs are not used.
 
-Without a GPU: tests/written_down.py does again what torch was told to do, tensor by tensor.
+No GPU is needed: tests/written_down.py replays the torch operations, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ Open = Callable[..., Engine]
 def open_engine(
     fake: Fake, devices: list[StrictFake], demo_home: Path, request: pytest.FixtureRequest
 ) -> Iterator[Open]:
-    """open_engine(slots=…, miss=…): the demo with its dense weights on a device."""
+    """Return a function that opens the demo with its dense weights on a device.
+
+    Example: open_engine(slots=…, miss=…).
+    """
     settings = Settings(demo_home)
     manifest, folder = Library(settings).read("demo")
     request.getfixturevalue("strict")
@@ -59,7 +62,7 @@ def open_engine(
 
 
 def decoded(engine: Engine, state: State, prompt: bytes, count: int) -> list[int]:
-    """Greedy tokens, the last of them not appended."""
+    """Return greedy tokens; the last one is not appended to the state."""
     logits, found = engine.extend(state, list(prompt)), list[int]()
     for _ in range(count):
         found.append(int(logits.argmax()))
@@ -100,8 +103,9 @@ def test_the_tokens_are_those_without(
     writing, layers = devices[-1].writing, engine.info.manifest.layers
     assert writing.written >= 3 * (layers + 1)
     assert writing.played >= 3 * 10 * (layers + 1)
-    assert engine.store.stats.decode_events == stats.decode_events  # all are routed, and once
-    assert engine.take_notes() == []  # no news on every machine: --verbose has it
+    # each token is routed exactly once
+    assert engine.store.stats.decode_events == stats.decode_events
+    assert engine.take_notes() == []  # graphs print a note only with --verbose
     assert engine.gpu is not None
     assert engine.gpu.dense_math is not None
     said = engine.gpu.dense_math.graphs
@@ -113,7 +117,7 @@ def test_the_tokens_are_those_without(
 
 
 def test_texts_in_turn_keep_apart_and_go_back(open_engine: Open, devices: list[StrictFake]) -> None:
-    """Ten conversations, more than there are tapes, each cut back into its prompt once."""
+    """Ten conversations, more than there are tapes; each is once truncated into its prompt."""
 
     def play(engine: Engine) -> list[list[int]]:
         states = [engine.new_state() for _ in range(10)]
@@ -187,7 +191,7 @@ def test_what_is_slower_is_not_used(
 def test_what_does_not_repeat_itself_is_not_used(
     open_engine: Open, devices: list[StrictFake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number that the host changes from call to call, as a text's length would be."""
+    """The host changes a number from call to call, for example a text's length."""
     calls = 0
 
     def attend(device: StrictFake, q: Tensor, *given: Any) -> Tensor:
@@ -207,7 +211,7 @@ def test_what_does_not_repeat_itself_is_not_used(
 def test_whom_others_keep_from_it_writes_down_later(
     open_engine: Open, devices: list[StrictFake]
 ) -> None:
-    """Beside another model on the same device; a passing hindrance is no reason to give up."""
+    """Another model uses the same device; a temporary obstacle does not disable capture."""
     expected = texts(open_engine(graphed=False))
     engine = open_engine()
     written = devices[-1].writing
@@ -223,7 +227,7 @@ def test_whom_others_keep_from_it_writes_down_later(
 def test_a_device_that_cannot_write_down_goes_on_without(
     after: int, open_engine: Open, devices: list[StrictFake]
 ) -> None:
-    """From the beginning, and when all experts have arrived at last."""
+    """Capture fails at the beginning, or once all experts are resident."""
     expected = texts(open_engine(graphed=False), 30)
     engine = open_engine()
     device = devices[-1]
@@ -247,7 +251,7 @@ def test_a_device_that_cannot_write_down_goes_on_without(
 
 
 def test_hints_come_and_go(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tapes of a text: with the next layer's router and without."""
+    """A text has two tapes: with the next layer's router and without it."""
     expected = texts(open_engine(graphed=False, slots=30, miss="fetch"))
     engine, hinted = open_engine(slots=30, miss="fetch"), 0
     store, wanted = type(engine.store), cycle([True] * 3 + [False] * 4)
@@ -274,7 +278,11 @@ def test_hints_come_and_go(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_left_for_a_garbage_collection(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text goes when it is let go of, its tapes when another needs room, the rest on close."""
+    """Engine frees all tapes.
+
+    A text's tapes go with its last reference or when another text needs room. The others go on
+    close.
+    """
     tapes: list[weakref.ref[graphed_step._Tape]] = []
     made = graphed_step._Tape.__init__
 
@@ -305,7 +313,7 @@ def test_nothing_is_left_for_a_garbage_collection(
 def test_texts_in_turn_do_not_push_one_another_out(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six of them, and four have places; one that is not heard of for long loses its own."""
+    """Six texts share four places; a text that is idle for long loses its place."""
     monkeypatch.setattr(graphed_step, "_IDLE", 10)
     rehearsals = 0
     made = graphed_step._Tape.__init__

@@ -1,6 +1,6 @@
-"""Quantised models as a whole: embeddings in tiles, and bits per weight beside GGUF's.
+"""Quantised models as a whole: tiled embeddings, and bits per weight compared with GGUF.
 
-Does not know what a quantisation costs in quality: test_quantised.py does.
+test_quantised.py measures the quality.
 """
 
 import json
@@ -75,7 +75,7 @@ def test_a_tied_embedding_is_stored_once_and_read_both_ways(tmp_path):
 
 
 def bits(config: dict[str, object], tag: str) -> tuple[float, float]:
-    """Bits per weight of a real shape: ours, and what llama.cpp's Q4_0 or Q8_0 file would have."""
+    """Return the bits per weight of a real shape: ours, and those of llama.cpp's Q4_0 or Q8_0."""
     tensors = {
         n: SourceTensor(n, "BF16", s, Path(n), 0, 2 * math.prod(s)) for n, s in tensors_of(config)
     }

@@ -20,7 +20,7 @@ RECORDS = [b"first", b"second" * 100, b"x"]
 
 
 class Place:
-    """A log in a folder of its own, and what it has said."""
+    """A log in its own folder, with its notes."""
 
     def __init__(self, folder: Path, header: bytes = HEADER) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ def filled(place: Place) -> RecordLog:
 
 
 def test_a_log_that_was_written_anew_under_the_same_inode(place: Place, tmp_path: Path) -> None:
-    """A file system gives the number of a deleted file to the next one."""
+    """A file system reuses the inode number of a deleted file."""
     log = filled(place)
     other = Place(tmp_path / "other")
     for number in range(9):
@@ -89,7 +89,7 @@ def test_two_logs_on_one_file_see_each_other(place: Place) -> None:
 
 @pytest.mark.parametrize("cut", range(1, 14))
 def test_an_end_that_was_never_finished(place: Place, cut: int) -> None:
-    """The last record is 8 + 1 bytes; cuts beyond that go into the one before."""
+    """The last record is 8 + 1 bytes; longer cuts reach into the record before."""
     filled(place)
     raw = place.path.read_bytes()
     place.path.write_bytes(raw[:-cut])
@@ -138,7 +138,7 @@ def test_a_foreign_file_is_put_aside(place: Place, content: bytes) -> None:
     place.folder.mkdir()
     place.path.write_bytes(content)
     assert place.open().append(b"a") == 1
-    if content == b"MOEINFL\n":  # how a process leaves it that dies at once
+    if content == b"MOEINFL\n":  # the file after a process that died at once
         assert place.notes == []
         return
     assert (place.folder / "x.log.aside-1").read_bytes() == content
@@ -165,7 +165,7 @@ def test_a_link_is_not_followed(place: Place, tmp_path: Path) -> None:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked child; the signal that ended it, or 0."""
+    """Run `work` in a forked child; return the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         try:
@@ -177,7 +177,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("job", ["first", "append", "rewrite"])
 def test_kill_at_every_call(job: str, tmp_path: Path) -> None:
-    """A write gets through by half before its process dies; what is left is whole records."""
+    """Half of a write succeeds before its process dies; the log keeps whole records only."""
 
     def work(place: Place, at: int) -> None:
         count = 0

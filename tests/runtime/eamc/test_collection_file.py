@@ -1,4 +1,4 @@
-"""The EAMC on disk: what comes back, who shares it, and what is refused."""
+"""The EAMC on disk: what is read back, which processes share it, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def manifest(demo_home: Path) -> Manifest:
 
 
 class Kept:
-    """A state in a home of its own, and what it said."""
+    """A state in its own home, with its notes."""
 
     def __init__(self, home: Path, manifest: Manifest, capacity: int = 4) -> None:
         self.notes: list[str] = []
@@ -68,7 +68,7 @@ def test_entries_come_back_in_order(kept: Kept, manifest: Manifest, tmp_path: Pa
 
 
 def test_the_log_replays_to_what_adding_gives_and_stays_bounded(kept: Kept) -> None:
-    """Capacity 4: it is rewritten when a ninth entry comes, and what it holds does not change."""
+    """Capacity 4: the ninth entry causes a rewrite, which does not change the content."""
     expected, sizes = Eamc(4, 6, 32), []
     for seed in range(30):
         kept.state.append(entry(seed))
@@ -152,7 +152,10 @@ def test_files_that_are_no_eamc(
 
 
 def test_a_small_file_that_inflates(manifest: Manifest, tmp_path: Path) -> None:
-    """Zeros of 1.3 GB in 1.3 MB: refused by its declared shape, before anything inflates."""
+    """1.3 MB inflate to 1.3 GB of zeros.
+
+    The declared shape is refused before anything inflates.
+    """
     body = zlib.compress(bytes(64 << 20), 9)
     shape = [1 << 17, 6, 32]
     table = [{"name": "prefill", "dtype": "<u4", "shape": shape, "bytes": len(body), "crc32": 0}]

@@ -1,4 +1,4 @@
-"""What the engine writes down: counts by hand, requests told apart, nothing left out or added."""
+"""The engine's recordings: counts by hand, separate requests, nothing missing or extra."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_counts_by_hand() -> None:
         [[[3, 2], [1, 1], [0, -1]], [[0, 1], [2, 2], [1, 3]]],
         [True, False, True],
     )
-    run(recorder, [7], "decode", [[[2, 2]]], [False])  # broke off after the first layer
+    run(recorder, [7], "decode", [[[2, 2]]], [False])  # stopped after the first layer
     seven, nine = recorder.finish(7), recorder.finish(9)
     assert seven is not None
     assert nine is not None
@@ -108,7 +108,7 @@ def ask(engine: Engine, prompt: str, conversation: Conversation | None = None) -
 
 @pytest.fixture
 def traced(demo_home: Path, tmp_path: Path, open_engine: Open) -> Engine:
-    """An engine on the demo whose state is its own."""
+    """Return an engine on the demo with its own state."""
     (tmp_path / "models").symlink_to(demo_home / "models")
     settings = Settings(tmp_path)
     manifest, folder = Library(settings).read("demo")
@@ -116,7 +116,7 @@ def traced(demo_home: Path, tmp_path: Path, open_engine: Open) -> Engine:
 
 
 def test_every_answer_becomes_an_entry_that_adds_up(traced: Engine) -> None:
-    """Each row of an EAM sums to tokens · K: 4 of each of 6 layers."""
+    """Each row of an EAM sums to tokens · K: 4 per token in each of 6 layers."""
     with traced as engine:
         conversation = Conversation(engine)
         first = ask(engine, "sort owl, fig, ant", conversation)

@@ -1,4 +1,4 @@
-"""The engine on the really trained demo: what memory may change (time) and may not (tokens)."""
+"""The engine on the trained demo: memory may change the time but not the tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_memory_never_changes_the_tokens(model: str, open_engine: Open) -> None:
             expected = tokens(full, prompt, options)
             assert tokens(third, prompt, options) == expected
             assert tokens(smallest, prompt, options) == expected
-    stats = smallest.store.stats  # 8 slots, 24 experts per token: what hits was read ahead
+    stats = smallest.store.stats  # 8 slots, 24 experts per token: every hit was prefetched
     ahead = stats.decode_hits_hinted + stats.decode_hits_predicted
     assert 0 < ahead <= stats.decode_hits < ahead + 0.3 * stats.decode_events
     assert 0.3 < (third.store.stats.hit_rate or 0) < 1
@@ -70,7 +70,10 @@ def test_memory_never_changes_the_tokens(model: str, open_engine: Open) -> None:
 
 
 def test_a_prompt_that_needs_more_experts_than_slots(open_engine: Open) -> None:
-    """A prefill chunk of 200 different bytes uses nearly all 32 experts of a layer; 8 slots do."""
+    """A prefill chunk of 200 different bytes uses nearly all 32 experts of a layer.
+
+    8 slots are enough for it.
+    """
     full, small = open_engine(), open_engine(memory="393216")
     ids = [16 + i for i in range(200)]
     distinct: list[int] = []
@@ -128,7 +131,7 @@ def test_stopping_in_the_middle_of_a_pass(open_engine: Open) -> None:
 
 @pytest.fixture
 def own_home(tmp_path: Path, demo_home: Path) -> Path:
-    """A copy of the demo that a test may damage."""
+    """Return a copy of the demo that a test may damage."""
     shutil.copytree(demo_home / "models/demo/bf16", tmp_path / "models/demo/bf16")
     return tmp_path
 
@@ -151,7 +154,7 @@ def test_a_flipped_byte_in_a_shard_is_never_a_wrong_token(own_home: Path) -> Non
         conversation = Conversation(engine)
         with pytest.raises(ExpertReadError) as caught:
             list(conversation.ask("17+25=", GREEDY, Limits()))
-        assert conversation.messages == []  # half an answer is none
+        assert conversation.messages == []  # half an answer is not stored
         assert caught.value.shard.startswith("experts/L002/E")
         assert engine.store.idle
 
@@ -211,7 +214,7 @@ def test_a_damaged_manifest_is_listed_as_such(own_home: Path) -> None:
 
 
 def test_greedy_equals_transformers_token_for_token(open_engine: Open) -> None:
-    """float32, the checkpoint as it was trained, an independent implementation."""
+    """float32, the checkpoint as it was trained, and an independent implementation."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""Every family along the whole path: checkpoint → shards → slots → tokens of transformers."""
+"""Every family from checkpoint to tokens: shards, slots, and the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEDY = SamplingOptions(temperature=0)
 
 
 def pulled(name: str, folder: Path, count: int) -> tuple[Settings, Manifest, list[int], list[int]]:
-    """A tiny model in float32, a prompt, and the tokens that transformers continues it with."""
+    """Pull a tiny float32 model; return it with a prompt and transformers' continuation."""
     save_tiny(name, folder / "checkpoint", seed=3, dtype=torch.float32)
     byte_tokenizer().save(str(folder / "checkpoint" / "tokenizer.json"))
     settings = Settings(folder / "home")

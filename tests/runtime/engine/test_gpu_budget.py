@@ -1,4 +1,4 @@
-"""What a process holds of a GPU, as NVML counts it, and that an engine keeps to --device-memory.
+"""A process's GPU memory as NVML counts it; an engine stays within --device-memory.
 
 The fake libcuda is its own NVML (tests/native/fake_libcuda.cpp).
 """
@@ -30,7 +30,10 @@ SLOT = 49152  # of the demo's experts in bf16
 
 @pytest.fixture
 def there(fake: Fake, new_to_gpus: None) -> Callable[[str], gpus.Gpu]:
-    """there("nvml=processes"): the GPU, of which another process holds 50 MiB."""
+    """Return a function that finds the GPU; another process holds 50 MiB of it.
+
+    Example: there("nvml=processes").
+    """
 
     def found(words: str) -> gpus.Gpu:
         fake.reset(f"mode=at_once,memory=2000000000,context={OWN},others={50 << 20},{words}")
@@ -52,7 +55,10 @@ def opened(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Opened]:
-    """opened(nvml, slots): an engine of so many device slots, and its --device-memory."""
+    """Return a function that opens an engine with a number of device slots.
+
+    opened(nvml, slots) returns the engine and its --device-memory.
+    """
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
     (tmp_path / "models").symlink_to(demo_home / "models")
@@ -87,7 +93,8 @@ def test_others_are_not_counted(nvml: str, there: Callable[[str], gpus.Gpu], fak
     assert gpu.context_bytes == OWN
     assert gpu.free_bytes == 2000000000 - OWN - (50 << 20)
     held = gpus.held_memory(gpu)
-    fake.configure(f"others={90 << 20}")  # who comes later counts where nobody is told apart
+    # without figures per process, memory that others allocate later counts as ours
+    fake.configure(f"others={90 << 20}")
     assert held.now_bytes() == OWN + (0 if nvml == "nvml=processes" else 40 << 20)
     assert held.of_process_bytes() == (OWN if nvml == "nvml=processes" else None)
 
@@ -114,7 +121,7 @@ def test_plans_count_what_cuda_takes(nvml: str, opened: Opened, fake: Fake) -> N
     assert found == Held(there + 40 * SLOT, nvml != "seed=1")
     assert found.peak_bytes <= budget
     fake.configure(f"context={OWN - 5}")
-    assert engine.gpu.promise.look() == found  # the most that was seen
+    assert engine.gpu.promise.look() == found  # the largest figure seen
     assert engine.take_notes() == []
 
 
@@ -134,7 +141,7 @@ def test_experts_make_room_for_what_cuda_takes(
         "CUDA itself takes 96.0 KiB more than was counted for it: 5 device slots given back"
     )
     assert engine.gpu is not None
-    assert fake.count("allocated") == 35 * SLOT  # and a sixteenth of all for what may come
+    assert fake.count("allocated") == 35 * SLOT  # and a sixteenth of all is a reserve
     device = engine.gpu.device
     assert isinstance(device, FakeDevice)
     assert (
@@ -142,9 +149,9 @@ def test_experts_make_room_for_what_cuda_takes(
     )
     assert engine.gpu.promise.look().peak_bytes <= budget
     assert [tokens(engine, prompt) for prompt in PROMPTS] == expected
-    assert engine.take_notes() == []  # it is counted now
+    assert engine.take_notes() == []  # the memory is counted now
     fake.configure(f"context={OWN + CODE_BYTES + 4 * SLOT}")
-    tokens(engine, PROMPTS[0])  # there is room for that: nobody is evicted a second time
+    tokens(engine, PROMPTS[0])  # the budget has room for it: nothing is evicted a second time
     assert fake.count("allocated") == 35 * SLOT
     assert engine.take_notes() == []
     assert engine.store.idle
@@ -173,10 +180,10 @@ def test_what_the_budget_has_room_for_costs_no_expert(opened: Opened, fake: Fake
 def test_less_than_is_held_for_certain_is_no_figure(
     said: int, there: Callable[[str], gpus.Gpu], fake: Fake
 ) -> None:
-    """In a container NVML may know the process, and not what it holds."""
+    """In a container, NVML may list the process but not its memory."""
     gpu = there(f"nvml=processes,said={said}")
     held = gpus.held_memory(gpu)
-    assert gpu.context_bytes == OWN  # by what the whole device holds more
+    assert gpu.context_bytes == OWN  # the growth of the whole device's memory
     assert held.now_bytes(4) == OWN
     assert held.of_process_bytes(4) is None
     assert held.now_bytes(OWN + 1) is None
@@ -191,7 +198,7 @@ def test_a_context_that_was_there_before_is_not_measured(
 
 
 def test_what_a_prefill_takes_is_seen(opened: Opened, fake: Fake) -> None:
-    """Though it is given back before the answer ends."""
+    """The memory counts although it is freed before the answer ends."""
     engine, _ = opened("nvml=device", 40)
     assert engine.gpu is not None
     state, before = engine.new_state(), engine.gpu.promise.look().peak_bytes

@@ -1,7 +1,6 @@
-"""Engines on the fake libcuda: tokens, promises and failures of the device tier, end to end.
+"""Engines on the fake libcuda: tokens, memory limits and failures of the device tier.
 
-Without a GPU: kernels are the CPU's, run when the fake's streams come to them, in any order that
-is allowed.
+No GPU is needed: CPU kernels run when the fake's streams reach them, in any allowed order.
 """
 
 from __future__ import annotations
@@ -31,14 +30,17 @@ from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.runtime.engine.test_engine import GREEDY, PROMPTS, SAMPLED, tokens
 
-SLOT = 49152  # of the demo's experts in bf16; the device's memory below is given in such slots
+SLOT = 49152  # of the demo's experts in bf16; the unit of the device memory below
 
 
 @pytest.fixture
 def open_gpu_engine(
     fake: Fake, demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Open]:
-    """open_gpu_engine(slots=9, miss="fetch", …): an engine with a fake GPU, closed afterwards."""
+    """Return a function that opens an engine with a fake GPU and closes it after the test.
+
+    Example: open_gpu_engine(slots=9, miss="fetch").
+    """
     fake.reset("mode=deferred,seed=21,memory=2000000000")
     monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
@@ -91,13 +93,13 @@ def test_fetch_gives_the_cpus_tokens(policy: str, open_engine: Open, open_gpu_en
 def test_shared_steps_agree(
     miss: Miss, model: str, open_engine: Open, open_gpu_engine: Open
 ) -> None:
-    """The fake computes as the CPU does: then who computes what changes no bit either."""
+    """The fake computes like the CPU, so the choice of the processor does not change a bit."""
     expected = [tokens(open_engine(model), prompt) for prompt in PROMPTS]
     gpu = open_gpu_engine(30, miss, memory="30%", model=model)
     assert [tokens(gpu, prompt) for prompt in PROMPTS] == expected
     stats = gpu.store.stats
     assert stats.decode_device_hits > 0
-    assert stats.decode_cpu_events > 0 or miss == "auto"  # which goes by what was measured
+    assert stats.decode_cpu_events > 0 or miss == "auto"  # auto decides by the measured speeds
     assert stats.decode_bus_bytes > 0  # promotions
 
 
@@ -122,7 +124,7 @@ def test_device_memory_is_a_promise(fake: Fake, open_gpu_engine: Open) -> None:
         engine = open_gpu_engine(slots, extra=SLOT - 1)
         plan = engine.info.placement.on_device
         assert plan is not None
-        assert plan.inside == (slots == 1466)  # dense weights and KV cache have room then
+        assert plan.inside == (slots == 1466)  # then dense weights and KV cache fit
         assert plan.inside or plan.slots == slots
         assert plan.arena_bytes == fake.count("allocated")
         assert plan.peak_bytes <= plan.budget_bytes < plan.peak_bytes + SLOT
@@ -131,7 +133,7 @@ def test_device_memory_is_a_promise(fake: Fake, open_gpu_engine: Open) -> None:
 
 
 def test_what_others_hold_is_not_promised(fake: Fake, open_gpu_engine: Open) -> None:
-    """100 slots were asked for; the device has room for 50."""
+    """100 slots are requested; the device has room for 50."""
     manifest = open_gpu_engine(4).info.manifest
     free = workspace_bytes(manifest) + 50 * SLOT + SLOT // 2
     others = 2_000_000_000 - free - (8 << 20) - fake.count("allocated")
@@ -142,7 +144,7 @@ def test_what_others_hold_is_not_promised(fake: Fake, open_gpu_engine: Open) -> 
 
 
 def test_a_budget_is_no_more_than_there_is(fake: Fake, open_gpu_engine: Open) -> None:
-    """What is asked for beyond what is free is no room for anything."""
+    """A request beyond the free memory adds no room."""
     total = CONTEXT_BYTES + workspace_bytes(open_gpu_engine(4).info.manifest) + 50 * SLOT
     fake.configure(f"memory={total}")
     engine = open_gpu_engine(100_000)
@@ -153,7 +155,7 @@ def test_a_budget_is_no_more_than_there_is(fake: Fake, open_gpu_engine: Open) ->
 
 
 def test_no_memory_for_the_arena_is_said_in_words(fake: Fake, open_gpu_engine: Open) -> None:
-    """Others have taken it since the plan was made."""
+    """Other processes have taken the memory since the plan was made."""
     fake.configure("fail=cuMemAlloc:0:2:-1")
     with pytest.raises(OutOfDeviceMemory, match="no device memory is left for experts: cuMem"):
         open_gpu_engine(9)
@@ -178,7 +180,7 @@ def test_page_locking_that_fails_says_why(fake: Fake, open_gpu_engine: Open) -> 
 def test_a_bus_is_measured_without_page_locking_and_never_without_copies(
     fake: Fake, open_gpu_engine: Open, tmp_path: Path
 ) -> None:
-    """A system may refuse to lock anything; a copy that fails while the CPU computes is told."""
+    """A system may refuse to page-lock; a copy that fails during CPU work is reported."""
     fake.configure("fail=cuMemcpyHtoDAsync:6:999:-1")  # one batch before, then in the thread
     with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync: CUDA_ERROR_UNKNOWN"):
         open_gpu_engine(8, "auto")

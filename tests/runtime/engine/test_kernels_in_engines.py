@@ -1,7 +1,7 @@
-"""Whole engines on the device's own kernels, in Triton's interpreter: the bits of the CPU's.
+"""Whole engines on the device's own kernels, in Triton's interpreter: the CPU's bits.
 
-Everything but the GPU is the product's: dense layers, experts found by list and by table, sums.
-Both sides have the kernels between the products, in the world of tests/strict_device.py.
+All but the GPU is product code: dense layers, experts by list and by table, sums. Both sides run
+the kernels between the products under tests/strict_device.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ Made = TypeVar("Made", bound=Tensor | tuple[Tensor, ...])
 
 
 class KernelFake(StrictFake):
-    """Triton's kernels where the other has the CPU's. routed: layers that were found by table."""
+    """A StrictFake with Triton's kernels instead of the CPU's.
+
+    routed: number of layers whose experts were found by table.
+    """
 
     routed = 0
 
@@ -95,7 +98,7 @@ class KernelFake(StrictFake):
         return self.made(lambda: elementwise.gated(gate, up), gate, up)
 
     def made(self, compute: Callable[[], Made], *given: Tensor) -> Made:
-        """A kernel's results, which lie there."""
+        """Return a kernel's results, marked as device tensors."""
         assert all(map(lies_there, given))
         with torch._C.DisableTorchFunction():
             found = self.writing.opaque(compute, *given)
@@ -104,7 +107,7 @@ class KernelFake(StrictFake):
         return found
 
     def changed(self, compute: Callable[[], object], *places: Tensor) -> None:
-        """A kernel that writes into places there."""
+        """Run a kernel that writes into device tensors."""
         assert all(map(lies_there, places))
         with torch._C.DisableTorchFunction():
             self.writing.changing(compute, *places)
@@ -119,8 +122,10 @@ class KernelFake(StrictFake):
 
 
 class PlainFake(KernelFake):
-    """The CPU's products and experts, and between them the kernels, of which torch has other bits;
-    nothing is written down."""
+    """Runs the CPU's products and experts with the device's kernels between them.
+
+    Torch would give other bits than these kernels. Nothing is captured.
+    """
 
     tiled_linear = StrictFake.tiled_linear
     plain_linear = StrictFake.plain_linear
@@ -132,7 +137,7 @@ class PlainFake(KernelFake):
 
 
 class _Later:
-    """The kernels, when the stream comes to them."""
+    """The kernels, run when the stream reaches them."""
 
     def __init__(self, math: DeviceMath, device: KernelFake) -> None:
         self._math, self._device = math, device
@@ -168,7 +173,7 @@ def test_the_cpus_logits(
     name: str, form: str, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(decode_attention, "SPLITS", 4)  # the interpreter takes its time for each
+    monkeypatch.setattr(decode_attention, "SPLITS", 4)  # each split is slow in the interpreter
     monkeypatch.setattr(graphs, "_ROUNDS", 1)
     assert _native._use_kernels("portable")
     request.addfinalizer(lambda: _native._use_kernels(""))
@@ -196,5 +201,5 @@ def test_the_cpus_logits(
     kernels = KernelFake(fake)
     ours, wanted = logits(kernels), logits(PlainFake(fake))
     assert kernels.routed >= manifest.layers
-    for mine, its in zip(ours, wanted, strict=False):  # reads end when they end
+    for mine, its in zip(ours, wanted, strict=False):  # prefetched reads may end at any time
         np.testing.assert_array_equal(mine, its)

@@ -1,4 +1,4 @@
-"""Reading the dense weights: in pieces, in any way, never wrong."""
+"""Read the dense weights in pieces of any form, without errors."""
 
 from __future__ import annotations
 

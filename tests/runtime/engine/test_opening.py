@@ -1,4 +1,4 @@
-"""Engine.open: its steps, what each leaves behind when it fails, and what the engine is made of."""
+"""Engine.open: its steps, the state after a failed step, and the engine's parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_demo(home: Path, **config: Any) -> Engine:
 
 
 def held() -> tuple[int, int, int]:
-    """Threads, child processes, and descriptors but for shards, which are kept open."""
+    """Count threads, child processes, and descriptors except those of shards, which stay open."""
     gc.collect()
     tasks = list(Path("/proc/self/task").iterdir())
     children = sum(len((task / "children").read_text().split()) for task in tasks)
@@ -47,7 +47,7 @@ def held() -> tuple[int, int, int]:
 
 
 def failing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a step of Engine.open fail after it has done its work."""
+    """Make a step of Engine.open fail after it has done its work."""
     real = getattr(engine_module, step)
 
     def fails(*given: Any) -> None:
@@ -87,7 +87,7 @@ def test_a_plan_that_fails_leaves_nothing(demo_home: Path) -> None:
 def test_weights_are_freed_before_their_gpu_is_given_back(
     step: str, fake: Fake, demo_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a step fails or the engine is closed."""
+    """The order is the same after a failed step and after close."""
     models, alive = list[weakref.ref[Model]](), list[bool]()
 
     class Device(FakeDevice):

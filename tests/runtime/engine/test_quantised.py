@@ -1,6 +1,6 @@
-"""Models of the tags q4 and q8: how near to bf16 they are, how small, and mended exactly.
+"""Models with tags q4 and q8: closeness to bf16, size, and exact correction.
 
-Does not know kernels. Agreement is counted where the demo was trained to speak: on the answers.
+Agreement is counted on the answers, which the demo was trained on.
 """
 
 import json
@@ -54,7 +54,7 @@ def exercises() -> list[tuple[str, str]]:
 
 
 def answers(engine: Engine) -> torch.Tensor:
-    """The most likely token at every place of every answer, the words before it being right."""
+    """Return the most likely token at every position of every answer, given the correct prefix."""
     found = []
     for prompt, answer in exercises():
         before = engine.tokenizer.encode_text(prompt)

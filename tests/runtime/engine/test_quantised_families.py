@@ -1,11 +1,11 @@
-"""Logits of every family in q8, q4 and MXFP4, against the plain model on the widened weights.
+"""Logits of every family in q8, q4 and MXFP4 against the plain model on widened weights.
 
-Does not know kernels. The reference multiplies in float32, with activations rounded as
-native/kernels/tiles.h says; its arithmetic otherwise is what tests/models/test_families.py holds to
-transformers. Both choose the experts that the reference chooses, with its weights.
+The reference multiplies in float32, with activations rounded as native/kernels/tiles.h describes.
+tests/models/test_families.py compares its other arithmetic with transformers. Both choose the
+reference's experts, with the reference's weights.
 
-What is left is bfloat16: in these narrow models the reference, asked for 40 tokens at once instead
-of one by one, differs from itself by as much (0.5 % to 3 % of the logits).
+The remaining difference is bfloat16. In these narrow models the reference differs from itself by
+the same amount (0.5 % to 3 % of the logits) between 40 tokens at once and one by one.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from tests.fakes import DictParts
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
 
-TOLERANCE = 2e-2  # of the 90 % of tokens that err least: at the others a rounding has tipped
-PROMPT, STEPS = 19, 21  # more rows than the kernels of one token take, then tokens one by one
-SOURCE = 23  # tokens that an encoder-decoder reads before
+# for the 90 % of tokens that err least: the others have a choice changed by rounding
+TOLERANCE = 2e-2
+PROMPT, STEPS = 19, 21  # more rows than the one-token kernels take, then tokens one by one
+SOURCE = 23  # tokens that an encoder-decoder reads first
 CONFIGS = ["arctic", "deepseek-lite", "deepseek-groups", "deepseek-v3", "glm4-head-norms"]
 CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "phimoe-biased"]
 CONFIGS += ["qwen2", "qwen3-sparse-step", "qwen3.5"]
@@ -58,14 +59,14 @@ CASES += [("gpt-oss-blocks", "mxfp4")]
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [..., C] -> float32 of the same shape, every group of 32 rounded to 127 steps."""
+    """Round x [..., C] to float32 of the same shape: 127 steps per group of 32."""
     wide = functional.pad(x.float(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
     most = wide.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     return ((wide * (127 / most)).round() * (most / 127)).flatten(-2)[..., : x.shape[-1]]
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """float32 [..., R] of a quantised weight [R, C]."""
+    """Multiply x by a quantised weight [R, C]; return float32 [..., R]."""
     return rounded(x) @ weight.T
 
 
@@ -81,7 +82,7 @@ def act(activation: Activation, inner: Mapping[str, Tensor]) -> Tensor:
 
 
 class WidenedParts(DictParts):
-    """Linears of widened weights, float32; all else bfloat16."""
+    """Linears of widened weights in float32; all other parts in bfloat16."""
 
     def linear(
         self, prefix: str, out_features: int, in_features: int, bias: bool = False
@@ -101,7 +102,7 @@ class WidenedParts(DictParts):
 
 
 class WidenedExperts:
-    """`Experts` that widens every expert, and notes what it was asked."""
+    """`Experts` that widens every expert and records its calls."""
 
     wants_hints = False
 
@@ -112,7 +113,7 @@ class WidenedExperts:
         self.routes: list[tuple[Tensor, Tensor]] = []
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Nothing to prepare."""
+        """Do nothing: nothing needs preparation."""
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         self.routes.append((ids, weights))
@@ -123,7 +124,7 @@ class WidenedExperts:
         return Done(combine(rows.to(x.dtype), weights))
 
     def _run(self, layer: int, expert: int, x: Tensor) -> Tensor:
-        """[D] -> [D], float32 throughout."""
+        """Map [D] to [D], float32 throughout."""
         parts = self._experts[ExpertKey(layer, expert)]
         inner = {
             role: product(x, parts[role]) + parts.get(f"{role}_bias", torch.zeros(()))
@@ -134,14 +135,14 @@ class WidenedExperts:
         return product(middle, parts["down"]) + parts.get("down_bias", torch.zeros(()))
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """Nothing to prefetch."""
+        """Do nothing: all experts are in memory."""
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        """Nothing to record."""
+        """Do nothing: nothing is recorded."""
 
 
 class Routed:
-    """`Experts` that are asked for what another model chose."""
+    """`Experts` that runs the routing another model chose."""
 
     wants_hints = False
 
@@ -163,7 +164,7 @@ class Routed:
 
 
 def widened(tensor: SourceTensor, form: str) -> Tensor:
-    """What the tensor means once it is stored as `form`."""
+    """Return the tensor's value after it was stored as `form`."""
     as_torch = torch.float32 if form in ("Q4", "Q8", "MXFP4", "F32") else torch.bfloat16
     source = b"".join(encoded(tensor, "BF16" if as_torch == torch.bfloat16 else "F32"))
     values = torch.frombuffer(bytearray(source), dtype=as_torch).view(tensor.shape)
@@ -173,7 +174,7 @@ def widened(tensor: SourceTensor, form: str) -> Tensor:
 
 
 def reference(folder: Path, dtype: str) -> tuple[Model, WidenedExperts]:
-    """The model whose weights are what a checkpoint's become in the format `dtype`."""
+    """Return the model with a checkpoint's weights as the format `dtype` stores them."""
     checkpoint = open_checkpoint(folder)
     family = family_of(checkpoint.config)
     inventory = take_inventory(family, checkpoint)
@@ -187,7 +188,10 @@ def reference(folder: Path, dtype: str) -> tuple[Model, WidenedExperts]:
 
 
 def logits(model: Model, experts: Experts, ids: list[int], state: Any) -> Tensor:
-    """[T, vocab] of ids [T], the answer to their first SOURCE backwards where there are sources."""
+    """Return logits [T, vocab] of ids [T].
+
+    An encoder-decoder reads the first SOURCE ids reversed.
+    """
     if isinstance(model, EncoderDecoder):
         model.encode(ids[SOURCE - 1 :: -1], state, experts)
     parts = [model.extend([(ids[:PROMPT], state)], experts, "all")]

@@ -1,4 +1,4 @@
-"""What ends an answer: the ids of every file that names some, together."""
+"""Stop tokens: the union of the ids that all files name."""
 
 from __future__ import annotations
 

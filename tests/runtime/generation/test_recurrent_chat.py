@@ -1,4 +1,4 @@
-"""Conversations with a model whose memory is recurrent: what a later turn reuses."""
+"""Conversations with a recurrent model: the state that a later turn reuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conftest import endless, pull
 from tests.tiny import save_tiny
 
 GREEDY = SamplingOptions(temperature=0)
-# The tiny vocabulary has no space. Its end lies behind the first chunk of a pass.
+# The tiny vocabulary has no space. The text's end lies after the first chunk of a pass.
 QUESTION = "A-QUESTION-OF-SOME-LENGTH,SO-THAT-ITS-END-LIES-BEHIND-THE-FIRST-CHUNK-OF-64-IN-A-PASS"
 
 

@@ -1,4 +1,4 @@
-"""What is said of reading ahead: causes of hits, bytes and what became of them."""
+"""The prefetch report: causes of hits, bytes read and bytes wasted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_nothing_decoded_and_nothing_read_ahead() -> None:
 
 
 def test_a_victim_that_came_back_wastes_nothing() -> None:
-    """Its bytes were counted before this period, and given back within it."""
+    """Its bytes were counted before this period and returned within it."""
     found = foresight(StoreStats(ahead_bytes_used=5, ahead_bytes_wasted=-3), steps=1)
     assert found["ahead_bytes"]["wasted"] == 0
     assert found["prefetch_accuracy"] == 1.0

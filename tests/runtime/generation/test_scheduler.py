@@ -1,4 +1,4 @@
-"""The scheduler alone: what a request takes over, what is counted, and who may leave when."""
+"""The scheduler alone: prefix reuse, counters, and when a request may leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_shared_tokens(reusable: list[int], prompt: list[int], step: int, expect
 
 
 def answer(scheduler: Scheduler, prompt: list[int], **about: object) -> Ended:
-    """The last event of an answer of six tokens."""
+    """Return the last event of an answer of six tokens."""
     events: list[Event] = []
     request = Request(lambda _: prompt, GREEDY, Limits(6), events.append, **about)  # type: ignore[arg-type]
     scheduler.begin(request)
@@ -48,7 +48,7 @@ def answer(scheduler: Scheduler, prompt: list[int], **about: object) -> Ended:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_the_next_request_takes_over(shared: bool, open_engine: Open) -> None:
-    """A conversation its own answers, too; unrelated requests what a prefill has written."""
+    """A conversation also reuses its own answers; other requests reuse only prefill state."""
     engine = open_engine()
     endless(engine)
     scheduler = Scheduler(engine, shared=shared)
@@ -56,7 +56,7 @@ def test_what_the_next_request_takes_over(shared: bool, open_engine: Open) -> No
     longer = [*LONG, *first.token_ids, 20, 21]
     second = answer(scheduler, longer)
     other = answer(scheduler, [*longer[:-5], 30])
-    known = (len(LONG) + 5, len(longer) - 5)  # the sixth token was chosen, and is in no state
+    known = (len(LONG) + 5, len(longer) - 5)  # the sixth token was chosen, but is not in the state
     expected = (PREFILL_CHUNK, PREFILL_CHUNK) if shared else known
     assert (first.cached_tokens, first.tokens) == (0, 6)
     assert (second.cached_tokens, other.cached_tokens) == expected
@@ -78,7 +78,7 @@ def test_half_a_prompt_is_not_counted(open_engine: Open) -> None:
     engine.store.begin_pass = counted  # type: ignore[method-assign]
     cut = answer(scheduler, LONG, stopped=lambda: passes == 2)
     assert (cut.reason, cut.counted, cut.tokens) == ("cancelled", False, 0)
-    assert cut.prefill_seconds > 0  # of the first chunk, which stays
+    assert cut.prefill_seconds > 0  # of the first chunk, which is kept
     again = answer(scheduler, LONG)
     assert (again.cached_tokens, again.counted) == (PREFILL_CHUNK, True)
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders end to end: checkpoint → shards → slots → the reference's tokens."""
+"""Encoder-decoders from checkpoint to tokens: shards, slots, and the reference's tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIZES = {"vocab_size": 300}
 
 
 def checkpoint(name: str, folder: Path, **settings: Any) -> None:
-    """A tiny checkpoint with a tokenizer of bytes and one sentinel."""
+    """Write a tiny checkpoint with a byte tokenizer and one sentinel."""
     save_pair(name, folder, seed=3, **_SIZES, **settings)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<extra_id_0>", special=True)])
@@ -85,7 +85,10 @@ def test_memory_does_not_matter(switch: tuple[Settings, dict[str, Manifest]], ta
 def test_requests_stand_alone_and_are_traced(
     switch: tuple[Settings, dict[str, Manifest]],
 ) -> None:
-    """The second answer is what it would be alone; the EAMs have the encoder's rows in prefill."""
+    """The second answer equals the one without the first.
+
+    The EAMs count the encoder's rows in prefill.
+    """
     settings, manifests = switch
     manifest = manifests["f32"]
     alone = answer_of(settings, manifest, "100%", "Another text")
@@ -119,7 +122,10 @@ def test_languages_are_refused(switch: tuple[Settings, dict[str, Manifest]]) -> 
 
 @pytest.fixture(scope="module")
 def nllb(tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, dict[str, Manifest]]:
-    """As published: `.bin`, and names without the prefix that transformers saves."""
+    """Pull nllb in its published form.
+
+    It has `.bin` files, and names without the prefix that transformers saves.
+    """
     folder = tmp_path_factory.mktemp("nllb")
     model = save_pair("nllb", folder / "checkpoint", seed=3, eos_token_id=None, **_SIZES)
     (folder / "checkpoint/model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""The registry: entries are whole and lead to families; no name means two models."""
+"""The registry: entries are complete and lead to families; a name has one model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_family_has_a_model() -> None:
 
 
 def test_sizes_come_near_what_is_published() -> None:
-    """Bytes of the safetensors files of bfloat16 repositories."""
+    """Sizes are bytes of the safetensors files of bfloat16 repositories."""
     for name, published in (("mixtral", 93.4e9), ("olmoe", 13.8e9), ("phi-3.5-moe", 83.7e9)):
         entry = entry_of(name)
         assert entry is not None

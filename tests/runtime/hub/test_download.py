@@ -1,4 +1,4 @@
-"""Fetching files from a server that stalls, cuts, corrupts, refuses and redirects."""
+"""Download files from a server that stalls, truncates, corrupts, refuses and redirects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def once(answer: Answer) -> Iterator[Answer | None]:
 
 
 def get(hub: Hub, folder: Path, workers: int = 1, **options: object) -> list[int]:
-    """Fetches x.bin and checks it; returns what progress was told."""
+    """Download x.bin and check it; return the progress values."""
     folder.mkdir(exist_ok=True)
     told: list[int] = []
     path = fetch(fetcher(hub, **options), remote(hub), folder, workers, told.append)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def get(hub: Hub, folder: Path, workers: int = 1, **options: object) -> list[int
 
 def test_a_whole_file(hub: Hub, tmp_path: Path) -> None:
     get(hub, tmp_path / "out", workers=4)
-    get(hub, tmp_path / "out")  # it is there: nothing is asked again
+    get(hub, tmp_path / "out")  # the file is complete: nothing is requested again
     assert len(hub.requests) == 1
 
 
@@ -88,7 +88,7 @@ def test_what_breaks_once_goes_on(answer: Answer, hub: Hub, tmp_path: Path) -> N
     waits: list[float] = []
     get(hub, tmp_path / "out", waits=waits)
     assert len(hub.requests) == 2
-    assert hub.bytes_sent("x.bin") == len(DATA)  # not one byte twice
+    assert hub.bytes_sent("x.bin") == len(DATA)  # no byte is sent twice
     assert len(waits) == 1
 
 
@@ -131,7 +131,7 @@ def test_patience_in_memory_ends_with_the_last_attempt(hub: Hub) -> None:
 
 
 def test_stopping_ends_a_wait(hub: Hub, tmp_path: Path) -> None:
-    """The server asks for a minute; whoever waits in another thread is stopped."""
+    """The server asks for a minute's wait; stop ends the wait of another thread."""
     stopped = Fetcher(hub.endpoint, None, Patience())
 
     def stop_soon(_: Request) -> Answer:
@@ -179,7 +179,7 @@ def test_a_server_that_ignores_ranges(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_rerun_fetches_no_finished_byte_twice(hub: Hub, tmp_path: Path) -> None:
-    """As after kill -9: the pieces and the journal are there, nothing was tidied up."""
+    """The state equals that after kill -9: pieces and journal exist, and no cleanup has run."""
     out = tmp_path / "out"
     out.mkdir()
     hub.fault = lambda _: Answer(cut_after=3 * PIECE_BYTES + 9) if not hub.sent else Answer(404)

@@ -1,6 +1,6 @@
-"""What a hub says is believed only after it was checked; the stand-in says something else at times.
+"""A hub's answers are checked before use; here the stand-in sends some wrong ones.
 
-The same pulls are interrupted, and bytes change before they go on.
+The same pulls are also interrupted, and bytes change before they resume.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def weights(hub: Hub) -> list[str]:
 
 @pytest.fixture
 def clean(hub: Hub, tmp_path: Path) -> dict[str, str]:
-    """The hashes of an undisturbed pull."""
+    """Return the hashes of a pull without faults."""
     found = shas(pull(tmp_path / "clean"))
     hub.requests.clear()
     return found
@@ -55,7 +55,7 @@ def partial(home: Path) -> Path:
 
 
 def swapped(text: bytes) -> bytes:
-    """A header in which two tensors of the same form have changed places."""
+    """Swap two tensors of the same form in a header."""
     header = json.loads(text)
     by_form: dict[str, str] = {}
     for name, about in header.items():
@@ -153,11 +153,11 @@ def test_a_large_header_is_not_built(hub: Hub, weights: list[str], tmp_path: Pat
         tracemalloc.stop()
 
 
-# An interrupted pull goes on.
+# An interrupted pull resumes.
 
 
 def interrupt(hub: Hub, home: Path, file: str) -> None:
-    """Pull until the weights of `file` are asked for."""
+    """Pull until the weights of `file` are requested."""
     hub.fault = lambda r: (
         Answer(status=404) if r.file == file and r.start == 0 and r.stop > 8 else None
     )
@@ -168,7 +168,7 @@ def interrupt(hub: Hub, home: Path, file: str) -> None:
 
 
 def asked(hub: Hub) -> set[str]:
-    """The files of which more than the header was asked for."""
+    """Return the files of which more than the header was requested."""
     return {r.file for r in hub.requests if r.start == 0 and r.stop > 8}
 
 
@@ -251,7 +251,7 @@ def test_a_damaged_file_in_the_cache_comes_from_the_hub(
     assert all(path.exists() for path in (cache / "snapshots" / hub.commit).iterdir())
 
 
-# Answers of an odd form.
+# Answers of invalid form.
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_files_without_a_promised_hash_are_announced(
     pull(tmp_path / "other")
 
     def flip(request: Request) -> Answer | None:
-        """Nothing can tell for data; its header is the one that was read, or it is refused."""
+        """Flip a header byte: only the header can be compared with the first read."""
         whole = request.file == weights[0] and request.start == 0 and request.stop > 8
         return Answer(flip_at=20) if whole else None
 

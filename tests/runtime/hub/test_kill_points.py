@@ -1,4 +1,7 @@
-"""kill -9 at writes, fsyncs, renames, links and unlinks of pull, cp and rm: never half."""
+"""kill -9 at writes, fsyncs, renames, links and unlinks of pull, cp and rm.
+
+No model is ever half there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "
     [*SOME, *(pytest.param(what, 1, marks=[pytest.mark.full, LONG]) for what in ALL)],
 )
 def test_every_outcome_is_absent_or_complete(what: str, every: int) -> None:
-    """By default at some points, with -m full at each."""
+    """The default is some of the points; -m full runs all."""
     options = [*what.split(), "--every", str(every)]
     least_points = LEAST_POINTS[what.replace("--full", "").strip()]
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""What an unfinished pull takes: counted when the next one asks for room, and by `prune`."""
+"""Space of an unfinished pull: counted when the next pull needs room, and by `prune`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 class Remote(LocalSource):
-    """A source that puts 3 MiB into the workplace."""
+    """A source that writes 3 MiB into the workplace."""
 
     def space_bytes(self) -> int:
         return 3 * MIB
@@ -30,7 +30,10 @@ class Remote(LocalSource):
 def test_what_an_interrupted_pull_has_written_is_not_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk has just room for all; two source files and a part of a shard are there already."""
+    """The disk has just enough room.
+
+    Two source files and a part of a shard exist already.
+    """
     source = Remote(open_checkpoint(DEMO_CHECKPOINT), "demo")
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     work = Workplace(tmp_path / "work", {})
@@ -39,7 +42,7 @@ def test_what_an_interrupted_pull_has_written_is_not_asked_for_again(
     for name in ("source/a.safetensors", "source/b.incomplete", "experts.parts"):
         (work.folder / name).write_bytes(bytes(MIB))
     with (work.folder / "source/b.incomplete").open("ab") as file:
-        file.truncate(1 << 30)  # as it is while it is on its way: most of it is a hole
+        file.truncate(1 << 30)  # a file during its download: most of it is a hole
 
     def usage(_: object) -> Usage:
         taken = taken_bytes(tmp_path)
@@ -54,7 +57,7 @@ def test_what_an_interrupted_pull_has_written_is_not_asked_for_again(
 
 
 def test_sizes_of_a_folder_that_is_going_away(tmp_path: Path) -> None:
-    """A pull renames and deletes meanwhile: what is gone counts for nothing."""
+    """A pull renames and deletes files meanwhile; a missing file counts 0 bytes."""
     ended = threading.Event()
 
     def churn() -> None:
@@ -79,7 +82,7 @@ def test_sizes_of_a_folder_that_is_going_away(tmp_path: Path) -> None:
 def test_what_was_fetched_stays_where_another_making_is_of_the_same_repository(
     repository: str, kept: bool, tmp_path: Path
 ) -> None:
-    """It is hashed before it is used. An earlier version said what it makes in other words."""
+    """Source files are hashed before use, so they stay when only the journal's form differs."""
     folder = tmp_path / "work"
     work = Workplace(folder, {"source": {"repository": "org/one", "commit": "c"}, "tag": "q4"})
     for name in ("source/a.incomplete", "experts/L000/E000.safetensors", "experts.parts"):

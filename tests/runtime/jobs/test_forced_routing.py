@@ -1,4 +1,4 @@
-"""Recorded routing forced onto the demo: what runs is what was recorded, and what is simulated."""
+"""Recorded routing forced onto the demo: the run equals the recording and the simulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _PROMPT, _STEPS = 5, 8
 
 
 def recorded(shape: RoutingShape = _SHAPE, users: int = 3) -> Recording:
-    """Requests with favourite experts, one after the other; one place in ten chooses nobody."""
+    """Make requests with favourite experts, one after the other.
+
+    One position in ten has no routing.
+    """
     recording, random = Recording("recorded", shape), np.random.default_rng(3)
     for request in range(users):
         chances = random.dirichlet(np.full(shape.experts, 0.4), size=shape.layers) + 1e-3
@@ -54,7 +57,7 @@ def test_the_store_is_asked_for_what_was_recorded(open_engine: Open) -> None:
 
 
 def test_a_long_prompt_comes_in_several_passes(open_engine: Open) -> None:
-    """As PREFILL_CHUNK divides it; the recorded pass is divided with it."""
+    """PREFILL_CHUNK splits the prompt; the recorded pass is split with it."""
     engine, recording = open_engine(context=64), recorded()
     again, state = engine.record("again"), engine.new_state()
     with engine.routed_through(ForcedRouting) as forced:
@@ -66,7 +69,7 @@ def test_a_long_prompt_comes_in_several_passes(open_engine: Open) -> None:
 
 
 def untraced(open_engine: Open, policy: str) -> Engine:
-    """An engine as `bench --replay` makes it; open_engine's folder and manifest serve."""
+    """Open an engine like `bench --replay`, with the folder and manifest of open_engine."""
     other = open_engine(context=64)
     config = EngineConfig(memory=parse_memory("30%"), context=64, policy=policy, trace=False)
     return Engine.open(
@@ -88,7 +91,7 @@ def test_hits_are_those_of_the_simulator(open_engine: Open, policy: str) -> None
 
 
 def test_hints_are_the_sources(open_engine: Open) -> None:
-    """A gate that is always right leaves few misses; the model's own gates know nothing of it."""
+    """An exact gate leaves few misses; the model's own gates cannot predict the recording."""
     hits = {}
     for recall in (None, 1.0):
         with untraced(open_engine, "adaptive") as engine:

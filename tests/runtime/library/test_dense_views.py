@@ -1,4 +1,4 @@
-"""Every dense tensor begins where a view of its items may, and `pull` opens what it wrote."""
+"""Every dense tensor begins at a multiple of its item size, and `pull` opens its own output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
 from tests.tiny import TINY, save_tiny
 
-EXACT = {  # families with F32 vectors beside those of bfloat16, and a width that makes them odd
+EXACT = {  # families with F32 vectors beside bfloat16 ones, and a width that gives odd sizes
     "deepseek-v3": {"hidden_size": 37},
     "glm4": {"hidden_size": 37},
     "glm4-lite": {"hidden_size": 37, "kv_lora_rank": 19},
@@ -66,7 +66,7 @@ def test_every_tensor_is_aligned(wanted: dict[str, Slice]) -> None:
 
 
 def odd(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str], Manifest]:
-    """A checkpoint of odd widths; what is returned pulls it as a tag."""
+    """Write a checkpoint of odd widths; return a function that pulls it as a tag."""
     settings: dict[str, Any] = {**TINY[name].settings, **EXACT[name]}
     monkeypatch.setitem(TINY, name, replace(TINY[name], settings=settings))
     save_tiny(name, folder / "checkpoint", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Manifests that another version of the program has written."""
+"""Manifests that another version of the program wrote."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeinf.runtime.library.manifest import (
 
 @pytest.fixture
 def text(demo_home: Path) -> dict[str, object]:
-    """The manifest of demo:bf16 as JSON."""
+    """Return the manifest of demo:bf16 as JSON."""
     folder = Library(Settings(demo_home)).read("demo")[1]
     document: dict[str, object] = json.loads((folder / MANIFEST).read_text())
     return document

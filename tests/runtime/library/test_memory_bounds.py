@@ -1,4 +1,4 @@
-"""What the process may hold, measured by the kernel, in processes of their own.
+"""Memory limits of a process, measured by the kernel, in separate processes.
 
 Peak RSS ≤ budget + dense weights + KV cache + 64 MiB + the process after its imports.
 """
@@ -65,16 +65,17 @@ def figures(script: str, *arguments: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of 300 and 470 MB, pulled in processes whose memory is watched."""
+    """Pull two models of 300 and 470 MB in processes whose memory is measured."""
     checkpoint, home = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("home")
     size = make_checkpoint(checkpoint, config(6, 32, 512, 512, 4), file_bytes=80 * MIB)
     assert size > 300 * MIB
     for name in ("many", "many:f32"):
         (grown,) = figures(PULL, str(checkpoint), str(home), name)
-        assert grown < 128 * MIB  # two workers' blocks, read and converted; never the checkpoint
+        # blocks of two workers, read and converted, but not the checkpoint
+        assert grown < 128 * MIB
     make_checkpoint(checkpoint / "wide", config(2, 64, 2048, 256, 8))
     (grown,) = figures(PULL, str(checkpoint / "wide"), str(home), "wide")
-    assert grown < 128 * MIB  # two workers' blocks, read and converted; never the checkpoint
+    assert grown < 128 * MIB  # blocks of two workers, read and converted, but not the checkpoint
     return home
 
 
@@ -87,4 +88,4 @@ def test_a_run_stays_within_its_budget(model: str, memory: str, home: Path) -> N
     grown, allowed, loaded = figures(RUN, str(home), model, memory)
     assert grown <= allowed + 64 * MIB
     if memory != "100%":
-        assert loaded > allowed  # more came in than there is room for
+        assert loaded > allowed  # more was loaded than fits

@@ -1,4 +1,4 @@
-"""The register of live engines, with real processes that live and die."""
+"""The register of live engines, with real processes that start and exit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_killed_engine_leaves_the_register(tmp_path: Path) -> None:
 
 
 def test_stop_signals_only_the_process_that_registered(tmp_path: Path) -> None:
-    """An entry whose process began at another moment names a stranger: it is left alone."""
+    """An entry with another start time belongs to another process, which gets no signal."""
     registry = Registry(tmp_path / "run")
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

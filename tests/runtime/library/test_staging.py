@@ -1,7 +1,7 @@
-"""What a prefill chunk holds of a device beside weights, cache and slots, against what plans count.
+"""Device memory of a prefill chunk beside weights, cache and slots, against the plan.
 
-Everything is on torch's meta device, where tensors have sizes and no bytes; kernels are not run. So
-shapes are those of real models, of which a few layers say as much as all.
+All tensors are on torch's meta device: they have sizes but no bytes, and no kernel runs. The shapes
+are those of real models. A few layers are enough to give the maximum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ META = torch.device("meta")
 LAUNCHING = (
     decode_attention, expert_ffn, device_linears, prefill_attention, router, elementwise,
 )  # fmt: skip
-LARGER = {  # of a family that is raced in a smaller size: hidden, heads and experts of the largest
+# hidden, heads and experts of a family's largest model, where the races use a smaller one
+LARGER = {
     "deepseek-v3": ("deepseek-v2-lite", {
         "hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536,
         "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
@@ -57,11 +58,12 @@ LARGER = {  # of a family that is raced in a smaller size: hidden, heads and exp
 
 
 class Live(TorchDispatchMode):
-    """most: bytes that tensors made within held at one time, as torch's allocator rounds them."""
+    """most: peak bytes of the tensors made within, as torch's allocator rounds them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, list[int]] = {}  # by storage: tensors that hold it, and its bytes
+        # by storage: number of tensors that hold it, and its bytes
+        self._held: dict[int, list[int]] = {}
         self._now = self.most = 0
 
     def __torch_dispatch__(
@@ -98,19 +100,19 @@ def _storage(x: Tensor) -> int:
 
 
 class MetaDevice(CudaDevice):
-    """Its kernels are launched nowhere; what they are given is allocated."""
+    """Launches no kernel; allocates the kernel's results."""
 
     place = META
 
     def __init__(self) -> None:
-        """Without CUDA."""
+        """Skip CUDA's initialisation."""
 
     def graphs(self) -> Any:
         return None
 
 
 class MetaParts:
-    """`Parts` of the sizes that a loader would give."""
+    """`Parts` with the sizes that a loader gives."""
 
     def __init__(self, form: str, device: MetaDevice) -> None:
         self._form, self._device = form, device
@@ -138,7 +140,7 @@ class MetaParts:
 
 
 class OnDevice:
-    """`Experts` that are all in device slots; a layer holds what TierRunner would."""
+    """`Experts` that are all in device slots; a layer allocates like TierRunner."""
 
     wants_hints = False
 
@@ -151,7 +153,7 @@ class OnDevice:
         rows = x.new_zeros(ids.numel(), x.shape[1])
         if self._math.can_route(len(x)):
             self._math.run_routed(x, ids, self._table, 0, rows)
-        else:  # bf16: one expert after another, each of as many rows as it may get
+        else:  # bf16: one expert after another, each with its maximum number of rows
             self._math.run(x, [(0, list(range(0, ids.numel(), ids.shape[1])))], ids.shape[1], rows)
         shape = (*ids.shape, -1)
         return SimpleNamespace(result=lambda: self._math.combine(rows.view(shape), weights))
@@ -159,7 +161,7 @@ class OnDevice:
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that nobody runs."""
+    """Replace the kernels by functions that do nothing."""
 
     class Silent:
         def __getitem__(self, grid: object) -> Any:

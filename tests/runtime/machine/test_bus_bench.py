@@ -1,4 +1,4 @@
-"""How the speeds of bus and CPU are measured; how they are used: test_gpu_engine.py."""
+"""Speed measurements of bus and CPU; test_gpu_engine.py tests their use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.native.fake_cuda import Fake
 def test_experts_do_not_fit_into_the_caches(
     caches: int, available: int, wanted: int, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In MiB: twice what they hold, of a quarter of what is free, and never too little."""
+    """In MiB: twice the caches, at most a quarter of free memory, and never below a minimum."""
     fake.reset("mode=at_once")
     monkeypatch.setattr(bus_bench, "cache_bytes", lambda: caches << 20)
     monkeypatch.setattr(bus_bench, "available_bytes", lambda: available)
@@ -35,7 +35,7 @@ def test_a_batch_is_queued_before_the_last_is_waited_for(fake: Fake) -> None:
 def test_large_experts_take_no_more_device_slots_than_there_are(
     caches: int, slots: int, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's pool grows with the caches (in MiB); the device's slots do not."""
+    """The host's pool grows with the caches (in MiB); the number of device slots does not."""
     fake.reset("mode=deferred,seed=6")
     monkeypatch.setattr(bus_bench, "cache_bytes", lambda: caches << 20)
     monkeypatch.setattr(bus_bench, "available_bytes", lambda: 1 << 40)
@@ -46,7 +46,7 @@ def test_large_experts_take_no_more_device_slots_than_there_are(
 
 
 def test_caches_that_cores_share_count_once() -> None:
-    """Each is at most 1 GiB, on any machine that there is; without a word there is none."""
+    """A cache has at most 1 GiB per core on any machine; without information the size is 0."""
     found = memory.cache_bytes()
     assert 0 <= found < memory.core_count() << 30
     assert found % 1024 == 0

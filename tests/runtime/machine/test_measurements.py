@@ -1,4 +1,4 @@
-"""Measuring a drive and remembering it: choices from given figures, files, modes."""
+"""Measure a drive and store the result: choices from given figures, files, modes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RAM = Ram({"1 thread": 1e10, "2 threads": 2e10}, "2026-01-02T03:04:05+00:00")
 
 
 def nobody(*_: int) -> None:
-    """Progress that is not shown."""
+    """Ignore progress."""
 
 
 def test_a_sweep_reads_real_files_and_leaves_none(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_sweep_reads_real_files_and_leaves_none(tmp_path: Path) -> None:
     with written_files(tmp_path, 3 * 4096, 12, nobody) as pieces:
         assert len(list(tmp_path.iterdir())) == 12
         assert all(piece.path.stat().st_size == 3 * 4096 for piece in pieces)
-        assert len({piece.path.read_bytes() for piece in pieces}) == 12  # no two alike
+        assert len({piece.path.read_bytes() for piece in pieces}) == 12  # all pieces differ
         swept = sweep(pieces, lambda done, total: seen.append((done, total)), (1, 4), rounds=1)
     assert list(tmp_path.iterdir()) == []
     assert set(swept.buffered) == {1, 4}
@@ -73,7 +73,7 @@ def test_the_fewest_reads_that_are_nearly_best_are_chosen(monkeypatch, tmp_path:
     monkeypatch.setattr(drives, "read_once", given)
     monkeypatch.setattr(drives, "drop_from_cache", lambda _: False)
     swept = sweep([FileRange(tmp_path / "x", 0, 4096)], nobody, (1, 8, 32))
-    assert swept.chosen == Reading(10, 256 << 10, True, 200.0, 8)  # for demand 2 more
+    assert swept.chosen == Reading(10, 256 << 10, True, 200.0, 8)  # demand reads add 2
     assert swept.notes == ("the page cache could not be kept out: buffered figures are too high",)
     blocks[256 << 10] = 98.0
     assert sweep([FileRange(tmp_path / "x", 0, 4096)], nobody, (1, 8, 32)).chosen.block_bytes == (
@@ -163,7 +163,7 @@ def test_a_first_load_tries_the_drive_once(
 def test_an_engine_reads_as_was_measured(demo_home: Path, tmp_path: Path) -> None:
     settings = Settings(tmp_path)
     manifest, folder = Library(Settings(demo_home)).read("demo")
-    assert drive_of(settings, folder, manifest) is None  # 9 MB say nothing about a drive
+    assert drive_of(settings, folder, manifest) is None  # 9 MB are too few to measure a drive
     assert not (tmp_path / "state").exists()
     with Engine.open(manifest, folder, EngineConfig(), settings) as engine:
         assert any(f"{DEFAULT_READING.readers} readers" in note for note in engine.info.choices)

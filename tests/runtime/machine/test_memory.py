@@ -1,4 +1,4 @@
-"""Free memory as the machine and its control groups state it, on trees made here; the heaps."""
+"""Free memory of the machine and its control groups, from generated trees; malloc heaps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_a_group_over_its_limit_has_nothing(tmp_path: Path) -> None:
 
 def test_this_process() -> None:
     before = rss_bytes()
-    with mmap.mmap(-1, 64 * MIB) as block:  # new pages: what malloc gives may be here already
+    # new pages: malloc may return pages that are resident already
+    with mmap.mmap(-1, 64 * MIB) as block:
         block.write(b"x" * (64 * MIB))
         assert rss_bytes() - before > 60 * MIB
         assert peak_rss_bytes() >= before + 60 * MIB
@@ -107,4 +108,4 @@ def test_threads_share_two_heaps_and_give_holes_back(tmp_path: Path) -> None:
         env={**os.environ, "OUT": str(info)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert info.read_text().count("<heap nr=") == 2
-    assert int(done.stdout) > 30 << 20  # of 96 MB, a twentieth is in use
+    assert int(done.stdout) > 30 << 20  # a twentieth of 96 MB is in use

@@ -1,4 +1,4 @@
-"""Which files are in memory."""
+"""The share of a file in the page cache."""
 
 from __future__ import annotations
 

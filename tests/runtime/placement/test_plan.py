@@ -1,4 +1,4 @@
-"""What a plan chooses where nobody asks: the context, and that memory alone changes no answer."""
+"""Defaults of a plan: the context, and answers that do not depend on memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LONG, ORIGINAL = 1 << 17, 4096
 
 @pytest.fixture
 def manifest(demo_home: Path) -> Manifest:
-    """The demo, with a context so long that not all of it is affordable."""
+    """Return the demo with a context so long that not all of it is affordable."""
     return replace(Library(Settings(demo_home)).read("demo:bf16")[0], max_context=LONG)
 
 
 def placed(manifest: Manifest, kv_bytes: int, context: int | None = None) -> Placement:
-    """On a machine that affords so many bytes of KV cache."""
+    """Plan for a machine that affords `kv_bytes` of KV cache."""
     rest = place(manifest, EngineConfig(context=1), 1 << 40, 2)
     fixed = rest.dense_bytes + rest.scratch_bytes + HEADROOM_BYTES
     return place(manifest, EngineConfig(context=context), fixed + 4 * kv_bytes, 2)
@@ -40,7 +40,7 @@ def test_context_is_what_memory_affords(manifest: Manifest) -> None:
 
 
 def test_memory_does_not_go_beyond_a_usual_context(manifest: Manifest) -> None:
-    """longrope answers otherwise with room for more than the original context."""
+    """A LongRoPE model answers differently with room for more than the original context."""
     manifest = replace(manifest, usual_context=ORIGINAL)
     for tokens in (8192, 2 * LONG):
         found = placed(manifest, manifest.kv_bytes(tokens))
@@ -56,13 +56,13 @@ def test_a_manifest_remembers_it(usual: int | None, manifest: Manifest, tmp_path
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
     about = json.loads((tmp_path / MANIFEST).read_text())
-    del about["usual_context"]  # as it was written before there was one
+    del about["usual_context"]  # an older manifest without the key
     (tmp_path / MANIFEST).write_text(json.dumps(about))
     assert read_manifest(tmp_path).usual_context is None
 
 
 def test_no_more_threads_than_the_kernels_take(manifest: Manifest) -> None:
-    """A machine of 128 cores and a model with work for all of them."""
+    """A machine has 128 cores, and the model has work for all of them."""
     large = replace(manifest, hidden=8192, intermediate=8192)
     assert threads_worth_having(large) > MAX_COMPUTE_THREADS
     assert place(large, EngineConfig(), 1 << 44, 128).threads == MAX_COMPUTE_THREADS

@@ -1,4 +1,4 @@
-"""Grammars hold an answer to a form, and leave thinking alone."""
+"""Grammars constrain an answer's form and leave thinking unconstrained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def grammars() -> Iterator[Grammars]:
 
 @pytest.fixture
 def engine(grammars: Grammars) -> Callable[[str], Any]:
-    """What a constraint asks of an engine, with the demo's real tokenizer."""
+    """Return the engine parts that a constraint uses, with the demo's real tokenizer."""
 
     def make(template: str) -> Any:
         tokenizer = Tokenizer(DEMO_CHECKPOINT)
@@ -43,7 +43,7 @@ def engine(grammars: Grammars) -> Callable[[str], Any]:
 
 
 def follow(constrain: Constrain | None, engine: Any, text: str, prompt: str = "x") -> str:
-    """The part of `text` that may be said; with an end mark when the answer may end there."""
+    """Return the allowed prefix of `text`, plus an end mark if the answer may end there."""
     assert constrain is not None
     tokenizer = engine.tokenizer
     logits = np.zeros(tokenizer.vocab_size, np.float32)
@@ -91,7 +91,7 @@ def test_json(engine: Callable[[str], Any]) -> None:
 def test_white_space_is_bounded(
     engine: Callable[[str], Any], greedy: dict[str, Any], text: str, said: str
 ) -> None:
-    """One space at most after a comma or a colon, whatever the schema asks for."""
+    """At most one space follows a comma or a colon, whatever the schema allows."""
     assert follow(json_of({"type": "object", **greedy}), engine(""), text) == said
     tool = {
         "type": "function",
@@ -105,7 +105,7 @@ def test_white_space_is_bounded(
 def test_an_answer_at_random_has_no_run_of_white_space(
     engine: Callable[[str], Any], seed: int
 ) -> None:
-    """Every token that may come is as probable as any other; spaces are preferred where allowed."""
+    """All allowed tokens are equally likely, except that spaces are preferred."""
     schema = {
         "type": "array",
         "items": {
@@ -143,7 +143,7 @@ def test_schemas_of_tools_are_bounded(engine: Callable[[str], Any]) -> None:
 
 
 def test_a_grammar_that_is_lost_is_told(engine: Callable[[str], Any]) -> None:
-    """llguidance would allow only the end from there on: half a document, as if it were whole."""
+    """The matcher of llguidance would then allow only the end: half a document that looks whole."""
     plain = engine("")
     constrain = json_of(SCHEMA)
     assert constrain is not None
@@ -158,7 +158,7 @@ def test_thinking_is_free(engine: Callable[[str], Any]) -> None:
     thinker = engine("{% if x %}<think></think>")
     text = 'hm {"</think>{"a": 1}'
     assert follow(json_of(SCHEMA), thinker, text, prompt="<think>\n") == text + "$"
-    assert follow(json_of(SCHEMA), thinker, "hm", prompt="<think>\n") == "hm"  # and no end
+    assert follow(json_of(SCHEMA), thinker, "hm", prompt="<think>\n") == "hm"  # but no end
     assert follow(json_of(SCHEMA), thinker, "hm", prompt="x</think>\n") == ""
     harmony = engine(HARMONY)
     text = "<|channel|>analysis<|message|>So<|start|>assistant<|channel|>final<|message|>"

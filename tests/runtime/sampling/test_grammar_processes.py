@@ -1,4 +1,4 @@
-"""Hostile grammars cost their own answers: in time and memory that are known, and nothing else."""
+"""Hostile grammars fail alone: the cost is limited in time and memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(count: int) -> list[str]:
     return [f"n{i}" for i in range(count)]
 
 
-HOSTILE = {  # what no limit on schemas would stop, and what their limits do stop
+HOSTILE = {  # schemas that pass all limits, and schemas that the limits refuse
     "patterns": PATTERNS,
     "chain": chain(3000),
     "required": {"type": "object", "required": names(32_000)},
@@ -67,7 +67,7 @@ def vocabulary_of(grammars: Grammars) -> str:
 
 
 def processes(grammars: Grammars) -> set[str]:
-    """The process that holds the vocabulary, and its copies."""
+    """Return the process that holds the vocabulary, and its copies."""
     pid = vocabulary_of(grammars)
     return {pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
@@ -87,7 +87,7 @@ def test_a_hostile_schema_costs_its_own_answer(
         ):
             hostile.allowed()
         assert time.monotonic() - start < 10
-        before.took(int(np.flatnonzero(allowed)[-1]))  # one that was under way goes on
+        before.took(int(np.flatnonzero(allowed)[-1]))  # an answer that had started continues
         assert before.allowed().any()
     with closing(Matching(grammars, good)) as after:
         assert (after.allowed() == allowed).all()
@@ -140,7 +140,7 @@ def test_a_process_that_is_killed_is_replaced(grammars: Grammars) -> None:
         assert grammars._vocabulary is not None
         os.kill(grammars._vocabulary._process.pid, 9)
         grammars._vocabulary._process.wait()
-        assert one.allowed().any()  # a copy lives by itself
+        assert one.allowed().any()  # a copy is independent
     with closing(Matching(grammars, grammar_of({"type": "string"}))) as found:
         assert found.allowed().any()
 
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 
 def test_matching_does_not_start_threads(grammars: Grammars) -> None:
-    """A process with threads cannot be copied."""
+    """A process with several threads must not fork."""
     before = threading.active_count()
     with closing(Matching(grammars, grammar_of({}))) as one:
         one.allowed()

@@ -1,4 +1,4 @@
-"""Choosing tokens: every option against values worked out by hand, and the generator's numbers."""
+"""Token sampling: every option against values by hand, and the generator's numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = SamplingOptions(
 def shares(
     options: SamplingOptions, logits: list[float], history: list[int] | None = None
 ) -> dict[int, float]:
-    """How often each token comes in 4,000 draws."""
+    """Return each token's share of 4,000 draws."""
     sampler = Sampler(options, NOTHING)
     values = np.array(logits, np.float32)
     counts = Counter(sampler.choose(values, history or []) for _ in range(4000))
@@ -86,7 +86,7 @@ def test_min_p_is_relative_to_the_best() -> None:
 
 
 def test_penalties() -> None:
-    """repeat divides positive and multiplies negative logits; then presence and frequency."""
+    """Repeat divides positive and multiplies negative logits; then presence and frequency."""
     options = SamplingOptions(
         temperature=0, repeat_penalty=2, presence_penalty=0.5, frequency_penalty=0.25
     )
@@ -123,7 +123,7 @@ def test_the_seed_is_told_when_none_was_given() -> None:
 
 
 def written(folder: Path, said: object) -> SamplingOptions:
-    """What a model with this generation_config samples with, where nothing is asked for."""
+    """Return a model's default sampling options with this generation_config."""
     (folder / "generation_config.json").write_text(json.dumps(said))
     return Sampler(SamplingOptions(), model_defaults(folder)).options
 
@@ -201,7 +201,7 @@ def test_values_that_cannot_be(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize("vocab", [50, 700, 20_000])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_shortlist_chooses_like_the_whole_vocabulary(vocab: int, temperature: float) -> None:
-    """Penalties move tokens out of the best, and into them; many logits are equal."""
+    """Penalties move tokens into and out of the shortlist; many logits are equal."""
     draw = np.random.default_rng(vocab)
     for seed in range(40):
         logits = draw.normal(0, 2, vocab).round(1).astype(np.float32)
@@ -228,14 +228,14 @@ def test_a_shortlist_chooses_like_the_whole_vocabulary(vocab: int, temperature: 
         if temperature == 0:
             assert chosen == best[0]
             continue
-        # The other options leave one draw of the whole vocabulary in this order.
+        # The other options reduce a draw of the whole vocabulary to this order.
         left = SamplingOptions(temperature=1, top_k=0, top_p=0.95, repeat_penalty=1, seed=seed)
         same = Sampler(left, NOTHING).choose(scores[best[:12]], [])
         assert chosen == best[same]
 
 
 def chosen_by_formula(options: SamplingOptions, logits: np.ndarray, history: list[int]) -> int:
-    """The choice at temperature 0, from all logits and all of the window at once."""
+    """Choose at temperature 0, from all logits and the whole window at once."""
     last = 64 if options.repeat_last_n is None else options.repeat_last_n
     recent = history if last < 0 else history[max(0, len(history) - last) :]
     scores = logits.astype(np.float64)

@@ -1,4 +1,4 @@
-"""What a schema may have at most, and that looking at it takes no time."""
+"""Limits of a schema; checking them takes little time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schema = dict[str, Any]
 
 
 def chain(length: int) -> Schema:
-    """Definitions, each of which refers to the next."""
+    """Return definitions, each of which refers to the next."""
     following = {
         f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
         for i in range(length - 1)
@@ -37,7 +37,7 @@ def parts(count: int) -> list[Schema]:
     return [{} for _ in range(count)]
 
 
-# (the most that passes, the least that does not)
+# (the largest that passes, the smallest that fails)
 BORDERS: dict[str, tuple[Schema, Schema]] = {
     "chain": (chain(250), chain(251)),
     "levels": (nested(MOST_DEPTH), nested(MOST_DEPTH + 1)),
@@ -65,7 +65,7 @@ def test_a_schema_at_a_limit_passes_and_one_beyond_does_not(name: str) -> None:
 
 
 def test_references_may_meet_themselves() -> None:
-    """A tree is the usual case; a way ends where it has been."""
+    """A tree is the usual case; a walk stops at a visited definition."""
     tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/$defs/t"}}}
     check_schema({**tree, "$defs": {"t": tree, "self": {"$ref": "#/$defs/self"}}})
     check_schema({"$ref": "#/prefixItems/1", "prefixItems": [{}, {"$ref": "#/prefixItems/0"}]})
@@ -90,7 +90,7 @@ def test_looking_takes_no_time(schema: Schema) -> None:
 
 
 def test_ways_that_meet_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two references on each of 200 levels are 2^200 ways."""
+    """Two references on each of 200 levels give 2^200 paths."""
     monkeypatch.setattr(schema_limits, "_MOST_WALKED", 5000)
     defs = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"not": {"$ref": f"#/$defs/d{i + 1}"}}]}

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, and what a hostile one cannot do."""
+"""Chat templates: the same text as transformers, and limits for hostile templates."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bombs_and_escapes_end_soon_and_harm_nothing(bomb: str) -> None:
         with pytest.raises(TemplateError):
             worker.render([])
         start = time.monotonic()
-        with pytest.raises(TemplateError):  # it has recovered, to refuse again
+        with pytest.raises(TemplateError):  # recovered, and refuses again
             worker.render(MESSAGES)
         assert time.monotonic() - start < 25
     finally:

@@ -1,6 +1,6 @@
-"""Templates with the constructs of the published ones render what transformers renders.
+"""Templates with the constructs of published ones render the same text as transformers.
 
-The templates are our own: each has the habits of one group of families.
+The templates are our own. Each has the constructs of one group of families.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ ROLES = """{{ bos_token }}{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
-TEMPLATES = {  # and whose habits they have
+TEMPLATES = {  # with the families that use such constructs
     "chatml": CHATML,  # Qwen, Arctic
     "instruct": INSTRUCT,  # Mixtral
     "spoken": SPOKEN,  # DeepSeek

@@ -29,7 +29,7 @@ def put(folder: Path, file: dict[str, Any]) -> Path:
 
 
 def test_each_is_refused_or_works(tmp_path: Path) -> None:
-    """Works: for other texts, too, it gives tokens or TokenizerFailed, and this process lives."""
+    """A file works if other texts give tokens or TokenizerFailed and this process survives."""
     assert len(HOSTILE) >= 100
     refused = set()
     with Trial(seconds=10) as trial:
@@ -75,7 +75,7 @@ def test_a_pull_refuses_such_a_file_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_panic_is_an_error(tmp_path: Path) -> None:
-    """Of a file that has become part of a model all the same."""
+    """The file became part of a model despite the check."""
     put(tmp_path, document(pre_tokenizer=split("(a+)+$")))
     tokenizer = Tokenizer(tmp_path)
     for call in (tokenizer.encode_text, tokenizer.encode_rendered):
@@ -94,7 +94,7 @@ def test_a_panic_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("character", [" ", "\n", "a", "\u00e9", "\U0001f642"])
 def test_ten_megabytes_of_one_character_are_too_long(character: str, tmp_path: Path) -> None:
-    """Panics of the patterns of Qwen2, Llama-3 and DeepSeek-V3; no tokenizer is asked."""
+    """The patterns of Qwen2, Llama-3 and DeepSeek-V3 panic, so no tokenizer is called."""
     put(tmp_path, document(pre_tokenizer=split(WORDS)))
     tokenizer = Tokenizer(tmp_path)
     text = character * (10_100_000 // len(character.encode()))

@@ -1,4 +1,4 @@
-"""Thinking and answers told apart, however the text is cut."""
+"""Thinking and answers are separated, for every split of the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeinf.runtime.text.reasoning import HarmonyParser, Parser, ThinkParser, pa
 
 
 def parse(parser: Parser, pieces: list[str]) -> list[tuple[str, str]]:
-    """Joined: (kind, text), a new entry wherever the kind changes."""
+    """Return (kind, text) pairs; a new pair starts where the kind changes."""
     found: list[tuple[str, str]] = []
     parts = [part for piece in pieces for part in parser.add(piece)]
     for kind, text in [*parts, *parser.rest()]:

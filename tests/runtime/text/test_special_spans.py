@@ -1,4 +1,4 @@
-"""Special tokens are found where a flat alternation finds them, in a time that texts do not set."""
+"""Special tokens are found as by a flat alternation, in time independent of the text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def flat(tokens: list[str], text: str) -> list[tuple[int, int]]:
 
 
 def texts(tokens: list[str], chance: random.Random) -> list[str]:
-    """Tokens, parts of them and other characters, in disorder; and the emptiest."""
+    """Return tokens, parts of them and other characters in random order; also the empty text."""
     letters = sorted({letter for token in tokens for letter in token} | {"z", "<"})
     found = ["", *letters[:3], letters[0] * 3000]
     for _ in range(20):
@@ -109,7 +109,7 @@ def test_a_user_text_is_fenced_fast(tmp_path: Path) -> None:
 
 
 def test_other_threads_run_while_a_text_is_searched() -> None:
-    """One search is one call, in which no other thread runs."""
+    """One search is a single call, during which no other thread runs."""
     spans, text = SpecialSpans([*PLACEHOLDERS, *HAN]), "<" * 4_000_000
     ticks, over = list[float](), threading.Event()
 

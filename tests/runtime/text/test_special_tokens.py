@@ -1,4 +1,4 @@
-"""Special tokens come of templates, never of what a user typed, whatever normalizers make of it."""
+"""Special tokens come from templates, never from a user's text, under every normalizer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_no_text_of_a_user_is_special(tokenizers: dict[str, Tokenizer], words: l
     ],
 )
 def test_disguises(name: str, typed: str, tokenizers: dict[str, Tokenizer]) -> None:
-    """They would be special in a text that is not fenced: these cases are real."""
+    """Without a guard these texts become special tokens, so the cases are real."""
     tokenizer = tokenizers[name]
     special = special_ids(tokenizer)
     assert special & set(tokenizer.encode_text(typed))
@@ -101,7 +101,7 @@ def test_disguises(name: str, typed: str, tokenizers: dict[str, Tokenizer]) -> N
 
 
 def test_what_is_not_disguised_is_not_cut(tokenizers: dict[str, Tokenizer]) -> None:
-    """Fences would part what merges with its neighbours."""
+    """Guards would split a token from its neighbours."""
     for tokenizer in tokenizers.values():
         for text in ("hello w\u00f6rld", "\uff28ello <|", "EN D"):
             assert tokenizer.guard(text) == text

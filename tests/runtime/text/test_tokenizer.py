@@ -1,4 +1,4 @@
-"""Text and tokens: nothing broken, nothing doubled, nothing smuggled in."""
+"""Text and tokens: no broken, duplicate or injected tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_bytes_that_are_no_text_appear_in_the_end(tokenizer: Tokenizer) -> None:
 def test_the_bytes_of_tokens_are_those_of_their_text(
     kind: str, words: list[str], tmp_path: Path
 ) -> None:
-    """Of byte-level and of SentencePiece's vocabularies, parts of a character among them."""
+    """Byte-level and SentencePiece vocabularies, with tokens that are parts of a character."""
     numbered = {word: number for number, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered))
     steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]

@@ -1,4 +1,4 @@
-"""Calls of tools are read in every format, and nothing else is taken for one."""
+"""Tool calls are parsed in every format, and other text is never parsed as a call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HARMONY = "{% if tools %}<|channel|>x<|message|>{% endif %}"
 
 
 def hear(template: str, text: str, size: int = 1000, tools: Any = TOOLS) -> list[Any]:
-    """Texts joined while their kind stays the same; calls."""
+    """Return calls, and texts joined while their kind stays the same."""
     speech = Speech(template, "", tools)
     said: list[Any] = []
     parts = [p for at in range(0, len(text), size) for p in speech.add(text[at : at + size])]
@@ -75,7 +75,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (TAGS, hermes("add", note="<tool_call>"), [Call("add", {"note": "<tool_call>"})]),
     (TAGS, hermes("add", a=1) + " and more ", [ADD, answer("and more ")]),
     (TAGS, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}', [ADD]),  # no end
-    # what is none, stays what it is
+    # invalid calls stay text
     (TAGS, hermes("delete", a=1), [answer(hermes("delete", a=1))]),
     (TAGS, "<tool_call>{]}</tool_call> x", [answer("<tool_call>{]}</tool_call> x")]),
     (
@@ -109,7 +109,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (TAGS, "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
     (TAGS, "<tool_call><function=rm></function></tool_call>", None),
     (TAGS, "<tool_call><function=add>", [answer("<tool_call><function=add>")]),
-    # Qwen3-Coder: more than one between the same marks
+    # Qwen3-Coder: several between the same marks
     (
         TAGS,
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n"
@@ -149,7 +149,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
         "</parameter></function></tool_call>",
         [Call("add", {"note": "a</parameter></function><function=NAME>"})],
     ),
-    # Qwen3-Coder without its first mark, and with
+    # Qwen3-Coder without its first mark, and with it
     (
         CODER,
         "I add.\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n",
@@ -178,7 +178,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     (CODER, "<function=add><parameter=a>1</function> x", None),
     (CODER, "<function=", None),
     (CODER, hermes("add", a=1), [ADD]),
-    (TAGS, "<function=now></function>", None),  # the template does not teach it
+    (TAGS, "<function=now></function>", None),  # the template does not contain this format
     # GLM
     (
         TAGS,
@@ -279,7 +279,7 @@ def test_templates_that_know_tools(template: str) -> None:
 def test_templates_that_do_not() -> None:
     for template in (None, "", "tools <tool_call>", "{{ messages }} tools <tool_call>"):
         assert not knows_tools(template)
-    assert not knows_tools("{% if tools %}{{ tools }}{% endif %}")  # a format nobody has published
+    assert not knows_tools("{% if tools %}{{ tools }}{% endif %}")  # an unpublished format
 
 
 def test_json_that_cannot_be_written_again() -> None:

@@ -1,4 +1,4 @@
-"""Values of arguments that are written without types: what a template wrote is read back."""
+"""Argument values written without types: the parser recovers the template's input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tool_calls import Call
 from moeinf.runtime.text.tool_values import load_value
 
-# As Qwen3-Coder (and with `sequence`, Qwen3.5) and GLM-4.5 write an earlier call.
+# The formats of Qwen3-Coder (with `sequence`: Qwen3.5) and GLM-4.5 for an earlier call.
 CODER = """{%- if tools %}{% endif %}{%- for call in messages[0].tool_calls %}
 {{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
 {%- for name, value in call.arguments|items %}
@@ -79,7 +79,7 @@ def test_what_a_template_writes_is_read_back(template: str) -> None:
 
 
 def like(value: Any, wanted: Any) -> bool:
-    """Equal, and True is not 1."""
+    """Compare values, and distinguish True from 1."""
     return repr(value) == repr(wanted)
 
 

@@ -1,4 +1,4 @@
-"""The data sets of the hub, from small files of exactly their form, through the stand-in hub."""
+"""The hub's data sets, as small files of the same form, through the stand-in hub."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ Serve = Callable[[str], Hub]
 
 @pytest.fixture
 def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """online("mmlu") serves that data set, and points huggingface_hub at it."""
+    """Return a function that serves a data set and points huggingface_hub at it.
+
+    Example: online("mmlu").
+    """
     with ExitStack() as stack:
 
         def start(name: str) -> Hub:

@@ -1,4 +1,4 @@
-"""Local files and the demo's items; files that lie."""
+"""Local data set files, the demo's items, and hostile files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_sparse_giant_is_not_read(tmp_path: Path) -> None:
 
 
 def test_few_bytes_that_unfold_into_many(tmp_path: Path) -> None:
-    """Dictionary encoding stores one long value once, however many rows have it."""
+    """Dictionary encoding stores one long value once for any number of rows."""
     path = tmp_path / "x.parquet"
     values = pyarrow.DictionaryArray.from_arrays(
         pyarrow.array([0] * 100_000, pyarrow.int32()), ["x" * (5 << 20)]
