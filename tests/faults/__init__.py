@@ -1,1 +1,1 @@
-"""Faults and attacks: what breaks, what is torn, what is sent by strangers."""
+"""Faults and attacks: failing calls, damaged files, hostile input."""

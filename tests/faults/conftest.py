@@ -1,4 +1,4 @@
-"""Counts what was injected and what came of it; `scripts/faults.py` makes a table of that."""
+"""Count injected faults and their outcomes; `scripts/faults.py` prints them as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def every_point(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    """tally("named error"): one injection, and what came of it."""
+    """Yield a function that counts injections by outcome.
+
+    Example: tally("named error").
+    """
     outcomes: Counter[str] = Counter()
 
     def count(outcome: str) -> None:
@@ -43,7 +46,7 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """shim.c, compiled; a process that is started with it preloaded can be told what to fail."""
+    """Compile shim.c; a process that preloads it can be told which calls fail."""
     library = tmp_path_factory.mktemp("shim") / "shim.so"
     source = Path(__file__).with_name("shim.c")
     build = ["gcc", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source, "-ldl"]

@@ -1,11 +1,11 @@
-"""What the hub answers, for the fuzzer: the listing alone, and all answers of a whole pull.
+"""The hub's answers, for the fuzzer: the listing alone, and all answers of a pull.
 
-An input of `hub-answers` is JSON, of which every part may be missing or odd:
+An input of `hub-answers` is JSON, of which every part may be missing or invalid:
 
-    {"listing": {…},           what the hub says there is; without it, what is right for the files
+    {"listing": {…},           the hub's file list; default: the correct one for the files
      "status": 200, "headers": {…},             of the listing's answer
-     "files": {"NAME": {"body": latin-1 text,   what ranges of the file are cut from
-                        "ahead": latin-1 text,  the same, where less than the whole is asked for
+     "files": {"NAME": {"body": latin-1 text,   ranges of the file are cut from it
+                        "ahead": latin-1 text,  the same, for requests of less than the whole
                         "status": 206, "headers": {…}}}}
 """
 
@@ -46,13 +46,13 @@ def _listing(data: bytes, folder: Path) -> None:
 
 
 def _answers(data: bytes, folder: Path) -> None:
-    """A pull of what the script says, up to weights that would be repacked."""
+    """Pull the script's files, up to the repacking of weights."""
     try:
         script = json.loads(data)
     except (ValueError, RecursionError):
         return
     place = folder / "source"
-    shutil.rmtree(place, ignore_errors=True)  # that of another script
+    shutil.rmtree(place, ignore_errors=True)  # the previous script's folder
     with mock.patch("moeinf.runtime.hub.http.get_session", return_value=_Session(script)):
         found = look_up("org/x", None, "token")
         source = HubSource(found, place, None, 2, Patience(1, 1.0, 0.0, lambda *_: None))
@@ -68,7 +68,7 @@ def _answers(data: bytes, folder: Path) -> None:
 
 
 def _check(found: Repository, *paths: Path) -> None:
-    """What is there has the hash that was promised."""
+    """Assert that each file has the promised hash."""
     for path in paths:
         file, data = found.files[path.name], path.read_bytes()
         assert len(data) == file.size_bytes
@@ -77,7 +77,7 @@ def _check(found: Repository, *paths: Path) -> None:
 
 
 class _Session:
-    """Answers as the HTTP client of huggingface_hub does."""
+    """Answers like the HTTP client of huggingface_hub."""
 
     def __init__(self, script: object) -> None:
         self._script = script if isinstance(script, dict) else {}
@@ -173,7 +173,7 @@ def _listings() -> list[bytes]:
     return [json.dumps(_right_listing(_files())).encode()]
 
 
-# What targets.py makes a Target of: check, what it may refuse with, seeds.
+# Arguments of a Target in targets.py: check, allowed errors, seeds.
 HUB_TARGETS = {
     "hub-listing": (_listing, (RepositoryError,), _listings),
     "hub-answers": (_answers, _REFUSES, _scripts),

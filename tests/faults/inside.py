@@ -1,8 +1,8 @@
-"""Run with shim.c preloaded, as a process of its own: an engine whose reads or memory fail.
+"""Run an engine whose reads or memory fail, as a separate process with shim.c preloaded.
 
-Usage: python inside.py HOME eio|short|slow|flip|memory STEP. Prints a JSON line: outcomes, and the
-injections that there were. Any answer that is not the undisturbed one must be an error; the next
-one must be right, with nothing pinned.
+Usage: python inside.py HOME eio|short|slow|flip|memory STEP. Prints a JSON line with the outcomes
+and the number of injections. An answer that differs from the undisturbed one must be an error. The
+next answer must be right, with nothing pinned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.chat_template import TemplateError
 
-# kind of shim_reads, and how many reads in a row: the reader itself tries twice more after an EIO
+# kind of shim_reads, and consecutive reads that fail: the reader retries an EIO twice
 KINDS = {"eio": (1, 1), "eio thrice": (1, 60), "short": (2, 4), "slow": (3, 4), "flip": (4, 60)}
 HARMLESS = ("eio", "short", "slow")
 PROMPT = "sort owl, fig, zebra, ant"

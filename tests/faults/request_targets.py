@@ -1,7 +1,7 @@
-"""Bodies of requests as the fuzzer sends them: through the whole application, in this process.
+"""Request bodies from the fuzzer, through the whole application in this process.
 
-Does not know how inputs are made. An input is {"ENDPOINT": BODY}. The engine is none: its template,
-tokenizer and vocabulary are the demo's, and what it says is always the same.
+An input is {"ENDPOINT": BODY}. A stub replaces the engine: it has the demo's template, tokenizer
+and vocabulary, and always gives the same answer.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class RequestRefused(Exception):
-    """The answer has a status of 400 to 499, or 503."""
+    """An answer with a status of 400 to 499, or 503."""
 
 
 class _Worker:
-    """Answers at once. Figures of tokens are as bad as they can be."""
+    """Answers at once, with the worst possible token figures."""
 
     failure, idle, last_used, running, waiting = None, True, 0.0, 0, 0
 
@@ -165,7 +165,10 @@ def _worker() -> _Worker:
 
 
 def _request(data: bytes, _: Path) -> None:
-    """Answer one request. Raises RequestRefused, AssertionError for a fault of ours or a NaN."""
+    """Answer one request.
+
+    Raises RequestRefused, or AssertionError for a bug of moeinf or a NaN.
+    """
     where, _, body = data.partition(b": ")
     known = [path for path in REQUESTS if f'"{path}"'.encode() in where]
     status, answer = asyncio.run(answer_to(known[0] if known else "/api/chat", body[:-1]))

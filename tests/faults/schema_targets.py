@@ -1,6 +1,6 @@
-"""JSON schemas of strangers, for the fuzzer: bounded, compiled, and followed for some tokens.
+"""Hostile JSON schemas, for the fuzzer: limited, compiled, and followed for some tokens.
 
-Does not know targets.py, which lists this one.
+targets.py lists this one.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def _demo() -> tuple[Grammars, Tokenizer]:
 
 
 def follow(data: bytes, folder: Path) -> None:
-    """A way through the grammar, at random: no white space but single spaces, and JSON at its end.
+    """Follow a random path through the grammar.
 
-    Raises BadFormat for a schema that is refused, before it is compiled, then, or on the way.
+    White space must be single spaces, and the end must be JSON. Raises BadFormat for a schema that
+    is refused before, during or after compilation.
     """
     text = data.decode(errors="replace")
     if not text.lstrip().startswith("{"):

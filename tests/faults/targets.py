@@ -1,8 +1,7 @@
-"""Everything that reads bytes of strangers, as functions of bytes: what the fuzzer aims at.
+"""The fuzzer's targets: every reader of untrusted bytes, as a function of bytes.
 
-Does not know how inputs are made. A target either reads its input or refuses it with the one error
-that its reader promises; whatever else comes out of it (another exception, a crash, more than a
-few seconds) is a finding.
+A target reads its input or refuses it with the one error that its reader documents. Anything else
+is a finding: another exception, a crash, more than a few seconds.
 """
 
 from __future__ import annotations
@@ -55,13 +54,16 @@ from tests.faults import tokenizer_targets as files
 from tests.faults.hub_targets import HUB_TARGETS
 
 Seeds = Callable[[], list[bytes]]
-_SHAPE = (2, 3)  # layers and experts of the EAMC that is read
+_SHAPE = (2, 3)  # layers and experts of the EAMC
 _MAKING: dict[str, object] = {"of": "x", "as": "y"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """check(data, folder) reads `data`, with `folder` for files; refuses: what it may raise."""
+    """A reader of untrusted bytes.
+
+    check(data, folder) reads `data`, with `folder` for files; refuses: the errors it may raise.
+    """
 
     check: Callable[[bytes, Path], None]
     refuses: tuple[type[Exception], ...]
@@ -77,7 +79,7 @@ def _safetensors(data: bytes, folder: Path) -> None:
 
 
 def _header(data: bytes, folder: Path) -> None:
-    """A header of the right length, and as many bytes behind it as it speaks of, if few."""
+    """Read a header of the right length, followed by the data it declares if that is small."""
     try:
         ends = [about["data_offsets"][1] for about in json.loads(data).values()]
         room = max(ends) if all(type(end) is int for end in ends) else 0
@@ -139,7 +141,7 @@ def _eamc_export(data: bytes, folder: Path) -> None:
 
 
 def _eamc_document(data: bytes, folder: Path) -> None:
-    """A container whose header has the right checksum, with the arrays of a whole one."""
+    """Read a container with a correct header checksum and the arrays of a valid one."""
     whole = _an_eamc().to_bytes()
     body = whole[16 + struct.unpack_from("<I", whole, 8)[0] :]
     prefix = struct.pack("<8sII", b"MOEINF\r\n", len(data), zlib.crc32(data))
@@ -162,7 +164,7 @@ def _torch_file(data: bytes, folder: Path) -> None:
 
 
 def _torch_pickle(data: bytes, folder: Path) -> None:
-    """A zip as torch writes it, around any pickle."""
+    """Read a zip file in torch's format around any pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("x/data.pkl", data)
@@ -182,7 +184,7 @@ def _tokenizer_config(data: bytes, folder: Path) -> None:
 
 
 def _generation(data: bytes, folder: Path) -> None:
-    """Values that cannot be used count as unsaid, whatever they are."""
+    """Read generation settings; invalid values count as missing."""
     (folder / "generation_config.json").write_bytes(data)
     assert all(type(end) is int for end in end_tokens(folder, SimpleNamespace(eos=None)))  # type: ignore[arg-type]
     model_defaults(folder)

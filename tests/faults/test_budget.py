@@ -1,6 +1,6 @@
-"""A whole conversation under the limit of a cgroup that is just what was promised.
+"""Run a whole conversation in a cgroup whose limit is exactly the promised memory.
 
-Over it the kernel kills; a budget that is kept is a conversation that ends.
+The kernel kills a process above the limit, so the conversation ends only within the budget.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ with Engine.open(manifest, folder, config, settings) as engine:
 
 @pytest.fixture
 def group() -> Iterator[tuple[Path, str]]:
-    """A memory cgroup of our own and the name of its limit."""
+    """Yield a new memory cgroup and the name of its limit."""
     for root, limit in GROUPS:
         folder = root / f"moeinf-{os.getpid()}"
         with suppress(OSError):
@@ -85,6 +85,6 @@ def test_a_conversation_under_a_cgroup_limit(
     assert run.returncode == 0, f"{run.returncode}: {run.stderr}"
     room, evicted = run.stdout.split()
     assert int(room) >= 0
-    assert evicted == "True"  # more came in than there is room for
+    assert evicted == "True"  # more was loaded than fits
     for _ in range(turns):
         tally("a turn within the limit")

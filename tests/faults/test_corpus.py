@@ -1,5 +1,7 @@
-"""What the fuzzer has found interesting, and a few thousand inputs more. scripts/fuzz.py does it
-for hours."""
+"""Run the fuzzer's saved corpus and a few thousand new inputs.
+
+scripts/fuzz.py runs for hours.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_every_input_is_read_or_refused(name: str, tmp_path: Path, tally: Tally)
 
 
 def test_the_fuzzer_finds_what_is_planted(tmp_path: Path) -> None:
-    """It is run on a reader with a fault, and must say so."""
+    """The fuzzer runs on a reader with a planted fault and must report it."""
     planted = """
 import sys
 from scripts import fuzz

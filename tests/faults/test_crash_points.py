@@ -1,6 +1,6 @@
-"""kill -9, power cuts, full disks at the calls that change the disk: before or after, no between.
+"""kill -9, power cuts and full disks at calls that change the disk: old or new state only.
 
-By default every few points; with -m full, as by `python scripts/crash_points.py`, every one.
+The default is some of the points. `-m full` runs every one, like `python scripts/crash_points.py`.
 """
 
 from __future__ import annotations

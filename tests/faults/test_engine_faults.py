@@ -23,7 +23,7 @@ INSIDE = Path(__file__).with_name("inside.py")
 def test_a_generation_in_which_something_fails(
     what: str, every_point: bool, shim: Path, demo_home: Path, tally: Tally
 ) -> None:
-    """One EIO, short and slow reads change nothing; a drive that means it fails by name."""
+    """One EIO, short reads and slow reads change nothing; a persistent error names the file."""
     step = 1 if every_point else 5 if what == "memory" else 41
     run = subprocess.run(
         [sys.executable, str(INSIDE), str(demo_home), what, str(step)],

@@ -1,7 +1,7 @@
-"""Repositories that lie: names, sizes, headers, configs, tokenizers, templates, in any combination.
+"""Hostile repositories: names, sizes, headers, configs, tokenizers and templates, combined.
 
-A pull of one either makes a model that verifies or ends in an error of a kind that is promised, and
-writes nothing outside the model's folder.
+A pull makes a model that verifies, or ends in a documented error. It writes nothing outside the
+model's folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def slowly(every_point: bool) -> settings:
 
 
 def ignore(*_: object) -> None:
-    """No progress, no notes."""
+    """Ignore progress and notes."""
 
 
 def test_what_the_hub_says(every_point: bool, tally: Tally) -> None:
@@ -107,7 +107,7 @@ FILES = (
 
 
 def test_what_a_repository_holds(tmp_path: Path, every_point: bool, tally: Tally) -> None:
-    """One value of its JSON, or some bytes of a file, is not what it should be."""
+    """One JSON value or some bytes of a file are invalid."""
     whole = tmp_path / "whole"
     make_checkpoint(whole, config(1, 2, 64, 48, 1), file_bytes=30_000)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -175,6 +175,6 @@ def _spoil(path: Path, data: st.DataObject) -> None:
 
 
 def _everything(root: Path, but: Path) -> set[str]:
-    """Every file but those of a home."""
+    """Return every file outside a home."""
     found = (str(Path(at) / name) for at, _, names in os.walk(root) for name in names)
     return {path for path in found if not path.startswith(str(but))}

@@ -1,4 +1,4 @@
-"""Schemas that kill, wedge or fill what compiles them; a server that ends whatever hangs in it."""
+"""Schemas that kill, hang or fill the compiling process; a server that ends such a process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ main()
 
 
 def test_other_requests_go_on(demo_home: Path, tally: Tally) -> None:
-    """One place, and it is free while a hostile schema is compiled."""
+    """The only place is free while a hostile schema is compiled."""
     with ThreadPoolExecutor(8) as pool, serving(demo_home, parallel=1) as address:
         ask = partial(httpx.post, f"{address}/api/generate", timeout=60)
         assert ask(json=ASK).json()["response"] == "42"

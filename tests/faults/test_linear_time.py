@@ -1,4 +1,4 @@
-"""Twice as much text of a request takes at most three times as long: nothing is quadratic."""
+"""Twice as much request text takes at most three times as long: nothing is quadratic."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.faults import request_targets
 from tests.faults.conftest import Tally
 from tests.faults.request_targets import answer_to
 
-FLOOR_S = 0.1  # what is faster is not compared
+FLOOR_S = 0.1  # shorter times are not compared
 REFUSALS = (ValueError, BadName, BadJson, BadRequest, BadCheckpoint)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Processor time of this process: other work on the machine does not count."""
+    """Measure processor time of this process: other work on the machine does not count."""
     gc.disable()
     try:
         start = time.process_time()
@@ -45,8 +45,11 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def check(work: Callable[[int], Callable[[], object]], n: int) -> None:
-    """work(n) makes something of size n ready, and gives what is measured."""
-    for _ in range(3):  # a quadratic one fails each time
+    """Assert that work(2n) takes at most three times as long as work(n), plus FLOOR_S.
+
+    work(n) prepares an input of size n and returns the function to measure.
+    """
+    for _ in range(3):  # quadratic work fails each time
         once, twice = seconds(work(n)), seconds(work(2 * n))
         if twice <= 3 * once + FLOOR_S:
             return
@@ -159,7 +162,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def _bodies(n: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    few = min(n // 20, 4000)  # of lists with at most 4096 items
+    few = min(n // 20, 4000)  # for lists with at most 4096 items
     calls = {"role": "assistant", "content": "", "tool_calls": [_CALL] * few}
     text = '{"a": [' + "1, " * n + "1]}"
     said = {"function": {"name": "f", "arguments": text}}
@@ -188,7 +191,7 @@ def _bodies(n: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", _bodies(1))
 def test_requests(name: str, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the whole application: checked, worded, rendered, cut into tokens."""
+    """The whole application: validation, conversion, rendering, tokenization."""
     monkeypatch.setattr(request_targets._worker().engine.info, "context", 1 << 20)
     statuses = []
 

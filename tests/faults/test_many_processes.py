@@ -17,7 +17,7 @@ from moeinf.runtime.names import ModelName
 from tests.cli.conftest import COMMAND, command_in, environment
 from tests.faults.conftest import Tally
 
-# What a process that lost a race may say; anything else that fails is wrong.
+# Allowed messages of a process that lost a race; any other failure is wrong.
 _FAIR = re.compile(
     r"no model|is in use|another process is pulling|is there already|unfinished pull|"
     r"is not what was pulled|cannot be read|No such file|is using|in use by process"

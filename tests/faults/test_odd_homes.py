@@ -1,4 +1,4 @@
-"""FIFOs, devices and folders in the place of a home's files: every command ends, and in words."""
+"""FIFOs, devices and folders instead of a home's files: every command ends with a message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FILES = [
     "history",
 ]
 COMMANDS = [["list"], ["show", "demo"], ["ps"], ["stop", "demo"], ["prune"], ["pull", "demo"]]
-SLOWER = [  # these load the model, or read all of it
+SLOWER = [  # these load the model, or read it completely
     ["run", "demo", "17+25=", "--memory", "30%"],
     ["verify", "demo"],
     ["eamc", "show", "demo"],
@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def home(demo_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home with the demo. What blocks in it is interrupted."""
+    """Return a home with the demo; a call that blocks is interrupted."""
     shutil.copytree(demo_home / MODEL, tmp_path / MODEL, copy_function=os.link)
     monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
     monkeypatch.setenv("MOEINF_HOST", "127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""A home on a read-only file system: what is there runs, and a note says what is not remembered."""
+"""A home on a read-only file system: models run, and a note names what is not stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@
 
 
 def run(home: Path, *arguments: str) -> Result:
-    """In a mount namespace of its own, where the home cannot be written, not by root either."""
+    """Run in a new mount namespace with a read-only home, also for root."""
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", READ_ONLY, str(home), *COMMAND, *arguments],
         env=environment(home),

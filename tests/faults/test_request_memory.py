@@ -1,4 +1,4 @@
-"""A server process whose requests are as wasteful as they can be: memory stays near the body's."""
+"""A server process under the most wasteful requests: memory stays near the body's size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cli.conftest import COMMAND, environment
 from tests.faults.conftest import Tally
 from tests.server.request_shapes import MODEL, least, places
 
-TIMES = 16  # of the body
+TIMES = 16  # multiple of the body
 FREE_BYTES = 16 << 20  # for short bodies with many small objects
 ITEMS = 1_000_000
 WRONG = ("{}", "-9")
@@ -31,14 +31,14 @@ AND_ONCE = ('"ab"', "null", "[]", "[[]]", '{"a":{}}', "1.5", '"\U0001f600"', "[[
 
 
 class Process:
-    """`moeinf serve`, and how much memory it holds."""
+    """A `moeinf serve` process and its memory."""
 
     def __init__(self, address: str, pid: int) -> None:
         self.client = httpx.Client(base_url=address, timeout=60)
         self._folder = Path(f"/proc/{pid}")
 
     def grew_by(self, method: str, path: str, body: str) -> tuple[int, int]:
-        """(the status of a request, bytes that it took at its peak)."""
+        """Return a request's status and the bytes of memory at its peak."""
         headers = {"Content-Type": "application/json"}
         with self.peak() as peak:
             answer = self.client.request(method, path, content=body.encode(), headers=headers)
@@ -46,7 +46,7 @@ class Process:
 
     @contextmanager
     def peak(self) -> Iterator[Callable[[], int]]:
-        """The bytes that were held at once from here on, beyond those before."""
+        """Measure the peak memory within the block, beyond the memory before."""
         (self._folder / "clear_refs").write_text("5")
         before = self._bytes("VmRSS")
         yield lambda: self._bytes("VmHWM") - before
@@ -58,7 +58,7 @@ class Process:
 
 
 def _limited() -> None:
-    """So that a request that goes wrong does not take the machine's memory."""
+    """Limit memory, to protect the machine from a request that goes wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (3 << 30,) * 2)
 
 
@@ -134,7 +134,7 @@ def test_objects_of_many_fields(server: Process, document: dict[str, Any], tally
 def test_as_many_items_as_are_taken(
     server: Process, document: dict[str, Any], tally: Tally
 ) -> None:
-    """The longest lists of the least valid items: many tiny messages, tools, calls."""
+    """The longest lists of the smallest valid items: many tiny messages, tools, calls."""
     schemas = document["components"]["schemas"]
     for place in places(document):
         if place.kind == "array":
@@ -158,14 +158,14 @@ def test_enums_of_millions_and_options(server: Process, tally: Tally) -> None:
 
 
 def test_many_bodies_that_are_half_sent(server: Process, tally: Tally) -> None:
-    """40 of them held 1.3 GB for a minute."""
+    """40 of them once held 1.3 GB for a minute."""
     host, port = server.client.base_url.host, server.client.base_url.port
     assert port is not None
     head = b"POST /api/chat HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n"
     with ExitStack() as stack, server.peak() as peak:
         for _ in range(40):
             sock = stack.enter_context(socket.create_connection((host, port), timeout=30))
-            with suppress(OSError):  # it may be refused before all of this is sent
+            with suppress(OSError):  # the server may refuse it before all of this is sent
                 sock.sendall(head + b" " * 7_900_000)
             tally("half a body")
         assert server.client.get("/health").status_code == 200

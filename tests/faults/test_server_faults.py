@@ -1,4 +1,4 @@
-"""A server whose engine fails in every way, and clients that leave while they wait."""
+"""A server whose engine fails in every way, and clients that disconnect while they wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_after(address: str, line: str) -> None:
-    """Asks for a whole answer, and hangs up once /metrics has the line."""
+    """Request a whole answer, and disconnect once /metrics has the line."""
     host, port = address.removeprefix("http://").split(":")
     body = json.dumps(LONG).encode()
     with socket.create_connection((host, int(port)), timeout=10) as sock:
@@ -49,7 +49,7 @@ def leave_after(address: str, line: str) -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_a_client_that_leaves_before_its_answer_begins(demo_home: Path, tally: Tally) -> None:
-    """It gets no stream, so nothing but its hanging up says that it has gone."""
+    """There is no stream yet, so only the closed connection shows that the client left."""
     with serving(demo_home, parallel=1, max_queue=2) as address:
         running, waiting = (
             f'num_requests_{what}{{model_name="demo:bf16"}} ' for what in ("running", "waiting")
@@ -59,7 +59,7 @@ def test_a_client_that_leaves_before_its_answer_begins(demo_home: Path, tally: T
         tally("left while it was answered")
         with httpx.stream("POST", f"{address}/api/generate", json={**LONG, "stream": True}) as one:
             next(one.iter_lines())
-            for _ in range(6):  # more than may wait: those who have gone take no place
+            for _ in range(6):  # more than the queue holds: clients that left occupy no place
                 leave_after(address, waiting)
                 tally("left while it waited")
         answer = httpx.post(f"{address}/api/generate", json=ASK, timeout=60)
@@ -88,7 +88,7 @@ def test_an_engine_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     tally: Tally,
 ) -> None:
-    """Whoever waits hears of it, at once; the next request is answered."""
+    """Every waiting client gets the error at once; the next request is answered."""
     whole, at = getattr(Engine, where), 0
 
     def failing(self: Engine, *arguments: Any, **options: Any) -> Any:
@@ -164,7 +164,10 @@ def test_a_long_prompt_is_refused_before_it_is_cut_into_tokens(demo_home: Path) 
 
 
 def test_half_a_character_is_no_bug(demo_home: Path, tally: Tally) -> None:
-    """JSON can spell it; it counts as a question mark. Found by the soak."""
+    """JSON can contain a lone surrogate; it counts as a question mark.
+
+    The soak test found it.
+    """
     half = "17+25=\ud800"
     bodies = {
         "/api/generate": {**ASK, "prompt": half},

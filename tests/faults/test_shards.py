@@ -1,4 +1,4 @@
-"""Flipped, cut and swapped shards, before and while a model is loaded: never a wrong token."""
+"""Flipped, truncated and swapped shards, before and during loading: never a wrong token."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def cut(path: Path, rng: random.Random) -> None:
 
 
 def swap(path: Path, rng: random.Random) -> None:
-    """The bytes of another expert, of the right length and with a right checksum of their own."""
+    """Write another expert's bytes, with the same length and their own valid checksum."""
     others = [p for p in path.parent.iterdir() if p != path]
     path.write_bytes(rng.choice(others).read_bytes())
 
 
 def replace(path: Path, rng: random.Random) -> None:
-    """As an editor writes: another file under its name."""
+    """Replace the file by a new one of the same name, like an editor."""
     new = path.with_suffix(".new")
     new.write_bytes(path.read_bytes()[:-1] + b"\xff")
     new.replace(path)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at every token: the answer ends within one, and nothing stays behind."""
+"""SIGINT and SIGTERM at every token: the answer ends within a token and leaves nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = SamplingOptions(temperature=0)
 
 
 def orphans(home: Path) -> set[str]:
-    """Template workers of this MOEINF_HOME whose parent has ended."""
+    """Return template workers of this MOEINF_HOME whose parent has ended."""
     listed = subprocess.run(
         ["ps", "-eo", "ppid,pid,args"], capture_output=True, text=True, check=True
     ).stdout
@@ -41,14 +41,17 @@ def orphans(home: Path) -> set[str]:
 
 
 def variables_of(pid: str) -> bytes:
-    """A process's environment; of one that has just ended, nothing."""
+    """Return a process's environment, or nothing if the process has just ended."""
     with suppress(OSError):
         return Path("/proc", pid, "environ").read_bytes()
     return b""
 
 
 def held() -> tuple[int, int]:
-    """Descriptors but for shards, and threads; not what earlier tests left to be collected."""
+    """Count descriptors except those of shards, and threads.
+
+    Garbage of earlier tests is collected first.
+    """
     gc.collect()
     links = [str(p.readlink()) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
     shards = sum(link.endswith(".safetensors") for link in links)
@@ -59,7 +62,7 @@ def held() -> tuple[int, int]:
 def test_a_signal_at_every_token(
     kind: signal.Signals, open_engine: Callable[..., Engine], tally: Tally
 ) -> None:
-    """It is sent while the token that follows is on its way."""
+    """The signal comes during the computation of the next token."""
     engine = open_engine(memory="10%")
     right = "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits()))
     at = passed = last = 0
@@ -93,14 +96,14 @@ def test_a_signal_at_every_token(
             if kind == signal.SIGINT:
                 tally("ended by SIGINT")
             passed = at  # no more signals
-            assert "".join(talk.ask(PROMPT, GREEDY, Limits()))  # the same conversation goes on
+            assert "".join(talk.ask(PROMPT, GREEDY, Limits()))  # the same conversation continues
         else:
             raise AssertionError("the answer has no end")
     assert last > 15
     assert "".join(Conversation(engine).ask(PROMPT, GREEDY, Limits())) == right
     until = time.monotonic() + 10
     while held() != before and time.monotonic() < until:
-        time.sleep(0.1)  # threads that earlier tests have left may hold a descriptor for a moment
+        time.sleep(0.1)  # threads of earlier tests may hold a descriptor for a moment
     assert held() == before
 
 
@@ -124,7 +127,7 @@ def test_a_process_that_is_told_to_end(
             time.sleep(0.5)
         process.send_signal(kind)
         _, error = process.communicate(timeout=60)
-        assert process.returncode in (0, 130, 143, -kind), error  # -kind: while it is imported
+        assert process.returncode in (0, 130, 143, -kind), error  # -kind: during the import
         assert b"Traceback" not in error
         tally(f"exit code {process.returncode}")
     assert Registry(Settings(demo_home).run).engines() == []

@@ -1,6 +1,6 @@
-"""What the fuzzer aims at in tokenizer files: they pass the trial of a pull, or are refused by it.
+"""Fuzzer targets for tokenizer files: each passes the trial of a pull or is refused by it.
 
-Does not know how inputs are made. What has passed is used in this process, which must live.
+A file that passed is then used in this process, which must survive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sentencepiece(data: bytes, folder: Path) -> None:
 
 
 def tokenizers() -> list[bytes]:
-    """The good ones, and the small hostile ones, with a vocabulary that leaves room to mutate."""
+    """Return valid and small hostile files whose vocabulary leaves room to mutate."""
     found = []
     for _, file in [*good(), *list(hostile())[::3]]:
         vocabulary = file.get("model", {}).get("vocab")
