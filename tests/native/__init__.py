@@ -1,1 +1,1 @@
-"""Tests of the compiled floor."""
+"""Tests of the compiled modules."""

@@ -1,5 +1,5 @@
-// CHECK for the C++ drivers: unlike assert it is there in every build, and it names the line.
-// Does not know what is tested. on_failure, when set, says more: a seed, a schedule.
+// CHECK for the C++ drivers: unlike assert it exists in every build, and it prints the line.
+// on_failure, when set, prints more: a seed, a schedule.
 #pragma once
 
 #include <cstdio>

@@ -1,7 +1,4 @@
-"""Shards on disk, and the C++ drivers.
-
-Does not know what any test expects.
-"""
+"""Shards on disk, and the C++ drivers."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,7 +14,7 @@ from tests.native.drivers import PROGRAMS, Drivers
 @dataclass(frozen=True)
 class Shard:
     path: Path
-    payload: bytes  # what stands from SHARD_DATA_OFFSET to the end of the file
+    payload: bytes  # the bytes from SHARD_DATA_OFFSET to the end of the file
 
     @property
     def crc32c(self) -> int:
@@ -48,7 +45,7 @@ def make_shard(tmp_path: Path) -> Callable[..., Shard]:
 def drivers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Drivers]:
-    """All C++ drivers, being built in the background, kept in pytest's cache between runs."""
+    """Return all C++ drivers, built in the background and cached by pytest between runs."""
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
     drivers = Drivers(folder)

@@ -1,6 +1,5 @@
-// Runs CopyQueueCore on real threads with a reader under the test's control; built with
-// ThreadSanitizer and with AddressSanitizer. Does not know of files or Python. Prints nothing and
-// exits 0 when every check held.
+// Runs CopyQueueCore on real threads with a reader that the test controls. It is built with
+// ThreadSanitizer and with AddressSanitizer. Prints nothing and exits 0 when every check held.
 #include "queue_bench.h"
 
 namespace {
@@ -14,8 +13,8 @@ void demand_overtakes() {
     for (std::uint64_t i = 0; i < 64; ++i)
         speculative.push_back(bench.submit(bench.source(i), i, i == 9 ? 0.5 : 0.25));
     bench.queue->raise_priority(speculative[40], 0.75);
-    bench.queue->raise_priority(speculative[41], 0.1);  // lower: nothing happens
-    bench.queue->raise_priority(running, kDemand);      // running: nothing happens
+    bench.queue->raise_priority(speculative[41], 0.1);  // lower: no effect
+    bench.queue->raise_priority(running, kDemand);      // running: no effect
     CHECK(!bench.queue->cancel(running));
     CHECK(bench.queue->cancel(speculative[3]));
     CHECK(!bench.queue->cancel(speculative[3]));
@@ -30,11 +29,12 @@ void demand_overtakes() {
         if (i != 3 && i != 9 && i != 40 && i != 50) expected.push_back(i);
     CHECK(bench.reader.order == expected);
     CHECK(bench.queue->counters().cancelled == 1 && bench.queue->counters().done == 65);
-    CHECK(bench.queue->collect().size() == 65);  // all but the one waited for
+    CHECK(bench.queue->collect().size() == 65);  // all but the delivered one
     CHECK(bench.queue->counters().undelivered == 0);
 }
 
-// Behind 64 speculative tickets, as many of them running as may: demand does not wait for one.
+// 64 speculative tickets are queued, and the maximum number of them is running: demand does not
+// wait for one.
 void demand_does_not_wait_for_running_speculation() {
     constexpr int kReaders = 8;
     Bench bench(kReaders);
@@ -42,7 +42,7 @@ void demand_does_not_wait_for_running_speculation() {
     for (std::uint64_t i = 0; i < 64; ++i) bench.submit(bench.source(i), i, 0.25);
     bench.reader.await_at_gate(speculative_limit(kReaders));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    CHECK(bench.queue->counters().running == 6);  // and no more of them
+    CHECK(bench.queue->counters().running == 6);  // the maximum stays
     const Ticket demand[] = {bench.submit(bench.source(200), 80, kDemand),
                              bench.submit(bench.source(201), 81, kDemand)};
     bench.reader.await_at_gate(kReaders);
@@ -57,8 +57,8 @@ void demand_does_not_wait_for_running_speculation() {
     CHECK(bench.queue->counters().done == 66);
 }
 
-// Two reads keep this drive busy. Speculation begins below that; demand always; and while two
-// demands run, what is speculative waits.
+// Two reads keep this drive busy. Speculation starts only below that limit, demand always. While
+// two demands run, speculation waits.
 void speculation_waits_for_a_busy_drive() {
     Bench bench(4, 1e9, 2);
     const auto settled = [&](int running) {
@@ -177,7 +177,7 @@ void close_wakes_everyone() {
         });
     while (cancelled < 18) std::this_thread::yield();  // before any running read has ended
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    CHECK(closed == 0);  // every close() returns only when the readers are gone
+    CHECK(closed == 0);  // every close() returns only after the readers have ended
     bench.reader.set_gate(false);
     for (auto& thread : threads) thread.join();
     CHECK(done == 2 && cancelled == 18);
@@ -250,8 +250,8 @@ void a_thread_that_does_not_start() {
     starts_allowed = 1 << 30;
 }
 
-// Threads own disjoint slots and do random things; one closes in the middle. Every ticket must be
-// delivered exactly once, with the right bytes when done.
+// Threads own disjoint slots and perform random operations; one closes in the middle. Every ticket
+// must be delivered exactly once, with the right bytes when done.
 void random_stress(unsigned seed) {
     constexpr int kThreads = 4;
     constexpr std::size_t kOwn = kSlots / kThreads;

@@ -1,5 +1,5 @@
-// Compiles where our declarations of the driver's calls are those of NVIDIA's cuda.h.
-// Handles and result codes have types of their own there: what counts is how an argument is passed.
+// Compiles only if our declarations of the driver's calls match NVIDIA's cuda.h. Handles and result
+// codes have their own types there, so the check compares how an argument is passed.
 #include <cuda.h>
 
 #include <cstddef>
@@ -13,7 +13,7 @@ template <class T>
 constexpr bool handle =
     std::is_same_v<T, CUctx_st> || std::is_same_v<T, CUstream_st> || std::is_same_v<T, CUevent_st>;
 
-// What stands behind a pointer is alike as well; our handles are void*.
+// Types behind a pointer must match as well; our handles are void*.
 template <class Ours, class Theirs>
 constexpr bool alike =
     sizeof(Ours) == sizeof(Theirs) && std::is_pointer_v<Ours> == std::is_pointer_v<Theirs>;

@@ -1,10 +1,10 @@
 // Device slots over the fake libcuda: every kernel must see the bytes that were copied for it.
-// Does not know how streams are ordered inside. Linked with -rdynamic, so that the driver finds the
-// fake's calls in this very program.
+// Linked with -rdynamic, so that the driver finds the fake's calls in this program.
 //
-// Host slots are filled with a version number, copied, read by "kernels" (host functions on the
-// compute stream, which compare every byte), and overwritten as soon as no batch reads them, while
-// another thread page-locks the pool. Deferred streams with many seeds, then real threads.
+// Host slots are filled with a version number, copied, and read by "kernels" (host functions on the
+// compute stream, which compare every byte). A slot is overwritten as soon as no batch reads it,
+// while another thread page-locks the pool. First come deferred streams with many seeds, then real
+// threads.
 #include <cstring>
 #include <memory>
 #include <random>
@@ -116,7 +116,7 @@ class Play {
     moeinf::StreamHandle compute_ = nullptr;
     std::unique_ptr<moeinf::DeviceSlots> slots_;
     unsigned char versions_[kHostSlots] = {};
-    unsigned char there_[kDeviceSlots] = {};  // fresh device memory is zero here
+    unsigned char there_[kDeviceSlots] = {};  // fresh device memory of the fake is zero
     moeinf::Batch read_by_[kHostSlots] = {};
 };
 

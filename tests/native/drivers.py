@@ -1,7 +1,7 @@
-"""Builds the C++ drivers of this folder, with a sanitizer or a deliberate fault, and keeps them.
+"""Build the C++ drivers of this folder, with a sanitizer or a planted fault, and cache them.
 
-Does not know what they check. A program is built anew when a header, its sources, the flags or the
-compiler change. The faults are replacements of text in a copy of native/: the product has no hooks.
+A program is rebuilt when a header, its sources, the flags or the compiler change. A fault replaces
+text in a copy of native/, so the product has no test hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
 BUILD_TIMEOUT_S = 240
-RUN_TIMEOUT_S = 120  # a driver that deadlocks is killed, and fails
+RUN_TIMEOUT_S = 120  # a driver that deadlocks is killed and fails
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 _NO_SANITIZER = ("libtsan", "libasan", "cannot find -l")
 
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Program:
-    """tests/native/<driver>.cpp with files of native/, under -fsanitize=<sanitizer>."""
+    """A program of tests/native/<driver>.cpp and files of native/, with -fsanitize=<sanitizer>."""
 
     driver: str
     sources: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ PROGRAMS = (
 
 
 class Drivers:
-    """Programs in a folder that outlives the tests, built by as many threads as there are cores."""
+    """Programs in a folder that outlives the tests, built by one thread per core."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -113,13 +113,16 @@ class Drivers:
         self._builds: dict[Program, Future[Path]] = {}
 
     def start(self, programs: Iterable[Program]) -> None:
-        """Begins to build what is not there."""
+        """Start to build missing programs."""
         for program in programs:
             if program not in self._builds:
                 self._builds[program] = self._pool.submit(_built, program, self._folder)
 
     def run(self, program: Program, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """What the program says. Skips the test where it cannot be built or run."""
+        """Run a program and return its output.
+
+        Skips the test where it cannot be built or run.
+        """
         self.start([program])
         ended = subprocess.run(
             [str(self._builds[program].result()), *arguments],

@@ -1,6 +1,6 @@
-"""The fake libcuda from Python: built once, configured, and asked what it has seen.
+"""The fake libcuda from Python: build it once, configure it, and read its counters.
 
-Does not know what uses it. One process has one fake: `Fake.reset` makes it as new between tests.
+One process has one fake: `Fake.reset` restores its initial state between tests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pytest
 
 SOURCE = Path(__file__).with_name("fake_libcuda.cpp")
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared", "-fPIC")
-_NAME = "-Wl,-soname,libnvidia-ml.so.1"  # who opens NVML once this is loaded, gets this
+_NAME = "-Wl,-soname,libnvidia-ml.so.1"  # a later load of NVML by name finds this library
 _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def built_fake(folder: Path, version: int = 13000) -> Path:
-    """The library, in a folder that outlives the tests. Skips where there is no compiler."""
+    """Return the library, in a folder that outlives the tests; skip without a compiler."""
     flags = (*_FLAGS, f"-DFAKE_CUDA={version}")
     compiler = shutil.which("g++")
     if compiler is None:
@@ -33,7 +33,8 @@ def built_fake(folder: Path, version: int = 13000) -> Path:
     digest = hashlib.sha256(source + repr((flags, _NAME)).encode()).hexdigest()[:16]
     library = folder / f"libfakecuda-{digest}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # others may build it, too
+        # other processes may build it, too
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch, library.name)
             subprocess.run([compiler, *flags, _NAME, "-o", str(made), str(SOURCE)], check=True)
             made.replace(library)
@@ -51,9 +52,9 @@ class Fake:
         self._kept: list[object] = []  # callbacks must outlive their call
 
     def reset(self, words: str = "") -> None:
-        """See fake_libcuda.cpp for the words. Nothing may be queued."""
+        """Reset the fake while nothing is queued; fake_libcuda.cpp documents the words."""
         if self.count("allocated"):
-            gc.collect()  # tracebacks keep what failed
+            gc.collect()  # tracebacks keep failed objects alive
         self._kept.clear()
         self._calls.fake_reset(words.encode())
 
@@ -61,11 +62,14 @@ class Fake:
         self._calls.fake_configure(words.encode())
 
     def count(self, name: str) -> int:
-        """Calls of that name, or "allocated", "registered", "handles", "bytes copied" …"""
+        """Return the number of calls of a name, or a figure.
+
+        Figures are "allocated", "registered", "handles", "bytes copied" and others.
+        """
         return int(self._calls.fake_count(name.encode()))
 
     def launch(self, stream: int, function: Callable[[], None]) -> None:
-        """Queues a "kernel": Python code, run when the stream comes to it."""
+        """Queue a "kernel": Python code that runs when the stream reaches it."""
         callback = _HostFunction(lambda _: function())
         self._kept.append(callback)
         code = self._calls.cuLaunchHostFunc(stream or None, callback, None)
@@ -73,7 +77,7 @@ class Fake:
             raise RuntimeError(f"cuLaunchHostFunc: {code}")
 
     def synchronise(self, stream: int) -> None:
-        """Returns when the stream has run; as torch does it, with its context current."""
+        """Wait for the stream with its context current, like torch."""
         popped = ctypes.c_void_p()
         self._calls.cuCtxPushCurrent_v2(ctypes.c_void_p(self._context()))
         code = self._calls.cuStreamSynchronize(ctypes.c_void_p(stream))
@@ -89,5 +93,5 @@ class Fake:
 
 
 def view(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Device memory of the fake, which is host memory."""
+    """Return device memory of the fake, which is host memory."""
     return (ctypes.c_char * size_bytes).from_address(address)

@@ -1,22 +1,22 @@
 // A libcuda without a GPU: device memory is host memory, streams run late and in any allowed order.
-// Does not know of slots. Built as a shared library by the tests; the product loads it as libcuda.
+// Built as a shared library by the tests; the product loads it as libcuda.
 //
-// Three ways to run what is queued (fake_configure, or the environment variable FAKE_CUDA):
+// Three modes run the queued operations (fake_configure, or the environment variable FAKE_CUDA):
 //
 //   deferred   nothing runs until a call must wait for it; then, and a little at random in other
-//              calls, the heads of the streams run in a seeded random order. Replays exactly.
+//              calls, the heads of the streams run in a seeded random order. Reproducible.
 //   at_once    everything runs when it is queued: a device that is never behind.
 //   threads    a thread per stream runs its queue, after random delays.
 //
-// All keep what CUDA promises, and nothing more: a stream's operations run in order; a wait holds
-// its stream until the event's record that was the latest when the wait was queued; a copy from
-// registered memory reads its source when it runs, one from pageable memory reads it at once. So a
-// wait that is missing, or a source that is overwritten too early, shows as wrong bytes.
+// All modes keep CUDA's guarantees and no others. A stream's operations run in order. A wait holds
+// its stream until the event's latest record at the time the wait was queued. A copy from
+// registered memory reads its source when it runs; a copy from pageable memory reads it at once. So
+// a missing wait, or a source that is overwritten too early, shows as wrong bytes.
 //
-// It also refuses what the real one refuses: calls without a current context, copies across two
-// registrations, more memory than there is. `fail=` makes calls fail at once; with code 700 a copy is
-// queued and fails when it runs, after which everything fails, as after a fault of the device.
-// Built with FAKE_CUDA, its version: 12080 and 13000 have the batched copy, each its own.
+// It also refuses calls that the real one refuses: calls without a current context, copies across
+// two registrations, requests for more memory than is free. `fail=` makes calls fail at once. With
+// code 700 a copy is queued and fails when it runs; then every call fails, as after a device fault.
+// FAKE_CUDA is the version at build time: 12080 and 13000 each have their own batched copy.
 #ifndef FAKE_CUDA
 #define FAKE_CUDA 13000
 #endif
@@ -54,7 +54,7 @@ int queue_copy(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* 
     Lock lock(s.mutex);
     if (const int code = enter("cuMemcpyBatchAsync")) return code;
     if (stream == nullptr || count == 0) return kInvalidValue;
-    constexpr int kInStreamOrder = 1;  // else the source may be read before the stream comes to it
+    constexpr int kInStreamOrder = 1;  // else the source may be read before the stream reaches it
     if (kinds != 1 || first[0] != 0 || attributes[0] != kInStreamOrder) return kInvalidValue;
     std::vector<std::size_t> order(count);  // the entries run in no particular order
     for (std::size_t i = 0; i < count; ++i) order[i] = i;
@@ -76,7 +76,7 @@ void fake_configure(const char* words) {
     state().configure(words);
 }
 
-// As in a new process, but for what is still allocated. To be called while nothing is queued.
+// Restores the state of a new process, except for allocations. Call it while nothing is queued.
 void fake_reset(const char* words) {
     State& s = state();
     const Lock lock(s.mutex);
@@ -95,7 +95,7 @@ void fake_reset(const char* words) {
     s.configure(words);
 }
 
-// Calls so far of that name; or "allocated", "registered", "bytes copied", ...
+// Returns the number of calls of that name; or "allocated", "registered", "bytes copied", ...
 long fake_count(const char* name) {
     State& s = state();
     const Lock lock(s.mutex);
@@ -237,7 +237,7 @@ int cuMemFree_v2(std::uint64_t memory) {
     if (found == s.allocated.end()) return kInvalidValue;
     const std::size_t bytes = found->second;
     s.allocated.erase(found);
-    for (Stream* stream : all_streams())  // waits for the device, as the real one does
+    for (Stream* stream : all_streams())  // waits for the device, like the real one
         wait_until([&] { return stream->queue.empty(); }, lock);
     munmap(reinterpret_cast<void*>(memory), bytes);
     return kOk;

@@ -1,7 +1,7 @@
-// The fake's NVML, as far as the product asks it. The library has its name, too (fake_cuda.py), and so is
-// found in its place. It is there with `nvml=processes`, and does not tell them apart with
-// `nvml=device`, as in a container; `said=` is what it says of us instead. What others hold (`others=`) belongs to process 1.
-// Included by fake_libcuda.cpp alone.
+// The fake's NVML, with the calls that the product makes. The library also has NVML's name
+// (fake_cuda.py), so a load of NVML finds it. `nvml=processes` enables it. `nvml=device` reports no
+// figures per process, as in a container. `said=` replaces the figure for this process. Memory of
+// others (`others=`) belongs to process 1. Included by fake_libcuda.cpp alone.
 #pragma once
 
 #include <unistd.h>

@@ -1,6 +1,5 @@
-// What the fake libcuda is made of: streams, events, registrations, failures, and how they run.
-// Does not know the driver's calls: fake_libcuda.cpp, whose top says what is promised, has those.
-// Included by it alone.
+// The parts of the fake libcuda: streams, events, registrations, failures, and their execution.
+// fake_libcuda.cpp has the driver's calls and documents the guarantees. Included by it alone.
 #pragma once
 
 #include <sys/mman.h>
@@ -62,7 +61,7 @@ struct State {
     std::size_t memory_bytes = std::size_t{1} << 30, context_bytes = std::size_t{8} << 20;
     std::size_t lockable_bytes = ~std::size_t{0}, others_bytes = 0;
     long said = -1;
-    std::string nvml;  // "": there is none; processes; device
+    std::string nvml;  // "": no NVML; processes; device
     bool fault_next = false;  // the next copy fails when it runs
     int devices = 1, retained = 0, sticky = kOk;
     unsigned delay_us = 200;
@@ -77,8 +76,8 @@ struct State {
         if (const char* words = std::getenv("FAKE_CUDA")) configure(words);
     }
 
-    // "mode=threads,seed=3,memory=1000000,context=9,others=9,lockable=5000,devices=1,delay_us=9,
-    //  nvml=processes,fail=CALL:AFTER:CODE:TIMES,mend" (mend: no call fails any more)
+    // `mode=threads,seed=3,memory=1000000,context=9,others=9,lockable=5000,devices=1,delay_us=9,`
+    // `nvml=processes,fail=CALL:AFTER:CODE:TIMES,mend` (the last word: calls stop failing)
     void configure(const std::string& words) {
         std::stringstream stream(words);
         for (std::string item; std::getline(stream, item, ',');) {
@@ -123,7 +122,7 @@ inline int primary;  // its address is the context
 
 using Lock = std::unique_lock<std::mutex>;
 
-// Counts the call; the code that it is to fail with, or kOk.
+// Counts the call; returns its planned error code, or kOk.
 inline int enter(const char* call, bool needs_context = true) {
     State& s = state();
     ++s.counts[call];
@@ -145,7 +144,7 @@ inline std::vector<Stream*> all_streams() {
     return found;
 }
 
-// Runs the head of a stream, if it can; the lock is given up meanwhile.
+// Runs the head of a stream, if possible; releases the lock meanwhile.
 inline bool run_head(Stream& stream, Lock& lock) {
     if (stream.queue.empty() || stream.running) return false;
     if (stream.queue.front().can_run && !stream.queue.front().can_run()) return false;
@@ -160,7 +159,7 @@ inline bool run_head(Stream& stream, Lock& lock) {
     return true;
 }
 
-// Deferred: one operation of a random stream; false: nothing can run.
+// Deferred mode: runs one operation of a random stream; false: none can run.
 inline bool run_one(Lock& lock) {
     auto streams = all_streams();
     std::shuffle(streams.begin(), streams.end(), state().random);
@@ -174,13 +173,14 @@ inline int wait_until(const std::function<bool()>& reached, Lock& lock) {
         if (state().threads) {
             state().changed.wait(lock);
         } else if (!run_one(lock)) {
-            return kUnknown;  // a deadlock of streams: cannot be, waits only look back
+            // a deadlock of streams: impossible, waits only refer to earlier records
+            return kUnknown;
         }
     }
     return state().sticky;
 }
 
-// A moment in which the device may, or may not, get on with its work.
+// A moment in which the device may make progress.
 inline void pass_time(Lock& lock) {
     if (state().threads) return;
     while (state().at_once && run_one(lock)) {
@@ -236,7 +236,7 @@ inline int queue(void* handle, std::function<void()> run, std::function<bool()> 
     return kOk;
 }
 
-// kOk when [from, from + bytes) lies in one registration; kNotRegistered when in none.
+// Returns kOk when [from, from + bytes) lies in one registration, kNotRegistered when in none.
 inline int registration_of(std::uintptr_t from, std::size_t bytes) {
     for (const auto& [base, size] : state().registered) {
         if (from + bytes <= base || from >= base + size) continue;

@@ -1,5 +1,5 @@
-// Runs FileReader with system calls that fail on demand; built with ThreadSanitizer, which also
-// sees a descriptor that is closed while another thread reads it, and with AddressSanitizer.
+// Runs FileReader with system calls that fail on demand. It is built with AddressSanitizer and with
+// ThreadSanitizer, which also detects a descriptor that is closed while another thread reads it.
 // Takes a folder to write in. Prints nothing and exits 0 when every check held.
 #include "queue/file_reader.h"
 
@@ -79,7 +79,7 @@ void reset() {
     largest_read = 1 << 30;
 }
 
-// The errno and kind of what read() throws, or 0.
+// Returns the errno and kind of read()'s error, or 0.
 int failing_code(FileReader& reader, const std::string& path, Slot& slot) {
     try {
         reader.read(path, kPageBytes, kBytes, slot.bytes);
@@ -117,7 +117,8 @@ void eio_is_retried_twice() {
     }
 }
 
-// One file is refused, at its open or at its first read: it alone is read through the page cache.
+// One file refuses O_DIRECT, at its open or at its first read: only it is read through the page
+// cache.
 void refused_direct_concerns_one_file() {
     if (O_DIRECT == 0) return;
     for (const bool at_open : {true, false}) {
@@ -130,7 +131,7 @@ void refused_direct_concerns_one_file() {
             CHECK(right(slot, file));
             CHECK(reader.direct() && reader.direct_refusals() == 1);
         }
-        CHECK(opens == 4);  // one more for the file that was refused
+        CHECK(opens == 4);  // one more for the file that refused
         const int direct_before = direct_reads;
         for (int file = 3; file < 6; ++file) {
             Slot slot;

@@ -1,5 +1,5 @@
-// Reads that do not end: given up, named, survived, and left alone at shutdown. Built with
-// ThreadSanitizer and with AddressSanitizer. Takes a folder to write in.
+// Reads that hang: they time out with the file's name, and shutdown does not wait for them. Built
+// with ThreadSanitizer and with AddressSanitizer. Takes a folder to write in.
 #include <sys/mman.h>
 
 #include <filesystem>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// A read that does not end: its waiter hears of it, its slot stays its own, others go on.
+// A read hangs: its waiter gets an error, its slot stays reserved, and other reads continue.
 void a_hung_read_is_given_up() {
     Bench bench(2, 0.2);
     const SourceId stuck = bench.source(1, "stuck"), fine = bench.source(2);
@@ -30,14 +30,14 @@ void a_hung_read_is_given_up() {
     CHECK(bench.wait(bench.submit(fine, 1, kDemand)));  // the other reader
     const Ticket second = bench.submit(stuck, 2, kDemand);
     CHECK(bench.failure(second)->code == ETIMEDOUT);
-    const Ticket queued = bench.submit(fine, 3, kDemand);  // nobody is left to read it
+    const Ticket queued = bench.submit(fine, 3, kDemand);  // no reader is left for it
     CHECK(bench.failure(queued)->path == "stuck");
     CHECK(bench.queue->drain(forever) && !bench.queue->close());
     bench.reader.stick(false);
     bench.queue.reset();  // waits for them
 }
 
-// Speculation that hangs does not keep other speculation from the reader that is left.
+// Hung speculation does not keep other speculation from the remaining reader.
 void a_hung_speculation_gives_up_its_place() {
     Bench bench(2, 0.2);
     bench.reader.stick(true);
@@ -55,14 +55,14 @@ void a_hung_read_comes_back() {
     CHECK(bench.failure(bench.submit(stuck, 0, kDemand))->code == ETIMEDOUT);
     bench.reader.stick(false);
     while (!bench.queue->can_submit(0)) std::this_thread::yield();
-    CHECK(bench.submit(stuck, 0, kDemand) == kResident);  // it was read and checked after all
+    CHECK(bench.submit(stuck, 0, kDemand) == kResident);  // the late read was complete and verified
     CHECK(bench.wait(bench.submit(bench.source(3), 0, kDemand)));
     CHECK(bench.queue->counters().hung == 0 && bench.queue->close());
 }
 
 std::size_t mapped = 0;
 
-// What an arena takes it gives back, to the last page; what is refused is an error with its size.
+// An arena frees all its pages; a refused allocation is an error with its size.
 void an_arena_gives_back_what_it_took() {
     ArenaCalls calls;
     calls.map = [](std::size_t bytes) {
@@ -87,7 +87,7 @@ void an_arena_gives_back_what_it_took() {
     }
 }
 
-// Real files: pread hangs on one, as a dead disk would have it.
+// Real files: pread hangs on one, as on a dead disk.
 std::mutex disk_mutex;
 std::condition_variable disk_moved;
 bool disk_dead = true;
@@ -108,8 +108,8 @@ std::ptrdiff_t threads() {
     return std::distance(directory_iterator("/proc/self/task"), directory_iterator());
 }
 
-// The queue is destroyed while its only reader hangs: that returns, and the reader, back from the
-// kernel, finds everything that it needs.
+// The queue is destroyed while its only reader hangs. The destructor returns, and the objects that
+// the reader needs stay alive until it returns from the kernel.
 void destroyed_while_a_read_hangs(const std::string& folder) {
     const std::ptrdiff_t before = threads();
     const std::string path = folder + "/shard";
@@ -126,15 +126,16 @@ void destroyed_while_a_read_hangs(const std::string& folder) {
         } catch (const Failed& error) {
             CHECK(error.failure()->code == ETIMEDOUT && error.failure()->path == path);
         }
-    }  // the pool's last owner, but for what the reader holds
-    slot[5] = std::byte{7};  // still there
+    }  // the pool's last owner, except for the reader's reference
+    slot[5] = std::byte{7};  // still allocated
     {
         const std::lock_guard lock(disk_mutex);
         disk_dead = false;
     }
     disk_moved.notify_all();
-    while (threads() > before) std::this_thread::yield();  // it writes, and leaves
-    CopyQueue next(std::make_shared<SlotPool>(1, kPageBytes), 1, 1, {});  // takes its things away
+    while (threads() > before) std::this_thread::yield();  // the reader writes, and exits
+    // frees the objects of the exited reader
+    CopyQueue next(std::make_shared<SlotPool>(1, kPageBytes), 1, 1, {});
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Plays small scenes with CopyQueueCore in every interleaving that its mutex allows, by depth-first
-// search over the scheduler's choices: a scene is played again from its start for each of them.
-// Timeouts never strike, so that a lost wake-up is a deadlock. Prints how many interleavings each
-// scene has; a failure prints the scene and the choices that led to it.
+// Runs small scenes with CopyQueueCore in every interleaving that its mutex allows. The search is
+// depth-first over the scheduler's choices, and each path restarts its scene. Timeouts never fire,
+// so a lost wake-up is a deadlock. Prints the number of interleavings per scene; a failure prints
+// the scene and its choices.
 #include "queue/copy_queue.h"
 
 #include <string>
@@ -23,16 +23,16 @@ std::vector<Choice> path;
 std::size_t depth = 0;
 const char* scene_name = "";
 
-bool exploring = true;  // false: a scene has shown what it is about and is only cleared away
+bool exploring = true;  // false: the scene's checks are done, and only cleanup remains
 
 std::size_t choose(std::size_t of) {
     if (!exploring) return 0;
     if (depth == path.size()) path.push_back({0, of});
-    CHECK(path[depth].of == of);  // the same choices must lead to the same place
+    CHECK(path[depth].of == of);  // the same choices must lead to the same state
     return path[depth++].chosen;
 }
 
-// To the next path in order; false after the last.
+// Advances to the next path in order; false after the last.
 bool next_path() {
     while (!path.empty() && path.back().chosen + 1 == path.back().of) path.pop_back();
     if (path.empty()) return false;
@@ -112,7 +112,7 @@ struct Scene {
     explicit Scene(int readers, int busy = kMaxReaders)
         : queue({kSlots, kSlotBytes, readers, 1e9, busy}, reader, copier, clock) {
         reader.copier = &copier;
-        if (readers == 1) return;  // else its start is one more source of interleavings
+        if (readers == 1) return;  // else its start adds more interleavings
         exploring = false;
         the_world.sleep(1);  // until all readers wait for work
         exploring = true;
@@ -125,7 +125,7 @@ struct Scene {
     void await_others() {
         for (auto& other : others) other.join();
     }
-    // done, cancelled, io ... as one letter
+    // Returns the outcome as one letter: done, cancelled, io ...
     char wait(Ticket ticket) {
         try {
             CHECK(queue.wait({&ticket, 1}, forever));
@@ -143,7 +143,7 @@ struct Scene {
     }
 };
 
-// Two waiters for two tickets, one of which fails: each end reaches its own, whoever is woken.
+// Two waiters for two tickets, one of which fails: each gets its own result in every wake-up order.
 void two_waiters() {
     Scene s(1);
     const Ticket good = s.queue.submit(s.source(2), 0, 1.0);
@@ -155,7 +155,7 @@ void two_waiters() {
     s.check_end();
 }
 
-// A cancellation against the reader that takes the ticket: exactly one of them gets it.
+// A cancellation races with the reader that takes the ticket: exactly one of them gets it.
 void cancel_against_take() {
     Scene s(1);
     const Ticket ticket = s.queue.submit(s.source(2), 0, 1.0);
@@ -165,7 +165,7 @@ void cancel_against_take() {
     s.await_others();
     CHECK(end == (cancelled ? 'c' : 'd'));
     CHECK(s.reader.order.size() == (cancelled ? 0 : 1));
-    CHECK((s.queue.submit(s.source(2), 0, 1.0) != kResident));  // another source, though alike
+    CHECK((s.queue.submit(s.source(2), 0, 1.0) != kResident));  // another source with equal content
     s.check_end();
 }
 
@@ -184,8 +184,8 @@ void close_against_wait() {
     s.check_end();
 }
 
-// Of two speculative reads the first does not end: the other, raised to demand by another thread,
-// is served by the reader that is kept for demand.
+// The first of two speculative reads does not end. Another thread raises the second one to demand,
+// and the reader reserved for demand serves it.
 void raise_overtakes_a_running_read() {
     Scene s(2);
     const Ticket held = s.queue.submit(s.source(2, "held"), 0, 1.0);
@@ -198,7 +198,7 @@ void raise_overtakes_a_running_read() {
     s.check_end();
 }
 
-// Demand arrives behind speculation of which none ends before it.
+// Demand arrives behind speculative reads that all end later.
 void demand_overtakes_running_reads() {
     Scene s(2);
     const SourceId sources[] = {s.source(2, "held"), s.source(4, "held")};
@@ -211,8 +211,8 @@ void demand_overtakes_running_reads() {
     s.check_end();
 }
 
-// One read keeps the drive busy: speculation that comes while demand runs is not forgotten when
-// that ends, though nobody was woken for it; and the two never share the drive.
+// One read keeps the drive busy. Speculation that comes while demand runs is started when the
+// demand ends, although no wake-up was sent for it. The two never share the drive.
 void speculation_waits_for_demand() {
     Scene s(2, 1);
     const Ticket demand = s.queue.submit(s.source(2), 0, kDemand);
@@ -223,7 +223,7 @@ void speculation_waits_for_demand() {
     s.check_end();
 }
 
-// A slot that is asked for again while, and after, it is filled.
+// A slot is requested again while, and after, it is filled.
 void resident_or_not() {
     Scene s(1);
     const SourceId source = s.source(2);

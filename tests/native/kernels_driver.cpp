@@ -1,5 +1,5 @@
-// What the kernels compute from fixed inputs: one line "what crc32c" per format, activation and count.
-// Does not know what is right: scripts/check_aarch64.py compares processors, test_kernels.py paths.
+// The kernels' results for fixed inputs: one line "name crc32c" per format, activation and count.
+// scripts/check_aarch64.py compares processors, test_kernels.py compares paths.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +19,7 @@ using namespace moeinf;
 
 constexpr std::size_t kHidden = 70, kInner = 45, kRows = 16;
 
-// xorshift: the same numbers everywhere.
+// xorshift: the same numbers on every machine.
 float next_number() {
     static std::uint32_t state = 2463534242u;
     state ^= state << 13, state ^= state >> 17, state ^= state << 5;
@@ -30,7 +30,7 @@ struct alignas(64) Line {
     std::byte bytes[64];
 };
 
-// Bytes at a multiple of 64, as a slot has them.
+// Bytes at a multiple of 64, like a slot's.
 class Buffer {
   public:
     explicit Buffer(std::size_t bytes) : lines_((bytes + 63) / 64), bytes_(bytes) {}
@@ -102,7 +102,7 @@ void router(ThreadPool& pool) {
 
 }  // namespace
 
-// Arguments: the path's name, or "" for the fastest that this processor has.
+// Argument: the path's name, or "" for the fastest one of this processor.
 int main(int count, char** arguments) {
     CHECK(moeinf::use_kernels(count > 1 ? arguments[1] : ""));
     moeinf::ThreadPool pool(2);

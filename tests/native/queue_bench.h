@@ -1,5 +1,4 @@
-// CopyQueueCore on real threads with a reader that a test holds, sticks and makes fail.
-// Does not know what a driver checks with it.
+// CopyQueueCore on real threads, with a reader that a test can hold, hang and make fail.
 #pragma once
 
 #include "queue/copy_queue.h"
@@ -47,8 +46,8 @@ struct Clock {
 constexpr std::size_t kSlots = 96;
 constexpr std::size_t kSlotBytes = kPageBytes;
 
-// A source's path says what its read does: ok, io, int (throws one), std, flip (wrong once),
-// wrong (always), stuck (while the reader is). Reads wait at the gate while it is shut.
+// A source's path gives its read's outcome: ok, io, int (throws one), std, flip (wrong once), wrong
+// (always), stuck (while the reader is). Reads wait at the gate while it is shut.
 struct Reader {
     std::mutex mutex;
     std::condition_variable moved;

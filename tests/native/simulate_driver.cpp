@@ -1,7 +1,7 @@
-// Plays CopyQueueCore through seeded schedules with injected faults: reads that are slow, short,
-// wrong, refused or without end; allocations, copies and thread starts that fail; cancellations;
-// a process that is stopped and continued; shutdown at any moment. Usage: simulate_driver FIRST_SEED COUNT. Prints what was covered; a
-// failure prints its seed, and that seed alone plays the same schedule again.
+// Runs CopyQueueCore through seeded schedules with injected faults. Reads are slow, short, wrong,
+// refused or endless. Allocations, copies and thread starts fail. Tickets are cancelled, the
+// process is stopped and continued, and shutdown comes at any moment. Usage: simulate_driver
+// FIRST_SEED COUNT. Prints the coverage. A failure prints its seed, which reproduces the schedule.
 #include "queue/copy_queue.h"
 
 #include <random>
@@ -29,7 +29,7 @@ struct Coverage {
                   rereads = 0, frozen = 0;
 } covered;
 
-// Fails when told to: the standard allocator otherwise.
+// The standard allocator, with failures on request.
 int allocations_fail_one_in = 0;
 template <class T>
 struct FaultyAllocator {
@@ -51,16 +51,16 @@ struct FaultyAllocator {
 
 enum Fault { kOk, kSlow, kShort, kRefused, kOther, kWrong, kWrongOnce, kHangs, kFaults };
 
-struct Bytes {  // of one slot: enough to tell sources apart and a torn write
+struct Bytes {  // one slot's bytes: enough to distinguish sources and to detect a torn write
     std::byte at[3];
 };
 
-// What lies where; the slots are "behind a bus": reads land elsewhere and are copied.
+// The content of the slots. They are "behind a bus": reads land elsewhere and are copied.
 struct Machine {
     std::size_t slots;
     std::vector<std::byte> landings;
     std::vector<Bytes> device;
-    std::vector<int> busy;                    // slot -> reads and copies into it now
+    std::vector<int> busy;                    // slot -> number of reads and copies into it now
     std::vector<std::pair<Fault, int>> kind;  // source -> its fault, times forgotten
 
     explicit Machine(std::size_t n)
@@ -72,7 +72,7 @@ std::byte value_of(std::uint64_t source) {
     return static_cast<std::byte>(source * 7 + 1);
 }
 
-// Nobody else is at the slot: no other ticket, and no reader that was given up and still writes.
+// Asserts exclusive access to a slot: no other ticket, and no abandoned reader that still writes.
 struct Alone {
     int& busy;
     explicit Alone(std::size_t slot) : busy(machine->busy[slot]) { CHECK(busy++ == 0); }
@@ -127,7 +127,7 @@ struct Reader {
 
 using Queue = CopyQueueCore<world::Sync, world::Clock, Reader, Copier, FaultyAllocator<std::byte>>;
 
-// What the clients know of a ticket: kept here, apart from the queue.
+// The clients' record of a ticket, separate from the queue.
 struct Known {
     SourceId source;
     std::size_t slot;
@@ -152,7 +152,7 @@ struct Play {
         return true;
     }
 
-    // A failure must be one that the source can have, or one that can strike any.
+    // Checks that the source can have this failure, or that any source can have it.
     void check_end(const Known& ticket, const FailurePtr& failure) {
         const Fault fault = machine->kind[ticket.source].first;
         if (!failure) {
@@ -181,7 +181,7 @@ struct Play {
 
     void delivered(Ticket ticket, const FailurePtr& failure, bool waited) {
         Known& at = known.at(ticket);
-        CHECK(!at.delivered || waited);  // collect() never hands out what was delivered
+        CHECK(!at.delivered || waited);  // collect() never returns a ticket twice
         if (!at.delivered) check_end(at, failure);
         at.delivered = true;
     }
@@ -312,7 +312,7 @@ struct Play {
             queue = std::make_unique<Queue>(QueueShape{slots, kSlotBytes, readers, kHang}, reader,
                                             copier, clock);
         } catch (const std::bad_alloc&) {
-            return;  // its threads are gone, or the world would not end
+            return;  // its threads have exited; otherwise the world would not end
         }
         for (int i = 0; i < 12; ++i) {
             const auto fault = static_cast<Fault>(one_in(2) ? 0 : dice() % kFaults);

@@ -1,7 +1,4 @@
-"""The stub against the compiled module, the exception tree, constants and syncfs.
-
-Does not know what the functions compute.
-"""
+"""The stub against the compiled module, the exception tree, constants and syncfs."""
 
 import ast
 import inspect
@@ -27,7 +24,7 @@ def stub_parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def bound_parameters(function: object) -> list[str]:
-    """Parameter names from the signature that pybind11 writes on the first line of a docstring."""
+    """Return parameter names from the signature on the first line of pybind11's docstring."""
     line = (inspect.getdoc(function) or "").splitlines()[0]
     inside = line[line.index("(") + 1 : line.rindex(")")]
     return re.findall(r"(?:^|, )(\w+): ", inside)

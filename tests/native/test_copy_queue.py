@@ -1,7 +1,7 @@
 """The queue from Python: order, ends and deliveries, errors, shutdown, the GIL.
 
-Does not know how files are read. Order with a read in progress is in copy_queue_driver.cpp, whose
-reader a test can hold; here pause() holds the reader threads before a read.
+copy_queue_driver.cpp tests the order with a read in progress, because a test can hold its reader.
+Here pause() holds the reader threads before a read.
 """
 
 import gc
@@ -93,7 +93,7 @@ def test_raise_priority_moves_up_only_and_keeps_age(queue, source):
     queue.raise_priority(tickets[0], 0.5)  # lower
     queue.raise_priority(tickets[4], DEMAND)
     assert order_of_ending(queue) == [tickets[i] for i in (4, 2, 3, 0, 1)]
-    queue.raise_priority(tickets[0], DEMAND)  # ended, collected: nothing happens
+    queue.raise_priority(tickets[0], DEMAND)  # ended and collected: no effect
 
 
 def test_a_ticket_fills_its_slot(queue, pool, make_shard):
@@ -358,7 +358,7 @@ queue.pause()
 
 
 def test_a_forked_child_can_drop_the_queue(make_shard):
-    """The reader threads are not in the child: joining them would hang."""
+    """The reader threads do not exist in the child: joining them would hang."""
     program = """
 import os, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork with threads

@@ -1,7 +1,7 @@
-"""Hypothesis drives the queue and a small reference model of ticket states side by side.
+"""Hypothesis runs the queue beside a small reference model of ticket states.
 
-Does not know of threads: one reader, paused except while it works everything off, so that the model
-can say in which order the tickets end.
+The only reader is paused except while it empties the queue, so the model can predict the order in
+which the tickets end.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class QueueAgainstModel(RuleBasedStateMachine):
                 path.write_bytes(bytes(PAGE_BYTES) + payload)
             crc = crc32c(payload) ^ (ENDS[i] is CorruptShard)
             assert self.queue.add_source(path, PAGE_BYTES, len(payload), crc) == i
-        self.model: dict[int, Expected] = {}  # ticket -> what is not yet delivered
-        self.ended: list[int] = []  # of those, in the order of ending
+        self.model: dict[int, Expected] = {}  # ticket -> its undelivered outcome
+        self.ended: list[int] = []  # the ended ones, in the order of ending
         self.issued = 0
-        self.holds: dict[int, int] = {}  # slot -> the source whose bytes are in it
+        self.holds: dict[int, int] = {}  # slot -> the source whose bytes it contains
         self.found = 0
 
     def teardown(self) -> None:

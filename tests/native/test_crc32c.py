@@ -1,7 +1,4 @@
-"""crc32c against published vectors and a bit-by-bit reference.
-
-Does not know how fast it is.
-"""
+"""Compare crc32c with published vectors and a bit-by-bit reference."""
 
 import array
 import functools

@@ -1,4 +1,4 @@
-"""Our declarations of the CUDA driver's calls, against NVIDIA's own header (a package of PyPI)."""
+"""Our declarations of the CUDA driver's calls, against NVIDIA's own header (a PyPI package)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECK = Path(__file__).with_name("cuda_header.cpp")
 
 
 def compiled(include: Path, native: Path) -> str:
-    """What the compiler says; nothing: it is right."""
+    """Return the compiler's errors; empty if the declarations match."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the header with")

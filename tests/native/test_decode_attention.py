@@ -1,7 +1,4 @@
-"""Every path of decode attention against float64, and what its bits may not depend on.
-
-Does not know layers or rope.
-"""
+"""Every path of decode attention against float64, and independence of its bits."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class Case:
     sinks: Tensor | None = None  # [H] float32
 
     def run(self, path: str | None = None) -> Tensor:
-        """[R, H, V]."""
+        """Return the attention output [R, H, V] of a path."""
         shape = self.shape
         attend = DecodeAttention(
             shape.heads,
@@ -95,7 +92,7 @@ class Case:
         return out
 
     def exact(self) -> Tensor:
-        """float64, [R, H, V]."""
+        """Return the attention output [R, H, V] in float64."""
         rows = []
         for q, (k, v), count in zip(self.q, self.planes, self.counts, strict=True):
             first = max(0, count - self.shape.window) if self.shape.window else 0
@@ -116,7 +113,7 @@ class Case:
 
 
 def make(name: str, dtype: torch.dtype, counts: list[int]) -> Case:
-    """Queries long enough that attention is neither uniform nor of one key."""
+    """Draw queries long enough that attention is neither uniform nor on a single key."""
     shape, draw = SHAPES[name], torch.Generator().manual_seed(5)
     q = 2 * torch.randn(len(counts), shape.heads, shape.key_width, generator=draw)
     planes = []
@@ -124,7 +121,7 @@ def make(name: str, dtype: torch.dtype, counts: list[int]) -> Case:
         size = (shape.kv_heads, count + 7)
         k = torch.randn(*size, shape.key_width, generator=draw).to(dtype)
         v = torch.randn(*size, shape.value_width, generator=draw).to(dtype)
-        k[:, count:] = v[:, count:] = torch.nan  # what is no token yet must not be read
+        k[:, count:] = v[:, count:] = torch.nan  # positions without a token must not be read
         planes.append((k, k[..., : shape.value_width] if shape.latent else v))
     return Case(shape, q.to(dtype), planes, counts)
 
@@ -140,7 +137,7 @@ def test_against_float64(name: str, dtype: torch.dtype, path: str) -> None:
     if dtype == torch.float32:
         assert float(wrong.max()) < 3e-6
     else:
-        # Rounding the exact result would be wrong by up to 2^-9 of it.
+        # Rounding the exact result has an error of up to 2^-9 of it.
         assert bool((wrong <= 2**-8 * case.exact().abs() + 4e-3).all())
         ideal = (case.exact().bfloat16().double() - case.exact()).pow(2).mean()
         assert float(wrong.pow(2).mean()) < 2.5 * float(ideal)
@@ -149,7 +146,7 @@ def test_against_float64(name: str, dtype: torch.dtype, path: str) -> None:
 @pytest.mark.parametrize("path", HERE)
 @pytest.mark.parametrize("name", ["olmoe", "mla", "odd", "window"])
 def test_bits_depend_on_query_and_cache_alone(name: str, path: str) -> None:
-    """Not on threads, nor on the other requests of the call, nor on the place of the cache."""
+    """Threads, other requests of the call and the cache's address do not change the bits."""
     case = make(name, torch.bfloat16, [700, 3, 257, 700])
     together = case.run(path)
     for threads in (1, 2, 3):
@@ -176,7 +173,7 @@ def test_many_blocks() -> None:
 
 @pytest.mark.parametrize("path", HERE)
 def test_scores_far_apart(path: str) -> None:
-    """The last key outweighs all others by far: what was summed before is scaled away."""
+    """The last key outweighs all others by far: the earlier sum is scaled to zero."""
     case = make("two share", torch.bfloat16, [200])
     k, v = case.planes[0]
     k[:, :200] = -k[:, :200].abs() * 30
@@ -190,7 +187,7 @@ def test_scores_far_apart(path: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "odd"])
 def test_sinks(name: str, dtype: torch.dtype, path: str) -> None:
-    """Before the window is full, when it just is, and far beyond it."""
+    """Before the window is full, when it is just full, and far beyond it."""
     case = make(name, dtype, [1, 5, 128, 300])
     without = case.run(path)
     case.sinks = torch.linspace(-3, 9, SHAPES[name].heads)

@@ -1,7 +1,7 @@
 """The driver layer, page-locking and device slots, over the fake libcuda: no GPU is needed.
 
-Does not know experts. Wrong orders of copies and kernels show as wrong bytes; device_driver.cpp
-does the same under sanitizers.
+A wrong order of copies and kernels shows as wrong bytes; device_driver.cpp does the same under
+sanitizers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KIB = 1 << 10
 
 @dataclass
 class Rig:
-    """A pool, its lock and device slots; what each host slot holds, and each device slot should."""
+    """A pool, its lock and device slots, with the content of each host and device slot."""
 
     fake: Fake
     host_slots: int = 5
@@ -63,14 +63,14 @@ class Rig:
         return bytes(self.memory[start : start + self.slot_bytes])
 
     def copy(self, pairs: dict[int, int]) -> int:
-        """Device slot -> host slot."""
+        """Copy host slots to device slots; pairs maps device slot to host slot."""
         batch = self.slots.copy(list(pairs.values()), list(pairs), self.slot_bytes)
         for slot, source in pairs.items():
             self.expected[slot] = self.held(source)
         return batch
 
     def read(self, slots: list[int]) -> None:
-        """A kernel that looks at the slots when its stream comes to it."""
+        """Queue a kernel that reads the slots when its stream reaches it."""
         self.slots.begin_read(slots)
         for slot in slots:
             place = view(self.slots.address + slot * self.slot_bytes, self.slot_bytes)
@@ -121,7 +121,7 @@ def test_bytes_arrive_before_kernels_and_stay_until_they_ran(rig: Rig) -> None:
     batch = rig.copy({1: 2, 2: 0})  # overwrites what a queued kernel reads
     rig.read([0, 1, 2])
     rig.slots.wait(batch)
-    rig.fill(2)  # nobody reads it any more
+    rig.fill(2)  # no queued kernel reads it any more
     rig.copy({0: 2})
     rig.read([0])
     rig.check()
@@ -182,7 +182,10 @@ def test_any_order_of_things(fake: Fake, seed: int, plays: list[tuple[str, objec
 
 
 def large_rig(fake: Fake) -> Rig:
-    """All of its host slots full and page-locked, and so large that their copies go together."""
+    """Return a rig with all host slots full and page-locked.
+
+    Its slots are large, so their copies form one batch.
+    """
     fake.reset("mode=deferred,seed=3")
     rig = Rig(fake, slot_bytes=LEAST_BATCHED_BYTES)
     for slot in range(5):
@@ -232,14 +235,14 @@ def test_one_call_for_a_layer_where_the_driver_has_it(fake: Fake) -> None:
     small = Rig(fake)
     small.fill(1)
     small.lock.lock_next()
-    small.copy({0: 1, 1: 0})  # such a batch would be carried out before it returns
+    small.copy({0: 1, 1: 0})  # the driver would run such a batch before the call returns
     assert (fake.count("cuMemcpyBatchAsync"), fake.count("cuMemcpyHtoDAsync")) == (1, 2)
     assert fake.count("synchronous batches") == 0
 
 
 @pytest.mark.parametrize(("code", "again"), [(801, 1), (1, 1), (719, 0)])
 def test_a_driver_that_refuses_batches_is_asked_once(fake: Fake, code: int, again: int) -> None:
-    """Not supported, or an invalid value: the copies go one by one. Anything else is an error."""
+    """For "not supported" or "invalid value" the copies go one by one; another code is an error."""
     rig = large_rig(fake)
     fake.configure(f"fail=cuMemcpyBatchAsync:0:{code}:-1")
     if not again:
@@ -263,7 +266,7 @@ def test_slices_hold_whole_slots(fake: Fake) -> None:
         rig.lock.lock_next()
     assert sizes == [2, 2, 1]
     assert (rig.lock.locked_slots, fake.count("registered")) == (5, 5 * rig.slot_bytes)
-    rig.copy({0: 1, 1: 2, 2: 4})  # none crosses two slices, which the driver would refuse
+    rig.copy({0: 1, 1: 2, 2: 4})  # no copy crosses two slices, which the driver would refuse
     assert fake.count("pageable copies") == 0
     rig.slots.finish()
     del rig
@@ -295,7 +298,7 @@ def test_after_a_failed_copy_nothing_reads_its_sources(fake: Fake) -> None:
     with pytest.raises(DeviceError, match="CUDA_ERROR_UNKNOWN"):
         rig.slots.copy([0, 1], [0, 1], rig.slot_bytes)
     first = rig.held(0)
-    rig.fill(0)  # the copy of slot 0 had been queued; it has ended by now
+    rig.fill(0)  # the copy of slot 0 was queued and has ended by now
     assert bytes(view(rig.slots.address, rig.slot_bytes).raw) == first
     rig.copy({0: 0})
     rig.read([0])
@@ -303,7 +306,7 @@ def test_after_a_failed_copy_nothing_reads_its_sources(fake: Fake) -> None:
 
 
 def test_a_fault_of_the_device_is_told_by_every_call(fake: Fake) -> None:
-    """The copy is queued, and fails when it runs: a later call says so, and every one after it."""
+    """The queued copy fails when it runs; a later call and every call after it raise the error."""
     fake.reset("mode=deferred,seed=2")
     rig = Rig(fake)
     fake.configure("fail=cuMemcpyHtoDAsync:0:700:1")

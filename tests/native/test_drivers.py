@@ -1,6 +1,6 @@
 """The queue's core and the file reader in C++: sanitizers, seeded faults, every interleaving.
 
-Does not know what each driver checks: that stands at its top and in its main().
+Each driver's checks are listed at its top and in its main().
 """
 
 import re
@@ -28,7 +28,7 @@ SCENES = 7
 
 
 def numbers(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:
-    """The "name number" lines of a driver that has ended well."""
+    """Return the "name number" lines of a driver that exited without an error."""
     assert ended.returncode == 0, ended.stderr
     return {name: int(number) for name, number in map(str.split, ended.stdout.splitlines())}
 
@@ -45,7 +45,7 @@ def test_real_threads_under_sanitizers(drivers: Drivers, program: Program, tmp_p
 
 
 def test_seeded_schedules_with_faults(drivers: Drivers):
-    """Every kind of fault and of end must really have occurred."""
+    """Every kind of fault and of outcome must have occurred."""
     covered = numbers(drivers.run(Program("simulate_driver"), "1", str(SCHEDULES)))
     assert covered["schedules"] == SCHEDULES
     assert covered["tickets"] > 3 * SCHEDULES
@@ -97,7 +97,7 @@ def test_every_interleaving(drivers: Drivers):
     ],
 )
 def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
-    """A mutated core deadlocks, or breaks a promise, in some interleaving, which is named."""
+    """A mutated core deadlocks or fails a check in some interleaving, which the driver prints."""
     ended = drivers.run(Program("interleave_driver", fault=fault), scene)
     assert ended.returncode != 0
     assert re.search(r"not true: .*(everybody waits|order.size|most_at_once)", ended.stderr)
@@ -107,7 +107,7 @@ def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
 @pytest.mark.full
 @pytest.mark.parametrize("fault", DEVICE_FAULTS, ids=("early-kernel", "early-copy", "early-done"))
 def test_the_fake_device_finds_faults(drivers: Drivers, fault: Fault):
-    """A wait left out shows as wrong bytes in some order that streams allow."""
+    """A missing wait shows as wrong bytes in some order that streams allow."""
     ended = drivers.run(Program("device_driver", DEVICE_FILES, fault=fault))
     assert ended.returncode != 0
     assert re.search(r"not true: kernel->slot\[i\] == kernel->version\nseed \d+", ended.stderr)

@@ -1,7 +1,4 @@
-"""Reading real files through the queue, and injected system-call failures in the C++ driver.
-
-Does not know of priorities.
-"""
+"""Read real files through the queue, and inject system-call failures in the C++ driver."""
 
 import errno
 import os
@@ -89,7 +86,7 @@ def test_a_flipped_bit_names_the_path_and_both_checksums(make_shard, pool, direc
     assert isinstance(caught.value, OSError)
     assert (caught.value.errno, caught.value.filename) == (errno.EBADMSG, str(shard.path))
     assert str(shard.path) in str(caught.value)
-    assert queue.counters().reads == 2  # it was read once more
+    assert queue.counters().reads == 2  # it was read a second time
 
 
 def test_an_unchecked_source_is_taken_as_it_is(make_shard, pool):
@@ -122,7 +119,7 @@ def test_a_missing_file_is_file_not_found(tmp_path, pool, direct):
     with pytest.raises(FileNotFoundError) as caught:
         read(queue, source)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(tmp_path / "none"))
-    assert queue.direct is direct  # only EINVAL says that O_DIRECT is refused
+    assert queue.direct is direct  # only EINVAL means that O_DIRECT is refused
 
 
 @MODES
@@ -156,7 +153,7 @@ def test_a_fifo_is_refused_without_waiting_for_its_writer(tmp_path, pool, direct
             with pytest.raises(OSError, match="not a regular file"):
                 reading.result(timeout=10)
         finally:
-            os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))  # lets a hung reader go
+            os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))  # releases a hung reader
 
 
 def test_a_file_without_permission_is_named(make_shard, pool):
@@ -195,7 +192,7 @@ def test_more_files_than_descriptors(make_shard, pool, direct):
 
 
 def test_direct_falls_back_where_the_file_system_refuses(pool):
-    """Whatever /dev/shm answers (older tmpfs refuses O_DIRECT), the bytes must be right."""
+    """The bytes must be right with and without O_DIRECT; older tmpfs in /dev/shm refuses it."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm")
     path = Path(f"/dev/shm/moeinf-test-{os.getpid()}")

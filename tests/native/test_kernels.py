@@ -1,7 +1,4 @@
-"""The kernels: their paths against each other, against float64, and row against rows.
-
-Does not know files or slots.
-"""
+"""The kernels: paths against each other and against float64, one row against many rows."""
 
 import ctypes
 import mmap
@@ -38,7 +35,7 @@ def fastest_path():
 
 
 def use(path: str) -> bool:
-    """Whether the processor has the path, which is then in use."""
+    """Use the path and return True if the processor has it."""
     return bool(_native._use_kernels(path))
 
 
@@ -49,7 +46,7 @@ def aligned(size: int) -> torch.Tensor:
 
 
 def stored(weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 weights in a format: their bytes, and the values that these mean."""
+    """Return the bytes of float32 weights in a format, and the values that they encode."""
     rows, columns = weights.shape
     if form == "bf16":
         return weights.bfloat16().view(torch.uint8).flatten(), weights.bfloat16().float()
@@ -67,7 +64,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks, scales and values of some MXFP4 matrix near the weights."""
+    """Return blocks, scales and values of an MXFP4 matrix near the weights."""
     rows, columns = weights.shape
     groups = torch.nn.functional.pad(weights, (0, -columns % 32)).view(rows, -1, 32)
     power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil().clamp(-127, 127)
@@ -94,7 +91,7 @@ def test_mxfp4_tiles_are_drawn_as_in_tiles_h():
 
 
 def test_every_mxfp4_scale_is_the_power_that_it_names():
-    """A matrix of ones with every scale but 255, which is no number, times a row that is exact."""
+    """A matrix of ones with every scale but 255, which is NaN, times a row that is exact."""
     scales = torch.arange(255, dtype=torch.uint8)[:, None]
     data = aligned(matrix_bytes("mxfp4", 255, 32))
     data.copy_(tile_blocks(torch.full((255, 1, 16), 0x22, dtype=torch.uint8), scales))
@@ -190,7 +187,7 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form, bad):
 def experts_of(
     form: str, count: int, hidden: int, inner: int, gated: bool = True, biases: float = 0.0
 ) -> tuple[list, list]:
-    """Bytes of each expert, and the values of its matrices and biases in the same order."""
+    """Return the bytes of each expert, and the values of its matrices and biases in order."""
     generator = torch.Generator().manual_seed(5)
     data, values = [], []
     shapes = [(inner, hidden)] * (1 + gated) + [(hidden, inner)]
@@ -253,7 +250,7 @@ def test_experts_agree_with_float64_and_every_path_and_thread_count(form, hidden
 
 
 def test_experts_read_the_rows_that_are_named_and_no_others():
-    """Row 0 of x lies in a page that nobody may read."""
+    """Row 0 of x lies in a page without read access."""
     page, width = mmap.PAGESIZE, mmap.PAGESIZE // 4
     data, _ = experts_of("q8", 1, width, 32)
     kernel = ExpertKernel("q8", width, 32)
@@ -275,7 +272,7 @@ def test_experts_read_the_rows_that_are_named_and_no_others():
 
 
 def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
-    """The definitions of the activations, in the precision of their arguments."""
+    """Compute the activations by definition, in the precision of their arguments."""
     if activation == "relu":
         return products[0].clamp(min=0)
     gate, up = products
@@ -289,7 +286,7 @@ def between(activation: str, products: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("biases", [0.0, 6.0])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "relu"])
 def test_activations_and_biases_agree_with_float64_on_every_path(activation, biases, form):
-    hidden, inner = 70, 45  # biases of 6: half of what is clamped is
+    hidden, inner = 70, 45  # biases of 6: about half of the values to clamp are beyond the limit
     gated = is_gated(activation)
     data, values = experts_of(form, 1, hidden, inner, gated, biases)
     kernel = ExpertKernel(form, hidden, inner, activation, biases > 0)

@@ -1,7 +1,4 @@
-"""The read loop: plausible speeds in every variant, and arguments that make no sense.
-
-Does not know what is a good speed.
-"""
+"""The read loop: plausible speeds in every variant, and invalid arguments."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The queue from Python: what is in a slot already costs nothing; what never comes is an error.
+"""The queue from Python: a resident expert costs nothing, and a hung read is an error.
 
-Does not know of order and delivery. Hangs on real threads are in hang_driver.cpp too.
+hang_driver.cpp also tests hangs on real threads.
 """
 
 import os
@@ -44,14 +44,14 @@ def test_a_resident_source_needs_no_ticket(queue, pool, make_shard):
     assert other == [RESIDENT, 2]
     queue.wait_many(other)
     for _ in range(2):
-        queue.wait(RESIDENT)  # never used up
+        queue.wait(RESIDENT)  # stays valid
     assert queue.cancel(RESIDENT) is False
     queue.raise_priority(RESIDENT, DEMAND)
     counters = queue.counters()
     assert (counters.submitted, counters.resident, counters.reads) == (2, 2, 2)
     queue.wait(queue.submit(b, 3, 1.0))  # another source
     assert shards[1].is_in(pool, 3)
-    queue.wait(queue.submit(a, 3, 1.0))  # and back: it had been overwritten
+    queue.wait(queue.submit(a, 3, 1.0))  # the first source again: it had been overwritten
     assert shards[0].is_in(pool, 3)
     memoryview(pool)[3, 0] = 0
     queue.invalidate(3)
@@ -63,7 +63,7 @@ def test_a_resident_source_needs_no_ticket(queue, pool, make_shard):
         with pytest.raises(IndexError):
             queue.can_submit(slot)
     with pytest.raises(IndexError, match="no source"):
-        queue.submit(2**64 - 1, 0, 1.0)  # not to be taken for what an untouched slot holds
+        queue.submit(2**64 - 1, 0, 1.0)  # must differ from the mark of an untouched slot
 
 
 def test_a_cancelled_read_leaves_the_slot_as_it_was(queue, pool, make_shard):
@@ -81,7 +81,7 @@ def test_a_cancelled_read_leaves_the_slot_as_it_was(queue, pool, make_shard):
 
 
 def test_asking_for_a_resident_expert_costs_a_few_empty_calls(queue, source):
-    """submit and wait together, against a bound function that takes and does nothing."""
+    """Compare submit and wait together with a bound function that does nothing."""
     queue.resume()
     queue.wait(queue.submit(source, 0, 1.0))
     empty, submit, wait = _native._nothing, queue.submit, queue.wait
@@ -99,13 +99,17 @@ def test_asking_for_a_resident_expert_costs_a_few_empty_calls(queue, source):
         loop(2000)
         return time.perf_counter() - start
 
-    pairs = [(seconds(calls), seconds(experts)) for _ in range(100)]  # alternating; the best count
+    # alternating; the best times count
+    pairs = [(seconds(calls), seconds(experts)) for _ in range(100)]
     ratio = min(p[1] for p in pairs) / min(p[0] for p in pairs)
     assert ratio <= 6, ratio
 
 
 def test_a_hung_read_is_a_timeout_that_names_the_file(make_shard, tmp_path):
-    """pread is replaced by one that sleeps: the waiter hears, and the process ends all the same."""
+    """A function that sleeps replaces pread.
+
+    The waiter gets the error, and the process still exits.
+    """
     shard = make_shard("a")
     library = tmp_path / "dead_disk.so"
     if shutil.which("gcc") is None:

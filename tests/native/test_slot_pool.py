@@ -1,7 +1,4 @@
-"""The arena: shape, alignment, sharing without copies, lifetime, and sizes nobody has.
-
-Does not know of the queue.
-"""
+"""The arena: shape, alignment, sharing without copies, lifetime, and impossible sizes."""
 
 import ctypes
 import gc

@@ -1,7 +1,4 @@
-"""The number of compute threads. test_drivers.py runs the C++ driver.
-
-Does not know what kernels compute.
-"""
+"""The number of compute threads. test_drivers.py runs the C++ driver."""
 
 import pytest
 

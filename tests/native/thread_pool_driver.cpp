@@ -1,5 +1,4 @@
-// ThreadPool under ThreadSanitizer: every index once, whatever joins late, nests or stops.
-// Does not know kernels.
+// ThreadPool under ThreadSanitizer: every index runs once, with late, nested and stopping threads.
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -14,7 +13,8 @@ using moeinf::ThreadPool;
 
 namespace {
 
-// Plain ints: a second run of an index, or a return before its end, is a race that is reported.
+// Plain ints: ThreadSanitizer reports a second run of an index, or a return before its end, as a
+// race.
 void counts_every_index(ThreadPool& pool, std::size_t count) {
     std::vector<int> runs(count, 0);
     pool.parallel_for(count, [&](std::size_t index) { ++runs[index]; });
@@ -39,7 +39,8 @@ void calls_that_come_while_workers_sleep() {
 void workers_take_part() {
     ThreadPool pool(2);
     std::atomic<int> inside{0};
-    pool.parallel_for(2, [&](std::size_t) {  // each index waits for the other: two threads or never
+    // each index waits for the other, so both threads must take part
+    pool.parallel_for(2, [&](std::size_t) {
         ++inside;
         while (inside.load() < 2) std::this_thread::yield();
     });

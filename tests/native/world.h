@@ -1,18 +1,18 @@
-// One operating-system thread that plays many: a Sync and a Clock for CopyQueueCore in which every
-// interleaving is a sequence of choices that somebody outside makes. Does not know queues.
+// Simulates many threads on one operating-system thread: a Sync and a Clock for CopyQueueCore.
+// Every interleaving is a sequence of choices that the caller makes.
 //
 //   fiber ──lock, wait, sleep, step──▶ scheduler ──choose(n)──▶ one of the n fibers that can go on
 //
-// A fiber runs alone until it comes back to the scheduler, which it does before every lock, in every
-// wait and where a test says step(). Between these the core touches only what its mutex guards
-// (ThreadSanitizer watches that, in other drivers), so no interleaving is lost.
+// A fiber runs alone until it returns to the scheduler: before every lock, in every wait and where
+// a test calls step(). Between these points the core touches only data that its mutex guards, so no
+// interleaving is lost. Other drivers check that with ThreadSanitizer.
 //
-// Time stands still while anybody can run, and then jumps to the next deadline. With timeouts off
-// a timed wait never ends by itself: a wake-up that is lost shows as a deadlock instead of as 0.1 s.
+// Time stands still while any fiber can run, and then jumps to the next deadline. With timeouts off
+// a timed wait never ends by itself: a lost wake-up is then a deadlock and not a delay of 0.1 s.
 //
-// What the C++ runtime keeps per thread for exceptions is swapped along with the stack. A fiber is
-// entered the first time by setcontext, afterwards by longjmp: it makes no system calls.
-// AddressSanitizer is told of every switch, and wants swapcontext for all of them.
+// The C++ runtime's exception state per thread is swapped along with the stack. A fiber is entered
+// the first time by setcontext, afterwards by longjmp, which makes no system calls.
+// AddressSanitizer is told of every switch, and needs swapcontext for all of them.
 #pragma once
 
 #include <cxxabi.h>
@@ -57,10 +57,10 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     std::function<void()> body;
     bool done = false;
-    const Mutex* wants = nullptr;        // goes on when it is free
-    const Condition* sleeps = nullptr;   // goes on when notified
-    const Fiber* joins = nullptr;        // goes on when that is done
-    double deadline = kNever;            // or when it is this late
+    const Mutex* wants = nullptr;        // continues when it is free
+    const Condition* sleeps = nullptr;   // continues when notified
+    const Fiber* joins = nullptr;        // continues when that is done
+    double deadline = kNever;            // or at this time
     char exceptions[16] = {};            // __cxa_eh_globals
     void* fake_stack = nullptr;
 
@@ -75,11 +75,11 @@ struct Fiber {
 class World {
   public:
     std::function<std::size_t(std::size_t)> choose;  // from [0, n)
-    std::function<void()> stuck;                     // nobody can go on; must not return
+    std::function<void()> stuck;                     // no fiber can continue; must not return
     bool timeouts = true;
     double now = 0;
 
-    // Plays `main` and all that it starts to the end.
+    // Runs `main` and all fibers that it starts to the end.
     void play(std::function<void()> main) {
         fibers_.clear();
         now = 0;
@@ -102,11 +102,11 @@ class World {
         for (auto& fiber : fibers_) stacks_.push_back(std::move(fiber->stack));
     }
 
-    // Of the fiber that runs:
+    // The running fiber:
     int self() const { return current_; }
     Fiber& fiber() { return *fibers_[static_cast<std::size_t>(current_)]; }
     void step() { leave(); }
-    // The clock goes on and nobody does: what a stopped process sees when it is continued.
+    // The clock advances while no fiber runs, as in a process that is stopped and continued.
     void freeze(double seconds) { now += seconds; }
     void sleep(double seconds) {
         fiber().deadline = now + seconds;
@@ -123,7 +123,8 @@ class World {
             stacks_.pop_back();
         }
 #ifdef __SANITIZE_ADDRESS__
-        __asan_unpoison_memory_region(made.stack.get(), kStackBytes);  // of whoever had it before
+        // of the stack's previous fiber
+        __asan_unpoison_memory_region(made.stack.get(), kStackBytes);
 #endif
         getcontext(&made.context.whole);
         made.context.whole.uc_stack.ss_sp = made.stack.get();
@@ -143,7 +144,7 @@ class World {
             sleeper->deadline = kNever;
         }
     }
-    // Back to the scheduler; returns when chosen.
+    // Returns to the scheduler; continues when chosen.
     void leave() {
         Fiber& me = fiber();
         save_exceptions(me.exceptions);
