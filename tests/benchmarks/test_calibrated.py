@@ -70,7 +70,7 @@ def test_bfloat16_rounds_to_the_nearest() -> None:
 
 
 def test_topics_make_routing_local(cache: Path) -> None:
-    """More hits than the same shape with unrelated tokens; and the model holds our embedding."""
+    """Topics give more hits than unrelated tokens, and the model contains our embedding."""
     found = []
     for calibration in (_LOCAL, _ELSEWHERE):
         model = calibrated(cache, "tiny", _TINY, calibration)
@@ -136,7 +136,7 @@ def _ours(cache: Path) -> Program:
 
 
 def test_a_capped_race(cache: Path) -> None:
-    """Against ourselves, without a limit: the turns, the sums and the table."""
+    """A race against moeinf itself without a limit: the turns, the sums and the table."""
     text = tokens(_LOCAL, 512, 40)
     program = _ours(cache)
     with Side(program, None) as mine, Side(program, None) as other:
@@ -172,7 +172,7 @@ def test_context_and_overhead(cache: Path) -> None:
     assert context["planned_bytes"] == 284 * 3 * 2 * 64 * 2  # tokens, layers, planes, width, bf16
     assert set(context["ms"]) == {4, 64, 280}
     assert context["grown_bytes"] >= 0
-    assert cost["tokens"] == 5 * 8  # of six slices, the first warms up
+    assert cost["tokens"] == 5 * 8  # six slices, of which the first is the warm-up
     assert 0 < cost["share"] < 1
     assert cost["share"] == pytest.approx(cost["tracing_share"] + cost["deciding_share"], abs=2e-5)
     assert cost["hit_rate"] == 1
@@ -184,7 +184,7 @@ def test_context_and_overhead(cache: Path) -> None:
     reason="the Python packages transformers and accelerate are not installed",
 )
 def test_accelerate_computes_the_same(cache: Path) -> None:
-    """From disk, what we compute; so that the race is between equals."""
+    """From disk, its results equal ours, so the race is fair."""
     model = calibrated(cache, "tiny", _TINY, _LOCAL)
     where = [os.fspath(model.huggingface()), "--folder", os.fspath(cache / "offload")]
     sizes = ["--threads", "1", "--context", "64", "--setting", "disk"]

@@ -1,4 +1,4 @@
-"""A command that ends in time and leaves no files, whatever ends it."""
+"""A command ends in time and leaves no files, for every cause of its end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def test_the_end_of_its_time(what: str, words: str, tmp_path: Path) -> None:
 
 
 def until_nothing_is_left(folder: Path) -> None:
-    """Another process deletes, and this one has not waited for it if it was killed."""
+    """Wait until the folder is empty.
+
+    Another process deletes it; a killed command did not wait for that process.
+    """
     end = time.monotonic() + 30
     while list(folder.iterdir()):
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""The GPU benchmark on the fake libcuda: that it works and cleans up; no figure means anything."""
+"""The GPU benchmark on the fake libcuda: it works and cleans up; its figures mean nothing."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_a_row(
     new_to_gpus: None,
 ) -> None:
     fake.reset("mode=deferred,seed=3,memory=2000000000,context=314572800,nvml=processes")
-    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)  # and, afterwards, undone
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: None)  # undone after the test
     monkeypatch.setattr(gpus, "torch_device", lambda: FakeDevice(fake))
-    held: list[int] = []  # of the device, when its speeds are measured
+    held: list[int] = []  # device bytes during the speed measurement
 
     def contended(context: DeviceContext, layout: ExpertLayout, math: TorchMath) -> Contended:
         held.append(fake.count("allocated"))
@@ -173,7 +173,10 @@ def test_another_program_has_the_same_weights_text_and_bytes(
 
 
 class _SlowWorker:
-    """Of a program that decodes two tokens in its time. asked: its turns; command: its start."""
+    """A worker of a program that decodes two tokens before its time limit.
+
+    asked: its turns; command: its start command.
+    """
 
     asked: ClassVar[list[tuple[int, float]]] = []
     command: ClassVar[list[str]] = []
@@ -196,7 +199,7 @@ class _SlowWorker:
 def test_a_slow_program_is_measured_by_what_it_has_decoded_in_time(
     fake: Fake, tmp_path: Path, new_to_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first answer, which does not count, is short."""
+    """Its first answer, the warm-up, is short."""
     fake.reset("memory=2000000000")
     monkeypatch.setattr(gpu_peers, "Worker", _SlowWorker)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
@@ -232,7 +235,7 @@ def test_a_program_that_is_not_here(
 
 
 def test_what_weights_may_take_is_what_ours_may() -> None:
-    """Where dense weights and KV cache are on the device, and CUDA's own part is not measured."""
+    """Dense weights and KV cache are on the device, and CUDA's own memory is not measured."""
     model = RaceModel(Path("/nowhere"), "x", shape("deepseek-v2-lite"))
     inventory = Checkpoint(Path(), model.config, sources(model))
     manifest = prospects(LocalSource(inventory, "x"), ModelName("x", "q4"))["q4"]
@@ -246,7 +249,7 @@ def test_what_weights_may_take_is_what_ours_may() -> None:
 
 
 def sources(model: RaceModel) -> dict[str, SourceTensor]:
-    """The headers of a checkpoint that is nowhere."""
+    """Return the tensor headers of a checkpoint that does not exist."""
     return {
         name: SourceTensor(name, "BF16", sides, Path("/nowhere/file"), 0, 2 * math.prod(sides))
         for name, sides in tensors_of(model.config)

@@ -1,4 +1,4 @@
-"""The floor of a token with a GPU: the simulator's, and what the disk takes."""
+"""The lower bound of a token's time with a GPU, from the simulator and from the disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _SPEEDS = Speeds(30e9, 50e9, DeviceSpeeds(20e9, 30e9, 1000e9))
     ("took", "inside", "seconds"),
     [
         (TokenBytes(10e9, 40e9, 0, 0), True, 0.010 + 0.040),
-        (TokenBytes(10e9, 40e9, 1e9, 0), True, 0.010 + 0.040),  # the others take 20 ms meanwhile
+        # the other parts take 20 ms meanwhile
+        (TokenBytes(10e9, 40e9, 1e9, 0), True, 0.010 + 0.040),
         (TokenBytes(10e9, 40e9, 5e9, 0), True, 0.010 + 0.100),
         (TokenBytes(10e9, 40e9, 5e9, 0), False, 0.200 + 0.100),  # dense weights in RAM
-        (TokenBytes(10e9, 40e9, 5e9, 0.2e9), True, 0.010 + 0.100),  # beside all else
+        (TokenBytes(10e9, 40e9, 5e9, 0.2e9), True, 0.010 + 0.100),  # in parallel with the rest
         (TokenBytes(10e9, 40e9, 5e9, 1e9), True, 0.500),
     ],
 )

@@ -1,4 +1,4 @@
-"""The adapters of programs with an HTTP server, what is missing, and how workers end."""
+"""The adapters of programs with an HTTP server, missing programs, and the end of workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(peer: str, model: str, *more: str) -> list[str]:
 
 
 def talk(started: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Two turns, and what the worker says about itself."""
+    """Run two turns; return them and the worker's description of itself."""
     with Worker(started, limit_s=250) as worker:
         first = worker.ask("turn", prompts=_PROMPTS, answers=_ANSWERS, limit_s=30)
         second = worker.ask("turn", prompts=_PROMPTS, answers=_ANSWERS, limit_s=30)
@@ -38,7 +38,7 @@ def talk(started: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[s
 
 
 class _Server(BaseHTTPRequestHandler):
-    """Ollama's and KTransformers' words; a token every few milliseconds."""
+    """Serves the formats of Ollama and KTransformers; a token every few milliseconds."""
 
     asked: list[dict[str, Any]]
 
@@ -135,7 +135,7 @@ def test_steps_end_with_the_slowest() -> None:
 
 
 def test_a_worker_that_hangs_or_talks() -> None:
-    """A time limit ends it; a full standard error does not stop it."""
+    """A time limit ends it; a full standard error does not block it."""
     begin = time.monotonic()
     with pytest.raises(WorkerFailed, match="no answer within 1 s"):
         Worker([sys.executable, "-c", "import time; time.sleep(60)"], limit_s=1)

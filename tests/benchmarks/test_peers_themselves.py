@@ -1,4 +1,4 @@
-"""What can be said of peers without a stand-in: programs that are installed, sizes, processes."""
+"""Checks of peers without a stand-in: installed programs, sizes, processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.benchmarks.test_peers import command
 
 
 def test_accelerate_itself(tmp_path: Path) -> None:
-    """Where it is installed: what is brought gives the logits of what stays."""
+    """Where it is installed: offloaded weights give the logits of resident ones."""
     pytest.importorskip("accelerate")
     sizes = {"vocab_size": 512, "intermediate_size": 96, "moe_intermediate_size": 32}
     sizes |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -36,7 +36,7 @@ def test_accelerate_itself(tmp_path: Path) -> None:
 
 
 def test_llama_cpps_layers_on_a_gpu() -> None:
-    """Their sizes differ; the embedding stays in RAM anyway."""
+    """Their sizes differ; the embedding always stays in RAM."""
     sizes = {"token_embd.weight": 1000, "output.weight": 50, "blk.0.attn_q.weight": 10}
     for layer, size in enumerate((40, 30, 20, 10)):
         sizes |= {f"blk.{layer}.ffn_{name}_exps.weight": size for name in ("up", "down", "gate")}
@@ -48,7 +48,7 @@ def test_llama_cpps_layers_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
 def test_a_gguf_file_of_a_row(name: str, tmp_path: Path) -> None:
-    """Where its package is installed: every weight of the checkpoint is in it."""
+    """Where its package is installed: every weight of the checkpoint is in the file."""
     gguf = pytest.importorskip("gguf")
     sizes = {"vocab_size": 512, "intermediate_size": 96, "moe_intermediate_size": 32}
     sizes |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -62,7 +62,7 @@ def test_a_gguf_file_of_a_row(name: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_is_not_waited_for_when_all_is_to_end(tmp_path: Path) -> None:
-    """It sleeps for a minute, where an answer was awaited and nobody waits any more."""
+    """The worker sleeps for a minute instead of answering; shutdown does not wait for it."""
     busy = tmp_path / "busy.py"
     busy.write_text("import time\nprint('{}', flush=True)\ntime.sleep(60)\n")
     start = time.monotonic()

@@ -18,7 +18,7 @@ from benchmarks.models import RaceModel, bits_per_weight, check_space
 from benchmarks.noise import GROUP, ONES, TILE, cut, span_of, tile, write_noise
 from benchmarks.worker import Worker, WorkerFailed
 
-# Every width a multiple of 32, so that GGUF types of that group can hold it.
+# Every width is a multiple of 32, so that GGUF types with groups of 32 can hold it.
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -93,7 +93,7 @@ def test_our_worker(cache: Path, name: str) -> None:
     assert about["loads"] == about["resident"] <= manifest.layers * manifest.experts
     assert about["token_bytes"] > manifest.layers * manifest.top_k * about["expert_bytes"]
     assert np.isfinite(whole).all()
-    assert 0.02 < np.std(whole) < 1  # 0.02 · sqrt(64) of a normed vector
+    assert 0.02 < np.std(whole) < 1  # 0.02 · sqrt(64) for a normalised vector
     np.testing.assert_allclose(whole, again, atol=0.05)
 
 
@@ -102,7 +102,7 @@ def test_our_worker(cache: Path, name: str) -> None:
 )
 @pytest.mark.parametrize("name", list(shapes.SHAPES))
 def test_llama_cpp_computes_the_same(cache: Path, name: str) -> None:
-    """The same weights in both, so a race is between equals; also a check of our families."""
+    """Both have the same weights, so the race is fair; this also checks our families."""
     model, found = tiny(cache, name), []
     model.ours("bf16")
     path = model.peer("BF16", sys.executable)

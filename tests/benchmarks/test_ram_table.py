@@ -1,4 +1,4 @@
-"""The README's table of memory and models is what `benchmarks.ram_table` prints."""
+"""The README's table of memory and models equals the output of `benchmarks.ram_table`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_sizes_are_those_of_the_published_weights() -> None:
 
 
 def test_a_bound_is_its_bytes_over_the_speeds() -> None:
-    """Half of the experts absent: every other one of a token comes from the drive first."""
+    """Half of the experts are absent: the drive reads every second expert of a token."""
     manifest = published("olmoe").manifest
     config = EngineConfig(context=4096, device="cpu")
     whole = place(manifest, config, 64 << 30, cores=2)

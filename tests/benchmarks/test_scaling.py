@@ -1,4 +1,4 @@
-"""What a token costs as a size grows, on thin shapes: every curve has its sizes, and is drawn."""
+"""The cost of a token for growing sizes, on thin shapes: each curve has its sizes and a plot."""
 
 from __future__ import annotations
 

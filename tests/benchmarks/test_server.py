@@ -1,4 +1,4 @@
-"""The measurements of the server, once each and small: real processes, real answers."""
+"""The server's measurements, each once on small inputs, with real processes and answers."""
 
 from __future__ import annotations
 

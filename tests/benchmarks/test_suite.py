@@ -1,4 +1,4 @@
-"""The suite: what it chooses, what it writes, and that a second run goes on where one stopped."""
+"""The suite: its selection, its output, and a second run that resumes the first one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_product_and_the_selection() -> None:
         assert len({s.name for s in chosen}) == len(chosen)
     default = scenarios.default()
     assert set(default) < set(every)
-    assert Scenario(prompt=512, decode=32) in default  # the paper's
+    assert Scenario(prompt=512, decode=32) in default  # the paper's scenario
     assert {s.memory for s in default} == {None, 60, 35, 18, 10}
     for wanted in (
         ({32, 512, 4096}, {s.prompt for s in default}),
@@ -64,7 +64,7 @@ def test_the_product_and_the_selection() -> None:
 
 
 def test_as_many_layers_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OLMoE has 6.9e9 weights: q4 and Q4_0 take 8 GB, a checkpoint in bfloat16 14 more."""
+    """OLMoE has 6.9e9 weights: q4 and Q4_0 take 8 GB, a checkpoint in bfloat16 another 14 GB."""
     free = 0
 
     def usage(_: Path) -> SimpleNamespace:
@@ -96,7 +96,7 @@ def test_results_are_kept_and_shown(tmp_path: Path) -> None:
     assert again.has(ram, "transformers")
     assert again.is_noisy(ram, "moeinf", 0.2)
     assert not again.is_noisy(ram, "moeinf", 0.5)
-    assert not again.has(ram, "vLLM")  # it may be installed by then
+    assert not again.has(ram, "vLLM")  # a later run may find it installed
     assert not again.has(Scenario(batch=2), "moeinf")
     lines = markdown(again, [ram]).splitlines()
     table = [line for line in lines if line.startswith("|")]
@@ -117,7 +117,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def suite(cache: Path, *more: str) -> tuple[dict[str, Any], str]:
-    """The JSON, and what it said on standard error."""
+    """Run the suite; return its JSON and its standard error."""
     out = cache / "out.json"
     command = [
         sys.executable,
@@ -170,7 +170,7 @@ def test_a_gpu_budget_holds_the_share_of_experts_beside_all_else(cache: Path) ->
 
 
 def test_a_floor_is_not_said_of_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reads in its own memory takes another time than RAM would."""
+    """Reading from a GPU's own memory takes another time than from RAM."""
     monkeypatch.setattr(row_module, "read_ceiling", lambda _threads: 1e9)
     found = {"token_bytes": 5_000_000, "bytes_per_token": 0}
     monkeypatch.setattr(row_module, "_measured", lambda *_: dict(found))
@@ -181,11 +181,11 @@ def test_a_floor_is_not_said_of_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_whole_command(cache: Path) -> None:
-    """Every kind of scenario but the enforced limit, without peers; then once more."""
+    """Every kind of scenario except the enforced limit, without peers; then a second run."""
     rows, said = suite(cache, "--only", "batch", "--stop-after", "1")
     assert "stopped before row 1" in said
     rows, said = suite(cache, "--no-pictures")
-    assert "6 rows to run" not in said  # the GPU's cannot be
+    assert "6 rows to run" not in said  # the GPU's rows cannot run
     ours = {key: row for key, row in rows.items() if row["program"] == "moeinf"}
     assert len(ours) == 6
     gpu = ours.pop("GPU 35 %, 32+8, batch 1, warm | moeinf")
@@ -199,7 +199,8 @@ def test_the_whole_command(cache: Path) -> None:
         assert row["forced"]
         assert row["tpot_ms_p95"] >= row["tpot_ms_median"] > 0
         assert row["tokens_per_s"] > 0
-        assert row["floor_ms"] > 0  # a thin model may beat it: it lies in the processor's caches
+        # a thin model may be faster: it fits into the processor's caches
+        assert row["floor_ms"] > 0
         assert row["token_bytes"] > 1_000_000
         assert row["bits"] == 4.75
     assert ours["RAM, 32+8, batch 1, warm | moeinf"]["hit_rate"] > 0.99
