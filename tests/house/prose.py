@@ -1,7 +1,6 @@
-"""Reads the prose of a file: sentences of Markdown, docstrings and comments of Python and C++.
+"""Read the prose of a file: sentences of Markdown, docstrings and comments of Python and C++.
 
-Does not know which words are right. Code, quotations and the targets of links are left out; a
-heading is prose, but no sentence.
+Code, quotations and link targets are omitted. A heading is prose, but not a sentence.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-Line = tuple[int, str]  # number in its file, text
+Line = tuple[int, str]  # line number, text
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _NOT_PROSE = re.compile(r"``.*?``|`[^`]*`|\"[^\"]*\"|“[^”]*”|\]\([^)]*\)|<[^>]*>|https?://\S+")
 _START = re.compile(r"^[\s>#|*\-]*(?:\d+\.\s+)?")
@@ -60,13 +59,16 @@ READERS: dict[str, Callable[[str], Iterator[Line]]] = {
 
 
 def prose(path: Path) -> Iterator[Line]:
-    """Yield the numbered lines of a file's prose, without what is code or quoted."""
+    """Yield the numbered lines of a file's prose, without code and quotations."""
     for number, line in READERS[path.suffix](path.read_text(encoding="utf-8")):
         yield number, _NOT_PROSE.sub("…", line)
 
 
 def sentences(path: Path) -> Iterator[Line]:
-    """Yield what begins a sentence, and where: after a full stop, or with a paragraph or item."""
+    """Yield the beginnings of sentences with their lines.
+
+    A sentence begins after a full stop, or with a paragraph or list item.
+    """
     before, ended = -1, True
     for number, line in prose(path):
         if line.startswith("#") and path.suffix == ".md":

@@ -1,4 +1,4 @@
-"""The house rules that tools can check: format, lint, types, import floors."""
+"""House rules that tools can check: format, lint, types, imports between layers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_lint() -> None:
     check("-m", "ruff", "check", "--no-cache", ".")
 
 
-@pytest.mark.timeout(900)  # 25 s of processor time; a busy machine gives it little
+@pytest.mark.timeout(900)  # 25 s of processor time; a busy machine takes longer
 def test_types(tmp_path: Path) -> None:
-    """Check the clone: `src/moeinf` leads mypy to it, however the package is installed."""
+    """Check the clone: mypy finds `src/moeinf` there, however the package is installed."""
     check("-m", "mypy", "--cache-dir", str(tmp_path))
 
 
@@ -58,7 +58,7 @@ def test_import_floors(tmp_path: Path) -> None:
 
 
 def test_small_files() -> None:
-    """A file above 400 lines is split, or says why at its top."""
+    """A file above 400 lines must be split, or give its reason at the top."""
     sources = [p for folder in (*FLOORS, "scripts", "tests") for p in (ROOT / folder).rglob("*")]
     long = [
         str(path.relative_to(ROOT))
@@ -69,7 +69,7 @@ def test_small_files() -> None:
 
 
 def test_print_only_in_output() -> None:
-    """cli/output.py alone writes for people; limited processes answer on their standard output."""
+    """Only cli/output.py prints for users; limited processes answer on their standard output."""
     allowed = {ROOT / "cli" / "output.py", ROOT / "runtime" / "limited_process.py"}
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"
@@ -83,7 +83,7 @@ def test_print_only_in_output() -> None:
 
 
 def test_one_importer_of_the_copy_queue() -> None:
-    """What moves experts is offload/store/transfer.py alone."""
+    """Only offload/store/transfer.py moves experts."""
     importers = [
         str(path.relative_to(ROOT))
         for folder in FLOORS
@@ -95,7 +95,7 @@ def test_one_importer_of_the_copy_queue() -> None:
 
 
 def test_one_way_to_an_engine() -> None:
-    """Engines are made by Engine.open, and nothing outside sets their parts."""
+    """Only Engine.open makes engines, and no other module sets their parts."""
     made = re.compile(r"\bEngine\(|\bengine\.(?!info = replace)\w+ = |delattr\(")
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"

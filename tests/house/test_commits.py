@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAST_BEFORE = "47deca1e"  # the rule holds from the commit after this one on
+LAST_BEFORE = "47deca1e"  # the rule holds for later commits
 FORM = re.compile(r"[\w./-]+(?:,? [\w./-]+)*: [a-z][^;]*[^.;]")
 
 

@@ -1,4 +1,4 @@
-"""Commands that compute nothing, and an idle server, do without torch and numpy."""
+"""Commands without computation and an idle server do not import torch or numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every relative link of the documents leads to a file of the repository."""
+"""Every relative link in the documents leads to a file of the repository."""
 
 from __future__ import annotations
 

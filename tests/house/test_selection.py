@@ -1,4 +1,4 @@
-"""What runs without `-m full`."""
+"""The tests that run without `-m full`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Plain words in the documents, links that resolve, decisions of one form, a short README.
+"""Plain words in the documents, valid links, decisions in one format, a short README.
 
-To hold code to the same words, add its folder to CHECKED: docstrings and comments are read.
+To check code with the same words, add its folder to CHECKED: docstrings and comments are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.house.prose import READERS, prose, sentences
 
 ROOT = Path(__file__).parents[2]
 CHECKED = ("README.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md")
-# Each with what to write instead.
+# Each word with its replacement.
 BANNED = {
     r"who(?:ever|soever)": "name it: anyone who, a client that",
     r"no ?body|every ?body|somebody": "nothing, each expert, a client",
@@ -30,7 +30,7 @@ BANNED = {
 }
 OPENINGS = ("Of", "As", "What", "Whether", "Who", "Whom")
 WORD = re.compile(r"\w")
-PLACES = ("tests", "scripts", "benchmarks", "docs")  # whose files the documents may name
+PLACES = ("tests", "scripts", "benchmarks", "docs")  # documents may name files of these folders
 PATH = re.compile(
     rf"(?<![\w/.~$-])((?:{'|'.join(PLACES)})/[\w/.-]+\.(?:py|cpp|c|csv(?:\.gz)?|md|svg|png))\b"
 )
@@ -40,13 +40,13 @@ DECISIONS = ROOT / "docs/decisions"
 
 
 def checked() -> list[Path]:
-    """Return the files that are held to these words."""
+    """Return the files that are checked for these words."""
     found = {path for pattern in CHECKED for path in ROOT.glob(pattern)}
     return sorted(path for path in found if path.suffix in READERS)
 
 
 def banned_words(path: Path) -> list[str]:
-    """Return every banned word of a file, with its line and what to write instead."""
+    """Return every banned word of a file, with its line and its replacement."""
     return [
         f"{path.name}:{number}: {match[0]!r} ({instead})"
         for number, line in prose(path)
@@ -56,7 +56,7 @@ def banned_words(path: Path) -> list[str]:
 
 
 def banned_openings(path: Path) -> list[str]:
-    """Return the sentences that open with one of OPENINGS; questions may."""
+    """Return the sentences that open with one of OPENINGS, except questions."""
     return [
         f"{path.name}:{number}: {sentence[:60]!r}"
         for number, sentence in sentences(path)
