@@ -1,4 +1,4 @@
-// Included before every native source (-include): a processor that lacks what
+// Included before every native source (-include): hides the processor features that
 // MOEINF_FAKE_FLAGS does not name. The kernels then take the path of a smaller machine.
 #pragma once
 #include <cstdlib>

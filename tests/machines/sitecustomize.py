@@ -1,4 +1,4 @@
-"""Make every Python process believe that it runs on another machine.
+"""Make every Python process see another machine.
 
 Python imports this at start when its folder is on PYTHONPATH. MOEINF_FAKE_MACHINE is JSON:
     cores            what sched_getaffinity and cpu_count report
