@@ -49,7 +49,7 @@ def leave_after(address: str, line: str) -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_a_client_that_leaves_before_its_answer_begins(demo_home: Path, tally: Tally) -> None:
-    """There is no stream yet, so only the closed connection shows that the client left."""
+    """The stream has not started, so only the closed connection shows that the client left."""
     with serving(demo_home, parallel=1, max_queue=2) as address:
         running, waiting = (
             f'num_requests_{what}{{model_name="demo:bf16"}} ' for what in ("running", "waiting")

@@ -37,7 +37,7 @@ struct Event {
 };
 
 struct Op {
-    std::function<void()> run;      // what it does
+    std::function<void()> run;      // the operation
     std::function<bool()> can_run;  // null: at once
 };
 

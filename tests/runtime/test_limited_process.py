@@ -147,7 +147,7 @@ def test_descriptors_beyond_1024_are_waited_for(
 
 
 def test_a_child_that_does_not_read_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request larger than a pipe's buffer would block the parent for ever."""
+    """A request larger than a pipe's buffer would block the parent forever."""
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **pipes: start(["sleep", "60"], **pipes))
     process = LimitedProcess("unused")

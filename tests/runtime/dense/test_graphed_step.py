@@ -105,7 +105,7 @@ def test_the_tokens_are_those_without(
     assert writing.played >= 3 * 10 * (layers + 1)
     # each token is routed exactly once
     assert engine.store.stats.decode_events == stats.decode_events
-    assert engine.take_notes() == []  # graphs print a note only with --verbose
+    assert engine.take_notes() == []  # the figure is not a note: --verbose prints it
     assert engine.gpu is not None
     assert engine.gpu.dense_math is not None
     said = engine.gpu.dense_math.graphs
@@ -278,7 +278,7 @@ def test_hints_come_and_go(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_left_for_a_garbage_collection(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engine frees all tapes.
+    """Every tape is freed without the garbage collector.
 
     A text's tapes go with its last reference or when another text needs room. The others go on
     close.

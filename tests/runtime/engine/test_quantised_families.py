@@ -4,8 +4,8 @@ The reference multiplies in float32, with activations rounded as native/kernels/
 tests/models/test_families.py compares its other arithmetic with transformers. Both choose the
 reference's experts, with the reference's weights.
 
-The remaining difference is bfloat16. In these narrow models the reference differs from itself by
-the same amount (0.5 % to 3 % of the logits) between 40 tokens at once and one by one.
+The remaining difference is bfloat16. In these narrow models the reference itself differs between 40
+tokens at once and one by one. The difference is the same: 0.5 % to 3 % of the logits.
 """
 
 from __future__ import annotations

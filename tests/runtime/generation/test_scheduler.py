@@ -1,4 +1,4 @@
-"""The scheduler alone: prefix reuse, counters, and when a request may leave."""
+"""The scheduler alone: prefix reuse, counters, and the moment at which a request may leave."""
 
 from __future__ import annotations
 

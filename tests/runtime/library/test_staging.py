@@ -58,7 +58,7 @@ LARGER = {
 
 
 class Live(TorchDispatchMode):
-    """most: peak bytes of the tensors made within, as torch's allocator rounds them."""
+    """Measures memory; most: peak bytes of the tensors made within, as torch's allocator rounds."""
 
     def __init__(self) -> None:
         super().__init__()

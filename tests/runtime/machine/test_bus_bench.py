@@ -46,7 +46,7 @@ def test_large_experts_take_no_more_device_slots_than_there_are(
 
 
 def test_caches_that_cores_share_count_once() -> None:
-    """A cache has at most 1 GiB per core on any machine; without information the size is 0."""
+    """The sum is below 1 GiB per core on any machine; without information it is 0."""
     found = memory.cache_bytes()
     assert 0 <= found < memory.core_count() << 30
     assert found % 1024 == 0
