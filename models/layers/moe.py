@@ -1,7 +1,4 @@
-"""The routed experts in plain torch: grouping, combining, and the reference store.
-
-Does not know caches, files or families.
-"""
+"""The routed experts in plain torch: grouping, combining, and the reference store."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, D] -> ids [T, K], weig
 
 
 def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> MoeShape:
-    """Reads the sizes of `layers` MoE layers, in any spelling; raises ModelDataError.
+    """Read the sizes of `layers` MoE layers, in any spelling; raise ModelDataError.
 
     intermediate: the config key of one expert's intermediate size.
     """
@@ -39,10 +36,10 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
 
 
 def group(ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
-    """ids [T, K] -> per distinct expert, ascending: its number and its places t·K + k, ascending.
+    """Group ids [T, K] by distinct expert, ascending: its number and its places t·K + k, ascending.
 
-    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1. Lists, because
-    one row's handful of numbers takes some microseconds so, and a dozen torch calls a hundred.
+    -1 belongs to no group. Raises ValueError for other ids outside 0 … experts - 1. Lists handle
+    one row's few numbers in some microseconds, where a dozen torch calls take a hundred.
     """
     found: dict[int, list[int]] = {}
     for place, expert in enumerate(ids.flatten().tolist()):
@@ -54,10 +51,10 @@ def group(ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
 
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [T, K, D] and weights [T, K] f32 -> [T, D] of rows' dtype: summed k by k in float32.
+    """Sum rows [T, K, D] by weights [T, K] f32 -> [T, D] of rows' dtype, k by k in float32.
 
-    Multiplying and adding are separate operations, so that a row's sum does not depend on where in
-    the tensor it lies.
+    Multiplying and adding are separate operations, so that a row's sum does not depend on its
+    position in the tensor.
     """
     total = rows[:, 0].float() * weights[:, 0, None]  # [T, D]
     for k in range(1, rows.shape[1]):
@@ -98,16 +95,19 @@ class ResidentExperts:
         weights: Mapping[tuple[int, int], tuple[Tensor, ...]],
         activation: Activation = "swiglu",
     ) -> None:
-        """(layer, expert) -> what ffn.expert_ffn takes: (gate_up [2F, D], down [D, F]), say."""
+        """Map (layer, expert) to the arguments of ffn.expert_ffn.
+
+        One example is (gate_up [2F, D], down [D, F]).
+        """
         self._weights = weights
         self._activation = activation
         self._experts = 1 + max(expert for _, expert in weights)
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
-        """Computes at once. Raises KeyError for an expert that is not there."""
+        """Compute at once. Raises KeyError for an absent expert."""
         rows = x.new_zeros(ids.numel(), x.shape[1])  # [T·K, D]; places without an expert stay 0
         for expert, found in group(ids, self._experts):
             places = torch.tensor(found)
@@ -116,15 +116,15 @@ class ResidentExperts:
         return Done(combine(rows.view(*ids.shape, -1), weights))
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """Nothing to prefetch."""
+        """Do nothing: there is nothing to prefetch."""
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        """Nothing to record."""
+        """Do nothing: there is nothing to record."""
 
 
 @contextmanager
 def one_pass(experts: Experts, rows: Tensor, phase: Phase) -> Iterator[None]:
-    """Opens a pass, and closes it: as history, or as broken off."""
+    """Open a pass, and close it; after an error its rows are not accepted."""
     experts.begin_pass(rows, phase)
     try:
         yield
@@ -136,11 +136,11 @@ def one_pass(experts: Experts, rows: Tensor, phase: Phase) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SparseFfn:
-    """One MoE layer: routed experts, and shared ones that run while the routed are on their way.
+    """One MoE layer: routed experts, and shared ones that run while the routed are in flight.
 
-    ahead is the router of the next MoE layer. What it makes of this layer's input is a guess of
-    what it will make of its own, as the residual stream changes little from layer to layer
-    (Eliseev and Mazur, arXiv 2312.17238, section 3.2).
+    ahead is the router of the next MoE layer. Its output for this layer's input predicts its
+    output for its own, because the residual stream changes little from layer to layer (Eliseev and
+    Mazur, arXiv 2312.17238, section 3.2).
     """
 
     layer: int  # the flat MoE-layer index
@@ -149,14 +149,14 @@ class SparseFfn:
     ahead: Router | None = None
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Return the layer's output: [T, D] -> [T, D]."""
         pending = self.start(x, experts)
         shared = self.shared(x) if self.shared is not None else None
         routed = pending.result()
         return routed if shared is None else routed + shared
 
     def start(self, x: Tensor, experts: Experts) -> Pending:
-        """Only the routed experts of x [T, D], for a layer that does more meanwhile."""
+        """Submit only the routed experts of x [T, D], for a layer that does more meanwhile."""
         ids, weights = self.router(x)
         if self.ahead is not None and experts.wants_hints:
             experts.hint(self.layer + 1, *self.ahead(x))

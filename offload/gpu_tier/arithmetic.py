@@ -1,7 +1,4 @@
-"""What a device tier needs of a device: memory, a stream, and arithmetic over an arena of slots.
-
-Does not know tiers, nor which device it is.
-"""
+"""A device tier's needs of a device: memory, a stream, and arithmetic over an arena of slots."""
 
 from __future__ import annotations
 
@@ -17,19 +14,22 @@ class RoutedRunner(ExpertRunner, Protocol):
     """Arithmetic that can find its experts by itself."""
 
     def can_route(self, rows: int) -> bool:
-        """Whether run_routed gives so many rows what `run` would give them."""
+        """Return whether run_routed gives the same result as `run` for that many rows."""
         ...
 
     def run_routed(
         self, x: Tensor, ids: Tensor, table: Tensor, first_cell: int, rows: Tensor
     ) -> None:
-        """Fills the rows of all pairs whose expert has a slot: ids [T, K] and the int32 table of
-        slots, expert e at first_cell + e, lie on the device, and so do x and rows [T·K, D]."""
+        """Fill the rows of all pairs whose expert has a slot.
+
+        ids [T, K], the int32 table of slots (expert e at first_cell + e), x and rows [T·K, D] are
+        on the device.
+        """
         ...
 
 
 class Device(Protocol):
-    """What computes on the device: torch, with kernels on a stream."""
+    """The device's arithmetic: torch, with kernels on a stream."""
 
     @property
     def stream(self) -> int:
@@ -38,36 +38,38 @@ class Device(Protocol):
 
     @property
     def out_of_memory(self) -> tuple[type[Exception], ...]:
-        """What is raised when there is no memory left for a computation."""
+        """The exceptions raised when a computation is out of memory."""
         ...
 
     def math(
         self, layout: ExpertLayout, address: int, shape: tuple[int, int], reference: TorchFfn
     ) -> RoutedRunner:
-        """The arithmetic over an arena of shape (slots, slot_bytes) at a device address."""
+        """Return the arithmetic over an arena of shape (slots, slot_bytes) at a device address."""
         ...
 
     def limit(self, size_bytes: int) -> None:
-        """What torch may hold of the device's memory for this engine from now on, beside others'
-        shares; more is out of memory. 0: the engine has ended."""
+        """Limit the device memory that torch may hold for this engine, beside others' shares.
+
+        A larger allocation is out of memory. 0: the engine has ended.
+        """
         ...
 
     def reserved_bytes(self) -> int:
-        """What torch has taken of the device, used or not, for whomever."""
+        """Return the device memory that torch has reserved for all users, whether used or not."""
         ...
 
     def upload(self, x: Tensor) -> Tensor:
-        """x on the device; the host's may be changed as soon as this returns."""
+        """Return x on the device; the host's x may change once this returns."""
         ...
 
     def empty_rows(self, x: Tensor, count: int) -> Tensor:
-        """[count, D] on the device for x [T, D] there; unspecified."""
+        """Return unspecified rows [count, D] on the device for x [T, D] there."""
         ...
 
     def download(self, rows: Tensor) -> Tensor:
-        """rows in host memory, after everything that is queued has run."""
+        """Return rows in host memory, after everything that is queued has run."""
         ...
 
     def release(self) -> None:
-        """Gives cached memory back to the device."""
+        """Give cached memory back to the device."""
         ...

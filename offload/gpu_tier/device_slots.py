@@ -1,18 +1,16 @@
-"""The tier above host memory: which experts lie in device slots, and the copies that bring them.
+"""The tier above host memory: the experts in device slots, and the copies that bring them.
 
-Does not know routing's meaning, files, or how an expert is computed. Cells are layer · E + expert.
+Cells are layer · E + expert. One cell's way up, and out again:
 
-One cell's way up, and out again:
-
-    host slot, pinned ──copy queued──▶ device slot: resident at once for whoever queues kernels,
-         │                                  │       since they wait for the copy, on the device
+    host slot, pinned ──copy queued──▶ device slot: resident at once for any caller that queues
+         │                                  │       kernels: they wait for the copy on the device
          └──batch done: unpinned            └──evicted: a clean copy, so only the number moves; the
                                                  next copy into the slot waits for its last kernel
 
-So a device slot needs no pin while kernels run, nor for a copy's sake; a host slot keeps one until
-the copy has read it. A policy of its own, which sees all routing, decides which cell leaves.
+So a device slot needs no pin while kernels or copies run. A host slot stays pinned until the copy
+has read it. The tier's own policy, which sees all routing, decides which cell leaves.
 
-The engine's thread alone uses it.
+Only the engine's thread uses it.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.tier import Experts
 
-_UNASKED_BYTES = 64 << 20  # of one batch that nobody has asked for: some 3 ms of a bus
-_LOOKED_AT = 256  # of those who may be absent, per pass: a few µs each
+_UNASKED_BYTES = 64 << 20  # of one batch without demand: some 3 ms of a bus
+_LOOKED_AT = 256  # of the possibly absent cells, per pass: a few µs each
 
 
 class DeviceTier:
@@ -61,9 +59,11 @@ class DeviceTier:
         inside: bool = False,
         lock_pages: Callable[[], PageLocking] | None = None,
     ) -> None:
-        """make_policy: for so many slots. host: the tier below; `lock` holds its slots, and
-        lock_pages begins to lock them. memory_bytes: of the arena and of all that torch holds;
-        None: unlimited. inside: whether what a layer is given lies on the device.
+        """Allocate the arena.
+
+        make_policy: makes a policy for a number of slots. host: the tier below; `lock` holds its
+        slots, and lock_pages begins to lock them. memory_bytes: of the arena and of all that torch
+        holds; None: unlimited. inside: whether the inputs of a layer are on the device.
 
         Raises OutOfDeviceMemory, after giving back what torch has cached and a second attempt.
         """
@@ -73,7 +73,7 @@ class DeviceTier:
         self._below, self._host, self._memory_bytes = host, host.table, memory_bytes
         self._tables: dict[int, Tensor] = {}  # by first cell, of layers that no cell can leave
         self._flying: deque[tuple[int, list[int]]] = deque()  # (batch, cells pinned in the host)
-        self._slots: DeviceSlots | None = None  # once `shrink` has failed
+        self._slots: DeviceSlots | None = None  # None once `shrink` has failed
         self._pass: tuple[NDArray[np.int64], Phase] | None = None
         self._uncounted: list[Tensor] = []  # routing on the device, of this pass
         self.decoding = False
@@ -96,7 +96,7 @@ class DeviceTier:
         self._math = self.device.math(self._layout, arena.address, shape, self._reference)
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
-        self._absent = deque(range(self._host.cells if self.all_fit else 0))  # maybe
+        self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
         self.policy = self._make_policy(slots)
 
     @property
@@ -115,27 +115,27 @@ class DeviceTier:
 
     @property
     def all_fit(self) -> bool:
-        """Whether no expert ever has to leave."""
+        """True if all experts fit, so that none ever has to leave."""
         return self.table.all_fit
 
     @property
     def complete(self) -> bool:
-        """Whether all experts have arrived, for good."""
+        """True if all experts have arrived, for good."""
         return self.all_fit and not self._absent
 
     @property
     def wants_all(self) -> bool:
-        """Whether it gains from experts that were not asked for."""
+        """True if it gains from experts that no layer asked for."""
         return self.inside and self.all_fit
 
     @property
     def lost(self) -> bool:
-        """Whether the last slot was given up, and another could not be had."""
+        """True if the last slot was given up, and no new one could be allocated."""
         return self._slots is None
 
     @property
     def note(self) -> str | None:
-        """What could not be page-locked, or was given up, and why; None: nothing, yet."""
+        """The slots not page-locked or given up, and why; None: no problem so far."""
         if self.slots < self._planned:
             words = f"the GPU ran out of memory: it holds {self.slots} experts now, "
             advice = "a smaller --ctx, or what others hold there, leaves it more"
@@ -143,18 +143,18 @@ class DeviceTier:
         return None if self._locking is None else self._locking.note
 
     def can_route(self, rows: int) -> bool:
-        """Whether `compute_routed` is right for so many rows."""
+        """Return whether `compute_routed` is correct for that many rows."""
         return self._math.can_route(rows)
 
     @property
     def bus_is_idle(self) -> bool:
-        """Whether there is an arena to copy to, and no copy on its way."""
+        """True if there is an arena to copy to, and no copy in flight."""
         self._settle()
         return self._slots is not None and not self._flying
 
     @property
     def on_their_way(self) -> int:
-        """Experts whose copies have not ended, for all that is known."""
+        """Experts whose copies are in flight, or not yet known to have ended."""
         self._settle()
         return sum(len(cells) for _, cells in self._flying)
 
@@ -182,7 +182,7 @@ class DeviceTier:
             self.policy.end_pass(accepted)
 
     def count_hits(self, events: int) -> None:
-        """So many ids of a layer were found here."""
+        """Count that many ids of a layer as hits here."""
         stats = self.stats
         if self.decoding:
             stats.decode_events += events
@@ -193,11 +193,11 @@ class DeviceTier:
             stats.prefill_hits += events
 
     def count_at_end(self, ids: Tensor) -> None:
-        """The same of ids on the device, all of which are here, when the pass ends."""
+        """Count ids on the device, all of which are resident, when the pass ends."""
         self._uncounted.append(ids.flatten())
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
-        """Queues the rows of resident cells; x and rows are on the device."""
+        """Queue the rows of resident cells; x and rows are on the device."""
         slots = [self.table.slot_of(cell) for cell, _ in experts]
         self._arena.begin_read(slots)
         try:
@@ -207,9 +207,9 @@ class DeviceTier:
             self._arena.end_read(slots)
 
     def slot_table(self, first: int, experts: int) -> Tensor | None:
-        """The slots of a layer's cells, int32 on the device, once all of them are here for good.
+        """Return the slots of a layer's cells, int32 on the device, once all are resident for good.
 
-        None before that, and always where not everybody has a slot.
+        None before that, and always where not all experts fit.
         """
         if not self.all_fit:
             return None
@@ -217,34 +217,34 @@ class DeviceTier:
         cells = range(first, first + experts)
         if found is None and self.table.are_resident(cells):
             slots = [self.table.slot_of(cell) for cell in cells]
-            self._arena.begin_read(slots)  # the only time: nobody will be copied over them
+            self._arena.begin_read(slots)  # only once: nothing will be copied over them
             found = self.device.upload(torch.tensor(slots, dtype=torch.int32))
             self._tables[first] = found
         return found
 
     def compute_routed(self, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor) -> None:
-        """Queues a layer of which `table` has everybody. ids [T, K] are not looked at here."""
+        """Queue a layer whose experts are all in `table`. ids [T, K] are not read here."""
         self._math.run_routed(x, ids, table, 0, rows)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Queues the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
+        """Queue the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
         return self._math.combine(rows, weights)
 
     def read(self, x: Tensor) -> Tensor:
-        """x in host memory, after everything queued has run. Raises DeviceError."""
+        """Return x in host memory, after everything queued has run. Raises DeviceError."""
         self.finish()
         return self.device.download(x)
 
     def finish(self) -> None:
-        """Returns when everything queued has run. Raises DeviceError, also for a kernel's fault."""
+        """Wait until everything queued has run. Raises DeviceError, also for a kernel's fault."""
         self._arena.finish()
 
     def bring(self, cells: Iterable[int], busy: Collection[int] = ()) -> list[int]:
-        """Queues the copies of the first of these, as many as there is room for; which they are.
+        """Queue the copies of the first of these, up to the free room; return which.
 
-        All are in the host's memory and not here. None leaves for another of them, and who is
-        `busy` only if nobody else can: the copy would wait for its kernels. Raises DeviceError;
-        then none of them is here.
+        All are in host memory and not here. None is evicted for another of them. A `busy` cell is
+        evicted only if no other can be, because the copy would wait for its kernels. Raises
+        DeviceError; then none of them is here.
         """
         self._settle()
         taken: list[int] = []
@@ -265,8 +265,10 @@ class DeviceTier:
         return taken
 
     def evict(self, busy: Collection[int] = ()) -> int | None:
-        """Frees the slot of the policy's victim, of a `busy` one only if no other can leave; which
-        cell that was, None: no cell may leave."""
+        """Evict the policy's victim and return it, or None if no cell may leave.
+
+        A `busy` cell is evicted only if no other can be.
+        """
         victim = self.policy.victim(self.table.idle(busy))
         if victim is None and busy:
             victim = self.policy.victim(self.table.can_evict)
@@ -275,14 +277,14 @@ class DeviceTier:
         return victim
 
     def forget(self, cells: Iterable[int]) -> None:
-        """Frees the slots of cells whose copies were not queued."""
+        """Free the slots of cells whose copies were not queued."""
         gone = list(cells)
         self.policy.forget(gone)
         for cell in gone:
             self.table.release(cell)
 
     def bring_absent(self) -> None:
-        """Where everybody fits: copies some that nobody has asked for, while the bus is idle."""
+        """Copy up some experts without demand, where all fit and while the bus is idle."""
         if not self.bus_is_idle:
             return
         most, ready = max(1, _UNASKED_BYTES // self._layout.data_bytes), list[int]()
@@ -300,21 +302,21 @@ class DeviceTier:
             self.bring(ready)
 
     def end_copies(self) -> bool:
-        """Waits until no copy reads a host slot. False: none did."""
+        """Wait until no copy reads a host slot. False: no copy did."""
         if not self._flying:
             return False
         batch = self._flying[-1][0]
         try:
             self._arena.wait(batch)
-        finally:  # of a device that has failed nothing reads the host either
+        finally:  # after a device failure nothing reads the host either
             self._land(batch)
         return True
 
     def shrink(self) -> bool:
-        """Evicts everybody and goes on with half the slots, or less. False: there is but one slot.
+        """Evict all experts and continue with at most half the slots. False: only one slot.
 
-        For when a computation finds no memory: the arena is the only thing that can become less.
-        Raises OutOfDeviceMemory when others took even that; then nobody is here ever after.
+        Called when a computation is out of memory: only the arena can shrink. Raises
+        OutOfDeviceMemory when no slot can be allocated; then the tier stays empty.
         """
         slots = self.table.slots // 2
         if slots == 0:
@@ -323,9 +325,11 @@ class DeviceTier:
         return True
 
     def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
-        """Goes on with so much less memory, for good: torch's part of it at once, and that of slots
-        by evicting all experts; how many slots that took. None: not even one would be left, and
-        nothing is given up. Raises like `shrink`."""
+        """Give memory up for good and return how many slots that took, or None.
+
+        Torch's part of size_bytes is given up at once, that of slots by evicting all experts.
+        None: no slot would be left, and nothing is given up. Raises like `shrink`.
+        """
         before = self.table.slots
         slots = before - -(-of_slots_bytes // self._arena.slot_bytes)
         if slots < 1:
@@ -339,12 +343,12 @@ class DeviceTier:
         return before - self.slots
 
     def _rebuild(self, slots: int) -> None:
-        """With so many slots, or half of them while there is no memory."""
+        """Rebuild the tier with that many slots, halved while out of memory."""
         self.end_copies()
         self.finish()
         self._slots, self.table = None, Residency(1, self._host.cells)
         self._tables.clear()
-        del self._math  # the arena goes before its successor is allocated
+        del self._math  # free the arena before its successor is allocated
         self.device.release()
         while True:
             try:
@@ -358,7 +362,7 @@ class DeviceTier:
             self.policy.begin_pass(*self._pass)
 
     def close(self) -> None:
-        """Ends the locking and the copies, and gives the arena back."""
+        """End the locking and the copies, and give the arena back."""
         if self._locking is not None:
             self._locking.close()
         try:
@@ -380,7 +384,7 @@ class DeviceTier:
             self.stats.decode_bus_bytes += size
 
     def _settle(self) -> None:
-        """Unpins the host slots of copies that have arrived."""
+        """Unpin the host slots of copies that have arrived."""
         while self._flying and self._arena.done(self._flying[0][0]):
             self._land(self._flying[0][0])
 

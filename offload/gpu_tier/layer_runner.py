@@ -1,23 +1,23 @@
-"""Opens the layers of a store with a device, and computes their experts on the CPU or on it.
+"""Open the layers of a store with a device, and compute their experts on the CPU or on it.
 
-Does not know families or files. One layer, as time runs:
+One layer, in order of time:
 
-    open      the device's policy hears the routing; kernels for what is in device slots are queued;
-              the host's tier is left the rest (ids of the others become -1)
-    compute   the host's tier hands over what it has, as it arrives:
-                fetch    copied to a device slot, in batches of what there is room for, and computed
-                         there: the device computes everything, so residency chooses nothing
-                compute  computed on the CPU where it lies, while the device computes its own
-                auto     so many of each that the later ends soonest (miss_split.py); experts of
-                many
-                         rows are always fetched, since the CPU reads weights once and computes per
-                         row, and all where every expert has a slot, since none is fetched twice
+    open      the device's policy receives the routing; kernels for resident experts are queued;
+              the host's tier receives the rest (ids of the others become -1)
+    compute   the host's tier hands over its experts, in the order they arrive:
+                fetch    copied to device slots, in batches that fit, and computed there: the
+                         device computes everything, so residency chooses nothing
+                compute  computed on the CPU in its host slot, while the device computes its own
+                auto     divided so that the later side ends soonest (miss_split.py). Experts of
+                         many rows are always fetched: the CPU reads weights once and computes per
+                         row. Where every expert has a slot all are fetched, since none is fetched
+                         again
     result    the device's rows come down, and the K rows of a token are summed in a fixed order
-    (after)   while the bus is idle, what was computed on the CPU and the policy would keep is
-              promoted: copied into a device slot, which the next layers do not wait for. Where
-              every expert has a slot, what lies in RAM follows unasked, from pass to pass
+    (after)   while the bus is idle, experts that the CPU computed and the policy would keep are
+              promoted: copied into a device slot. The next layers do not wait for them. Where
+              every expert has a slot, the experts in RAM follow without demand, pass by pass
 
-Where the dense weights lie decides what travels:
+The place of the dense weights decides what is copied:
 
     in RAM           x goes up once a layer, the device's rows come down and are summed on the CPU
     on the device    x comes down only for experts that the CPU computes, and their rows go up; the
@@ -26,8 +26,8 @@ Where the dense weights lie decides what travels:
                      are all there for good does not even read its routing: kernels find them
                      through a table of slots, and its routing is counted when the pass ends
 
-No memory for a computation on the device: the tier goes on with half its slots, all empty, and the
-computation is tried once more; a second failure in a layer is OutOfMemory.
+When the device is out of memory, the tier continues with half its slots, all empty. The
+computation is tried once more. A second failure in a layer is OutOfMemory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.routed import Ids, Routed, cells_of
 from moeinf.offload.store.tier import Experts, Hint, Opened
 
-assert FEW_ROWS <= MOST_ROWS  # of more the CPU and the device have other bits, and `auto` divides
+assert FEW_ROWS <= MOST_ROWS  # above MOST_ROWS, CPU and device differ in bits, and `auto` divides
 
 
 class OutOfMemory(Unavailable, MemoryError):
@@ -62,17 +62,17 @@ class OutOfMemory(Unavailable, MemoryError):
 
 
 class TierRunner:
-    """Opens layers, of which each is a DeviceWork or a ByTable."""
+    """Open layers, each a DeviceWork or a ByTable."""
 
     def __init__(self, host: HostTier, tier: DeviceTier, miss: Miss, share: float) -> None:
-        """share: of the misses that `auto` fetches."""
+        """Set up the runner. share: the part of the misses that `auto` fetches."""
         self.host, self.tier, self._miss = host, tier, miss
         self._split = Split(share)
 
     def open(
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
     ) -> Opened | ByTable:
-        """Raises DeviceError, OutOfMemory, ValueError for ids that do not exist."""
+        """Open a layer. Raises DeviceError, OutOfMemory, ValueError for invalid ids."""
         tier, experts = self.tier, self.host.experts
         if tier.inside:
             table = tier.slot_table(layer * experts, experts)
@@ -94,10 +94,10 @@ class TierRunner:
         return routed, told, work
 
     def divide(self, experts: Experts) -> tuple[Experts, Experts]:
-        """What is fetched, and what the CPU computes in place."""
+        """Return the experts to fetch, and those that the CPU computes in place."""
         if self._miss == "compute":
             return [], experts
-        if self._miss == "fetch" or self.tier.all_fit:  # what is fetched then stays for good
+        if self._miss == "fetch" or self.tier.all_fit:  # then a fetched expert stays for good
             return experts, []
         fetched = [pair for pair in experts if len(pair[1]) > FEW_ROWS]
         few = [pair for pair in experts if len(pair[1]) <= FEW_ROWS]
@@ -106,7 +106,7 @@ class TierRunner:
         return fetched + few[:count], few[count:]
 
     def promote(self, cells: list[int]) -> None:
-        """Copies up what the CPU has computed and the tier would keep, if the bus is idle."""
+        """Copy up the CPU's experts that the tier would keep, if the bus is idle."""
         if not cells or not self.tier.bus_is_idle:
             return
         there = (cell for cell in cells if self.host.table.is_resident(cell))
@@ -116,47 +116,49 @@ class TierRunner:
 
     @property
     def _computes_below(self) -> bool:
-        """Whether the CPU may compute some of what is not on the device."""
+        """True if the CPU may compute experts that are not on the device."""
         return self._miss != "fetch" and not (self._miss == "auto" and self.tier.all_fit)
 
     def _here(self, layer: int, ids: Ids) -> NDArray[np.bool_]:
-        """Which of the ids are on the device; of places without an expert, anything."""
+        """Return which ids are on the device; places without an expert are unspecified."""
         return self.tier.resident(cells_of(layer, ids, self.host.experts)) & (ids >= 0)
 
     def _pass_on(self, layer: int, ids: Tensor) -> Hint:
-        """Tells the device's policy a hint, before anything of the submitted layer is queued, so
-        that nothing waits; what the host's is to be told of it."""
+        """Report a hint to the device's policy; return the hint for the host's policy.
+
+        This comes before anything of the submitted layer is queued, so that nothing waits.
+        """
         chosen = (self.tier.device.download(ids) if self.tier.inside else ids).numpy()
         self.tier.policy.hinted(layer, chosen)
         return layer, np.where(self._here(layer, chosen), chosen.dtype.type(-1), chosen)
 
 
 class DeviceWork:
-    """The rows of one layer: what of it lies on the device, and what in RAM."""
+    """The rows of one layer: of experts on the device, and of experts in RAM."""
 
     def __init__(
         self, runner: TierRunner, x: Tensor, weights: Tensor, places: dict[int, list[int]]
     ) -> None:
-        """x [T, D] and weights [T, K], which lie where `result` will; places t·K + k by cell."""
+        """Set up x [T, D] and weights [T, K], on the device of `result`; places t·K + k by cell."""
         self._places = places
         self._runner, self._tier, self._host = runner, runner.tier, runner.host
         self._x, self._mix, self._top_k = x, weights, weights.shape[1]
-        self._device_x: Tensor | None = None  # once anything needs it
+        self._device_x: Tensor | None = None  # allocated on first use
         self._device_rows: Tensor | None = None
         self._device_places: list[int] = []  # of rows that the device computes
         self._below_x: Tensor | None = None  # in RAM, for the CPU
         self._below_rows: Tensor | None = None
         self._below_places: list[int] = []  # inside: of the CPU's rows
         self._promotable: list[int] = []  # cells that the CPU has computed
-        self._ring: list[int] = []  # cells of the last kernels, half of the slots; of a prefill
+        self._ring: list[int] = []  # prefill: cells of the last kernels, half of the slots
         self._shrunk = False
 
     def read_x(self) -> None:
-        """Inside, for the CPU: before anything is queued, or the CPU would wait for all of it."""
+        """Read x for the CPU (inside), before any kernel is queued that it would wait for."""
         self._below_x = self._tier.device.download(self._x)
 
     def on_device(self, experts: Experts) -> bool:
-        """Queues cells in device slots. False: the tier has just been emptied."""
+        """Queue cells in device slots. False: the tier has just been emptied."""
         tier, device = self._tier, self._tier.device
         if not all(tier.is_resident(cell) for cell, _ in experts):
             return False
@@ -177,12 +179,12 @@ class DeviceWork:
         return True
 
     def compute(self, cells: Iterable[int]) -> None:
-        """Fills the rows of cells in host slots, or has the device do it by `result`.
+        """Fill the rows of cells in host slots, or queue them on the device by `result`.
 
-        What is fetched comes in batches of half the device's slots at most, and a prefill's do not
-        push out those before, so that one is copied while kernels read the other, however many
-        experts are asked for. (In decoding the policy has its will: kernels of one row are over
-        before the next copy.)
+        Fetched cells come in batches of at most half the device's slots. Batches of a prefill do
+        not evict the batch before. So one batch is copied while kernels read the other, however
+        many experts are asked for. In decoding the policy chooses freely: kernels of one row end
+        before the next copy.
         """
         tier = self._tier
         waiting, computed = self._runner.divide([(cell, self._places[cell]) for cell in cells])
@@ -199,7 +201,7 @@ class DeviceWork:
                 tier.stats.decode_cpu_events += sum(len(places) for _, places in computed)
 
     def result(self) -> Tensor:
-        """[T, D], where x is."""
+        """Return [T, D], on the device of x."""
         tier = self._tier
         if tier.inside:
             rows = self._rows_there()
@@ -217,7 +219,7 @@ class DeviceWork:
         return out
 
     def _rows_there(self) -> Tensor:
-        """[T·K, D] on the device; inside, those of `result`, zeros where nothing is computed."""
+        """Return rows [T·K, D] on the device; inside, those of `result`, 0 where not computed."""
         if self._device_rows is None:
             count, inside = self._mix.numel(), self._tier.inside
             self._device_x = self._x if inside else self._tier.device.upload(self._x)
@@ -228,7 +230,7 @@ class DeviceWork:
         return self._device_rows
 
     def _rows_below(self) -> Tensor:
-        """[T·K, D] in RAM: inside, unspecified where the CPU has computed nothing."""
+        """Return the rows [T·K, D] in RAM; inside, unspecified where the CPU computed nothing."""
         if self._below_rows is None:
             size = self._mix.numel(), self._x.shape[1]
             if self._tier.inside:
@@ -238,7 +240,7 @@ class DeviceWork:
         return self._below_rows
 
     def _compute_below(self, experts: Experts) -> None:
-        """On the CPU, where the host's slots are."""
+        """Compute experts on the CPU, from the host's slots."""
         if self._tier.inside:
             self._below_places += [place for _, places in experts for place in places]
             if self._below_x is None:  # the tier has lost its slots since the layer was opened
@@ -250,8 +252,8 @@ class DeviceWork:
 class ByTable:
     """One submitted layer whose experts are all on the device for good: its ids are not read here.
 
-    What its result queues depends on nothing else: as long as a layer has the same `table` it may
-    be repeated without asking.
+    While `table` is the same object, its result queues the same kernels and may be replayed without
+    asking.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class ByTable:
         self._tier, self._given = tier, (x, ids, weights)
 
     def result(self) -> Tensor:
-        """Queues the kernels: [T, D]; rows without an expert are 0."""
+        """Queue the kernels: [T, D]; rows without an expert are 0."""
         x, ids, weights = self._given
         rows = x.new_zeros(*ids.shape, x.shape[1])
         self._tier.compute_routed(x, ids, self.table, rows.view(-1, x.shape[1]))

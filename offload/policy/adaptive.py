@@ -1,19 +1,20 @@
-"""The default policy: keeps what is probably used next, whatever tells so.
+"""The default policy: keep the experts that are most probably used next.
 
-Does not know bytes, time or threads. Its decisions are made in native/policy/adaptive_core.h and
-its estimates in native/queue/usage.h, which argue both; a plain transcription that tests compare
-them with is tests/offload/policy/plain.py. Here is what one decode pass asks of them:
+native/policy/adaptive_core.h makes its decisions and native/queue/usage.h its estimates. Both
+argue them. tests/offload/policy/plain.py is a plain transcription that tests compare them with.
+One decode pass asks of them:
 
     begin_pass   what matched requests of the past did is written to `past`; the mixture is made
-    routed       estimates and weights move; hints for this layer are judged; what was staged and
-                 is now probable enough is kept
+    routed       estimates and weights move; hints for this layer are judged; staged cells that are
+                 now probable enough are kept
     hinted       the gate's choice is noted, and protected until its layer has run
-    prefetch     hints that are worth it, then what is likelier used than not
+    prefetch     hints that are worth it, then cells that are more probably used than not
 
-An encoder's experts leave first once it has run; they are judged by probability again when the next
-source is read.
+An encoder's experts leave first once it has run. They are judged by probability again when the
+next source is read.
 
-A pass of several requests is one token that chose all that they chose; `past` is the sum over them.
+A pass of several requests is one token that chose all that they chose. `past` is the sum over
+them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from moeinf.offload.routing.trace import Phase
 
 @dataclass(frozen=True)
 class AdaptiveKnobs:
-    """hysteresis: ε of admission. matches: EAMC entries that are averaged. worth: the probability
-    from which a hinted read is worth its while. sure: the one from which lookahead reads. decays:
-    λ per token of the decayed shares. step: how far a token moves the weights of the estimates, at
-    least. prompt: how many decode tokens a prompt token counts for in the decayed shares."""
+    """Tunable numbers of the policy.
+
+    hysteresis: ε of admission. matches: EAMC entries that are averaged. worth: the probability
+    from which a hinted read pays. sure: the probability from which lookahead reads. decays: λ per
+    token of the decayed shares. step: the least distance a token moves the weights of the
+    estimates. prompt: the number of decode tokens a prompt token counts for in the decayed shares.
+    """
 
     hysteresis: float = 0.25
     matches: int = 5
@@ -48,7 +52,7 @@ class AdaptiveKnobs:
 
 
 class Adaptive:
-    """Evicts by probability of use, admits with hysteresis, reads ahead what is worth it."""
+    """Evict by probability of use, admit with hysteresis, prefetch the hints that pay."""
 
     def __init__(self, setup: Setup, knobs: AdaptiveKnobs | None = None) -> None:
         knobs = knobs or AdaptiveKnobs()
@@ -113,7 +117,7 @@ class Adaptive:
         return [Wish(cell, urgent) for cell, urgent in self.core.wishes(most)]
 
     def _write_predictions(self) -> None:
-        """What past requests say about the running ones: a probability per expert."""
+        """Write the probability per expert that past requests give for the running ones."""
         past = self.core.past
         past.fill(0)
         active = self._requests.active()

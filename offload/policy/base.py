@@ -1,21 +1,21 @@
-"""What a cache policy is: routing events in, decisions out.
+"""The interface of a cache policy: routing events in, decisions out.
 
-Does not know files, threads, time or torch: the runtime and the simulator run the same objects, so
-that a simulated figure is what the engine would do. Experts are *cells*: layer · E + expert.
+Does not know files, threads, time or torch. The runtime and the simulator run the same objects, so
+a simulated figure is what the engine would do. Experts are *cells*: layer · E + expert.
 
-The caller tells what happens, in this order, per pass:
+The caller reports events in this order, per pass:
 
     begin_pass(rows, phase)
       routed(layer, ids)       a layer has chosen; its cells are pinned by the caller
-      hinted(layer, ids)       a gate says what a later layer will choose (optional)
-      victim() / admitted()    per miss: who leaves, who has come
-      forget()                 a cell that was admitted has not arrived, or left otherwise
+      hinted(layer, ids)       a gate predicts the choice of a later layer (optional)
+      victim() / admitted()    per miss: the cell to evict, the cell that has arrived
+      forget()                 an admitted cell has not arrived, or left otherwise
       prefetch()               what is worth reading now, best first
     end_pass(accepted)
     end_request(request)       no further pass names it
 
-Events may come up to one pass late (a decode captured in a graph reports afterwards); decisions
-are then asked for in between, and a policy must answer from what it knows.
+Events may come up to one pass late: a decode step captured in a graph reports afterwards.
+Decisions are then asked for in between, and a policy must answer from the events it has.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LARGEST = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Setup:
-    """What a policy is built for: a model's shape, the slots of one tier, and past requests.
+    """The inputs of a policy: a model's shape, the slots of one tier, and past requests.
 
-    Whoever runs the policy adds finished requests to the EAMC; the policy only reads it.
+    The caller adds finished requests to the EAMC. The policy only reads it.
     """
 
     shape: RoutingShape
@@ -58,39 +58,39 @@ class Wish(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides who leaves, who stays and what to read ahead. See the module for the order."""
+    """Decides which cell to evict, keep or prefetch. See the module for the order."""
 
     @property
     def insertions(self) -> int:
-        """Arrivals that were given a place to stay, ever."""
+        """Number of arrivals, ever, that were given a place to stay."""
         ...
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
-        """A pass of T rows starts; rows [T] names the request of each."""
+        """Start a pass of T rows; rows [T] names the request of each."""
         ...
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        """`layer` has chosen ids [T, K]; -1 = none. Layers ascend within a pass."""
+        """Report that `layer` has chosen ids [T, K]; -1: no expert. Layers ascend in a pass."""
         ...
 
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        """`layer`, to come in this pass, will probably choose ids [T, H], the surest first."""
+        """Report the probable ids [T, H] of a later `layer` of this pass, the surest first."""
         ...
 
     def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
-        """The pass is over; rows that accepted [T] denies (None: none) are not history."""
+        """End the pass; rows that accepted [T] denies are not history. None: all are accepted."""
         ...
 
     def end_request(self, request: int) -> None:
-        """Nothing more comes of this request."""
+        """Forget the request: no further event belongs to it."""
         ...
 
     def admitted(self, cell: int) -> None:
-        """`cell` now has a slot and its bytes."""
+        """Report that `cell` now has a slot and its bytes."""
         ...
 
     def victim(self, evictable: Evictable) -> int | None:
-        """The admitted cell to evict among those that `evictable` allows; None if there is none.
+        """Return the admitted cell to evict among those that `evictable` allows, or None.
 
         The policy forgets the cell's residency: the caller evicts it.
         """
@@ -104,22 +104,22 @@ class Policy(Protocol):
         ...
 
     def keeps(self, cell: int) -> bool:
-        """Whether an arriving `cell` would be given a place to stay, at the cost of another's.
+        """Return whether an arriving `cell` would stay, in the place of another cell.
 
         For a tier above one where a miss can be computed in place: False saves the copy.
         """
         ...
 
     def prefetch(self, most: int) -> Sequence[Wish]:
-        """Up to `most` cells worth reading now, best first; the caller skips what is resident.
+        """Return up to `most` cells worth reading now, best first; the caller skips resident ones.
 
-        Replaces what was wished before: wishes that are still queued are cancelled.
+        The result replaces the earlier wishes: those that are still queued are cancelled.
         """
         ...
 
 
 class Passive:
-    """The answers of a policy that only reacts to misses: everything read stays, nothing ahead."""
+    """The answers of a policy that keeps every miss and prefetches nothing."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -143,7 +143,10 @@ class Passive:
 
 
 def chosen_cells(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> list[int]:
-    """The distinct cells of ids [T, K], without -1. One row keeps its order, several ascend."""
+    """Return the distinct cells of ids [T, K] without -1; several rows ascend.
+
+    One row keeps its order.
+    """
     first = layer * experts
     if len(ids) == 1:
         return [first + expert for expert in ids[0].tolist() if expert >= 0]
@@ -151,8 +154,10 @@ def chosen_cells(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> lis
 
 
 def lowest(keys: NDArray[Any], evictable: Evictable) -> int | None:
-    """The cell with the smallest key that may go; keys, float or int64, of cells that are not
-    candidates are the type's largest value. None if there is none."""
+    """Return the evictable cell with the smallest key, or None.
+
+    Keys are float or int64. A cell that is not a candidate has the type's largest value.
+    """
     largest = np.inf if keys.dtype.kind == "f" else _LARGEST
     passed: list[tuple[int, Any]] = []
     cell = int(keys.argmin())

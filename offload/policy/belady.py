@@ -1,7 +1,7 @@
-"""The offline optimum: evicts what is needed furthest in the future. For the simulator alone.
+"""The offline optimum: evict the cell that is needed furthest in the future. For the simulator.
 
-Does not know how the future was come by. Source: Belady (1966); with bypass, since what is needed
-again last of all leaves first even if it has just been read.
+Source: Belady (1966), with bypass: the cell that is needed again last leaves first, even if it has
+just been read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _NEVER = _ABSENT - 1
 
 
 class Belady(Passive):
-    """`future`: every routed event (layer, ids [T, K]) that will come, in order."""
+    """Evict the cell whose next use is furthest away.
+
+    future: every routed event (layer, ids [T, K]) that will come, in order.
+    """
 
     def __init__(
         self, setup: Setup, future: Iterable[tuple[int, NDArray[np.integer[Any]]]]
@@ -33,7 +36,7 @@ class Belady(Passive):
             coming.update(dict.fromkeys(events[time], time))
         self._next.reverse()
         self._time = 0
-        # Keys are negated, so that the furthest is the lowest.
+        # Keys are negated, so that the cell furthest in the future has the lowest key.
         self._keys = [-_NEVER] * setup.cells
         for cell, time in coming.items():
             self._keys[cell] = -time

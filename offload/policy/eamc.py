@@ -1,13 +1,13 @@
 """The paper's policy: activation-aware eviction and prefetch from the EAMC alone.
 
-Does not know recency, counts over time or a gate's hints; `adaptive` adds those.
+`adaptive` adds recency, counts over time and a gate's hints.
 
-Source: MoE-Infinity (arXiv 2401.14361 v3), PredictEAM and Algorithm 1. After every routing decision
-the running request is matched in the EAMC on the observed rows; eviction takes the smallest
-(P + ε)·(1 - i/L), prefetch the largest P·(1 - (i - l)/L). With several requests active P is the sum
-over them, normalised again. Rows that cannot run again (the encoder's, once decoding) leave first;
-among equals the cell used longest ago leaves. native/policy/eamc_core.h has the arithmetic; a plain
-transcription that tests compare it with is tests/offload/policy/plain_eamc.py.
+Source: MoE-Infinity (arXiv 2401.14361 v3), PredictEAM and Algorithm 1. After every routing
+decision the running request is matched in the EAMC on the observed rows. Eviction takes the
+smallest (P + ε)·(1 - i/L), prefetch the largest P·(1 - (i - l)/L). With several active requests P
+is the sum over them, normalised again. Rows that cannot run again (the encoder's, once decoding)
+leave first. Among equals the cell used longest ago leaves. native/policy/eamc_core.h has the
+arithmetic. tests/offload/policy/plain_eamc.py is a plain transcription that tests compare it with.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from moeinf.offload.routing.trace import Phase
 
 @dataclass(frozen=True)
 class EamcKnobs:
-    """matches: entries that are summed. epsilon: Algorithm 1's ε."""
+    """Tunable numbers of the policy. matches: entries that are summed. epsilon: Algorithm 1's ε."""
 
     matches: int = 1
     epsilon: float = 1e-3
 
 
 class EamcPolicy(Passive):
-    """Evicts and prefetches by what past requests like this one did."""
+    """Evict and prefetch by the routing of similar past requests."""
 
     def __init__(self, setup: Setup, knobs: EamcKnobs | None = None) -> None:
         super().__init__(setup)
@@ -43,7 +43,7 @@ class EamcPolicy(Passive):
         shape = setup.shape
         self._requests = RunningRequests(shape, setup.eamc)
         self._phase: Phase = "prefill"
-        self._prediction: Floats | None = None  # what the core was told last
+        self._prediction: Floats | None = None  # the prediction that the core has
         self._core = EamcCore(
             shape.layers,
             shape.experts,

@@ -1,7 +1,6 @@
-"""Least frequently used: what the public code of the paper really runs.
+"""Least frequently used: the policy that the paper's public code runs.
 
-Does not know layers, requests or what comes next. Counts are kept for cells that are not resident
-too, and never age.
+Counts are kept for absent cells too, and never age.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, 
 
 _ABSENT = int(np.iinfo(np.int64).max)
 _USE = 1 << 40  # a key is uses · 2^40 + time of the last use, so that ties go to the oldest
-_MOST_USES = _ABSENT // _USE - 1  # more count as so many, or keys would wrap
+_MOST_USES = _ABSENT // _USE - 1  # larger counts are capped here, or keys would wrap
 
 
 class Lfu(Passive):
-    """Evicts the resident cell with the fewest uses; among equals, the one used longest ago."""
+    """Evict the resident cell with the fewest uses; among equals, the one used longest ago."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

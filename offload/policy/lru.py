@@ -1,7 +1,7 @@
 """Least recently used: the baseline that every other policy has to beat.
 
-Does not know layers, requests or what comes next. With fewer slots than one token uses it hits
-exactly nothing (the cliff): every expert leaves just before its turn comes again.
+With fewer slots than one token uses, its hit rate is exactly 0 (the cliff). Every expert leaves
+just before its next use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells
 
 
 class Lru(Passive):
-    """Evicts the cell whose last use lies furthest back."""
+    """Evict the cell whose last use is the oldest."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
