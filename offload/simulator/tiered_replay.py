@@ -1,9 +1,9 @@
-"""Replays a recording against device slots above host slots above a disk, as layer_runner.py runs.
+"""Replay a recording on device slots above host slots above a disk, like layer_runner.py runs.
 
-Does not know torch or bytes: it moves names between two Residencies, with the engine's policies and
-Split, and says what the verbs of expert_store.py, host_tier.py, layer_runner.py and device_slots.py
-say, in their order. Where a clock decides (is the bus idle, has a copy let go of its host slot), it
-is the model's; a bus that takes no time copies as a device does that is never behind.
+It moves names between two Residencies, with the engine's policies and Split. It repeats the calls
+of expert_store.py, host_tier.py, layer_runner.py and device_slots.py, in their order. Where a
+clock decides (is the bus idle, has a copy released its host slot), it is the model's. A bus that
+takes no time copies like a device that is never behind.
 
 One layer, four clocks:
 
@@ -14,9 +14,9 @@ One layer, four clocks:
 
 The thread is the CPU: it waits for reads, at the end for the device, and never for a promotion. A
 promotion holds the bus, and its host slots, until it has ended. *Stall* is the end of a layer less
-what the device alone would take for it, had it every expert.
+the device's time for it, if all experts were on the device.
 
-Longer than most files: four of the engine's are here.
+It is longer than most files because it covers four of the engine's.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class TieredReplay(Walk):
         above: Above,
         eamc: Eamc | None = None,
     ) -> None:
-        """conditions: of the host's tier; routing that is told late is not replayed."""
+        """Set up the replay. conditions: of the host's tier; late routing is not replayed."""
         assert not conditions.late, "a store tells its policies at once"
         super().__init__(recording, conditions, eamc)
         shape, speeds = self._shape, above.speeds
         cells = shape.layers * shape.experts
 
-        def made(slots: int) -> Policy:  # where nobody ever leaves, the engine runs the cheapest
+        def made(slots: int) -> Policy:  # where no expert ever leaves, the engine runs the cheapest
             setup = Setup(shape, slots, eamc)
             return Lru(setup) if slots >= cells else make(setup)
 
@@ -76,20 +76,20 @@ class TieredReplay(Walk):
         self._link = Link(self._read, self._begin_ahead)
         self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
         self._most_wishes = 0 if isinstance(self._policy, Passive) else 2 * shape.top_k
-        self._found, self._missed = 0, 0  # experts on the device, and not: of the running pass
-        # Of the running layer:
+        self._found, self._missed = 0, 0  # of the running pass: experts on the device, and others
+        # State of the running layer:
         self._rows = Counter[int]()  # per cell
         self._ready, self._unasked = deque[int](), deque[int]()
-        self._loading: deque[tuple[float, int]] = deque()  # (there at, cell)
+        self._loading: deque[tuple[float, int]] = deque()  # (time of arrival, cell)
         self._device_done = 0.0
         self._promotable: list[int] = []  # computed by the CPU
-        self._ring: list[int] = []  # of a prefill: whose kernels were queued last
+        self._ring: list[int] = []  # of a prefill: cells of the last queued kernels
 
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         token, begin, insertions = self._token, self._now, self._policy.insertions
         for policy in self.policies:
             policy.begin_pass(running.rows, running.phase)
-        hints = hinted if self._decoding else None  # a store wants none in a prompt
+        hints = hinted if self._decoding else None  # a store uses no hints in a prompt
         reads, self._found, self._missed = self.outcome.demand_reads, 0, 0
         for layer, ids in enumerate(running.ids):
             if (ids < 0).all():
@@ -105,7 +105,7 @@ class TieredReplay(Walk):
         token.floor_seconds += self._floor(self.outcome.demand_reads - reads)
 
     def _layer(self, layer: int, ids: Ids, hinted: Ids | None) -> None:
-        """As TierRunner.open, then ExpertStore; hinted [T, H] is of the next layer."""
+        """Run a layer like TierRunner.open, then ExpertStore; hinted [T, H]: the next layer's."""
         device, start = self._device, self._now
         self._link.run_until(start)
         cells = chosen_cells(layer, ids, self._shape.experts)
@@ -135,8 +135,10 @@ class TieredReplay(Walk):
         self._now = now
 
     def _submit(self, layer: int, ids: Ids) -> bool:
-        """As ExpertStore.submit. Whether all are resident, and nothing is read ahead, so that
-        nobody is pinned and all are computed in the order of their numbers."""
+        """Submit like ExpertStore.submit; return True if all are resident, without wishes.
+
+        Then no cell is pinned and all are computed in the order of their numbers.
+        """
         cells = chosen_cells(layer, ids, self._shape.experts)
         at_once = not self._most_wishes and self._host.are_resident(cells)
         for cell in self._link.arrived(self._now):
@@ -155,7 +157,7 @@ class TieredReplay(Walk):
         return at_once
 
     def _ask(self, now: float) -> float:
-        """Gives slots to as many misses as can have one; then what the policy wishes waits."""
+        """Give slots to the first misses, while there are slots; then queue the policy's wishes."""
         while self._unasked:
             cell = self._unasked[0]
             there = self._link.arriving.pop(cell, None)
@@ -174,11 +176,11 @@ class TieredReplay(Walk):
         if self._most_wishes:
             wishes = self._policy.prefetch(self._most_wishes)
             self._link.wish((w.cell for w in wishes if not self._device.has(w.cell)), now)
-            self._link.run_until(nextafter(now, inf))  # what can begin at once
+            self._link.run_until(nextafter(now, inf))  # reads that can begin at once
         return now
 
     def _result(self, now: float) -> float:
-        """As _LayerRun.result: when the CPU has done its part, and all reads have ended."""
+        """Return the time when the CPU's part and all reads have ended, like _LayerRun.result."""
         while self._ready or self._loading or self._unasked:
             if not self._ready and not self._loading:
                 now = self._ask(self._free_a_slot(now))
@@ -198,7 +200,7 @@ class TieredReplay(Walk):
         return now
 
     def _free_a_slot(self, now: float) -> float:
-        """Copies or reads ahead hold every slot: when the copies, or the first read, have ended."""
+        """Return when the copies, or the first read ahead, have ended; they hold every slot."""
         ended = self._device.end_copies()
         if ended is not None:
             return max(now, ended)
@@ -209,7 +211,7 @@ class TieredReplay(Walk):
         return max(now, there)
 
     def _run(self, cells: Sequence[int], now: float) -> float:
-        """As TierRunner.run on cells in host slots: when the CPU has computed its own."""
+        """Run cells in host slots like DeviceWork.compute; return when the CPU's part has ended."""
         fetched, computed = self._divide(cells, now)
         most = max(1, self._device.slots // 2)
         while fetched:
@@ -225,12 +227,12 @@ class TieredReplay(Walk):
         return now + len(computed) * self._on_cpu
 
     def _compute(self, cells: list[int]) -> None:
-        """Kernels are queued."""
+        """Note cells whose kernels are queued."""
         if not self._decoding:
             self._ring = [*self._ring, *cells][-max(1, self._device.slots // 2) :]
 
     def _divide(self, cells: Sequence[int], now: float) -> tuple[list[int], list[int]]:
-        """What is fetched, and what the CPU computes."""
+        """Return the cells to fetch, and those that the CPU computes."""
         if self._miss == "compute":
             return [], list(cells)
         if self._miss == "fetch" or self._device.all_fit:
@@ -260,7 +262,7 @@ class TieredReplay(Walk):
         return True
 
     def _begin_ahead(self, cell: int) -> bool:
-        """A wished read could begin now."""
+        """Begin a wished read, if it has room; return whether it began."""
         if self._host.has_slot(cell) or not self._make_room():
             return False
         self._host.assign(cell, pinned=False)
@@ -270,7 +272,7 @@ class TieredReplay(Walk):
         return True
 
     def _below(self, layer: int, ids: Ids) -> Ids:
-        """ids with -1 for those on the device."""
+        """Return ids with -1 for those on the device."""
         first = layer * self._shape.experts
         here = [e for e in set(ids.ravel().tolist()) if e >= 0 and self._device.has(first + e)]
         return np.where(np.isin(ids, here), ids.dtype.type(-1), ids) if here else ids
@@ -288,8 +290,10 @@ class TieredReplay(Walk):
                 self._token.device_hits += events
 
     def _floor(self, reads: int) -> float:
-        """What the experts of the pass that has run take at least, with so many demand reads: all
-        at once, and the misses of the device divided in the best way."""
+        """Return the least time of the experts of the last pass, with that many demand reads.
+
+        All run at once, and the misses of the device are divided in the best way.
+        """
         size = self._shape.expert_bytes
         computed = self._speeds.floor_seconds(self._found * size, self._missed * size)
         return max(computed, reads * self._read)

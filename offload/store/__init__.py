@@ -1,1 +1,1 @@
-"""The expert cache in host memory: slots, transfers, prefetch, computing."""
+"""The expert cache in host memory: slots, transfers, prefetch and arithmetic."""

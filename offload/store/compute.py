@@ -1,7 +1,7 @@
-"""Experts computed where they lie: one native call for all that are resident.
+"""Compute experts in their slots: one native call for all that are resident.
 
-Does not know which experts those are, nor routing. The float32 format is the reference and stays in
-torch; so do experts of bf16 with many rows, where torch's matrix products are faster.
+Does not know routing, nor which experts are in the slots. The float32 format is the reference and
+stays in torch. So do bf16 experts of many rows, for which torch's matrix products are faster.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from moeinf.native import ExpertKernel, SlotPool, combine_rows
 from moeinf.offload.format.layout import ExpertLayout, is_tiled
 
-# Of bf16 that our kernels compute, wherever: more are faster in torch, where a row sees the others.
+# bf16 rows that our kernels compute, on any device: more are faster in torch, where rows interact.
 MOST_ROWS = 16
 _TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class TorchFfn(Protocol):
-    """The reference arithmetic, which is the models' business."""
+    """The reference arithmetic, which the models define."""
 
     def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
-        """One expert, its tensors as they lie, on its rows: [t, D] -> [t, D]."""
+        """Return one expert's output for its rows, [t, D] -> [t, D]; weights in stored order."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D], in a fixed order over K."""
+        """Sum rows [T, K, D] by weights [T, K] -> [T, D], in a fixed order over K."""
         ...
 
 
@@ -38,11 +38,11 @@ class ExpertRunner(Protocol):
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
-        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        """Fill the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        """Sum rows [T, K, D] by weights [T, K] -> [T, D], like the reference."""
         ...
 
 
@@ -68,7 +68,7 @@ class SlotMath:
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:
-        """Fills the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
+        """Fill the rows of some experts: x [T, D], (slot, places t·K + k), rows [T·K, D]."""
         if self._kernel is not None and not self._weights:
             self._run_native(x.contiguous(), experts, top_k, rows)
             return
@@ -81,7 +81,7 @@ class SlotMath:
                 rows[at] = self._reference.ffn(x[at // top_k], *self._weights[slot])
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D], as the reference does it."""
+        """Sum rows [T, K, D] by weights [T, K] -> [T, D], like the reference."""
         if self._kernel is None or weights.dtype != torch.float32:
             return self._reference.combine(rows, weights)
         rows, weights = rows.contiguous(), weights.contiguous()
@@ -109,7 +109,7 @@ class SlotMath:
 
 
 def slot_views(layout: ExpertLayout, slots: Tensor) -> list[tuple[Tensor, ...]]:
-    """Views of every slot as its tensors; no bytes are copied or touched."""
+    """Return views of every slot as its tensors; no bytes are copied or touched."""
     return [
         tuple(
             slot[span.offset_bytes : span.offset_bytes + span.size_bytes]

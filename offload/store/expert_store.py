@@ -1,29 +1,29 @@
-"""The expert store: runs the routed experts of every layer from a cache smaller than the model.
+"""The expert store: run the routed experts of every layer from a cache smaller than the model.
 
 Does not know families, text or requests. It satisfies the `Experts` protocol of models/base.py
-without importing it. Which experts are resident never changes a result: each selected expert fills
-its own rows, and the K rows of a token are combined in a fixed order.
+without importing it. Residency never changes a result: each selected expert fills its own rows,
+and the K rows of a token are combined in a fixed order.
 
-One layer, as time runs:
+One layer, in order of time:
 
-    submit    what was read ahead has arrived or is cancelled; the policy hears the routing; hits
-              are pinned
-    hint      the policy hears what the next layer will probably choose (models give hints at once;
-              there are none in the last layer)
+    submit    reads ahead have arrived or are cancelled; the policy receives the routing; hits are
+              pinned
+    hint      the policy receives the next layer's probable choice (models give hints at once; the
+              last layer has none)
     (start)   misses take free slots or those of the policy's victims, and their bytes are asked
               for; a miss that is being read ahead is promoted; then the policy's wishes are queued
     (model)   computes its shared experts meanwhile
     result    compute the hits, then each miss as it arrives; every finished expert is unpinned, so
-              that its slot can serve a miss that had none: a layer with more distinct experts than
-              there are slots runs through them, and cannot deadlock as long as there is one slot
+              that its slot can serve a miss without a slot. So a layer may have more distinct
+              experts than there are slots, and cannot deadlock while there is one slot
 
-Where nothing is read ahead, a layer whose experts are all there only computes them.
+Where nothing is read ahead, a layer whose experts are all resident only computes them.
 
-Tiers stand in a list, the host's first. With a device's above, a runner opens each layer (see
-layer_runner.py): what the device has is computed there, and the host provides the rest.
+Tiers are a list, the host's first. With a device's above, a runner opens each layer (see
+layer_runner.py): it computes the device's experts there, and the host provides the rest.
 
-The policy hears events in the order of policy/base.py, which is the simulator's order too: given
-the same routing and the same moments of arrival, hits, reads and victims are the same.
+The policy receives events in the order of policy/base.py, like in the simulator. Given the same
+routing and the same moments of arrival, hits, reads and victims are the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
 
 
 class Stopped(Exception):
-    """A pass was asked to end while it was running; it has left nothing behind."""
+    """A running pass was asked to end; it has no effect on the store."""
 
 
 class ExpertStore:
@@ -60,19 +60,22 @@ class ExpertStore:
         hints: bool = False,
         worth_share: float = 0.0,
     ) -> None:
-        """tiers: the host's, and a device's above it. runner: opens the layers, and knows what is
+        """Set up the store.
+
+        tiers: the host's, and a device's above it. runner: opens the layers, and knows the tiers
         above; None: the host's tier. wishes: how many the policy is asked for after a layer; 0: it
-        makes none. hints: whether those of a next layer's gate are wanted while decoding.
-        worth_share: the share of decode time spent waiting from which either is asked for; 0:
-        always."""
+        makes no wishes. hints: whether those of a next layer's gate are used while decoding.
+        worth_share: the share of decode time spent waiting from which wishes and hints are used;
+        0: always.
+        """
         self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
         self.above = cast("tuple[Upper, ...]", tiers[1:])
         self._runner: Runner = runner or self.host
         self._wishes, self._hints = wishes, hints
         self._throttle = Throttle(worth_share)
-        self._began, self._stalled = 0.0, 0.0  # the pass's first layer: when, and stall_seconds
+        self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: _LayerRun | None = None
-        self._hinted: tuple[int, Tensor] | None = None  # told before the layer that is submitted
+        self._hinted: tuple[int, Tensor] | None = None  # given before the layer that is submitted
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
 
     @property
@@ -86,7 +89,7 @@ class ExpertStore:
 
     @property
     def wants_hints(self) -> bool:
-        """Not once a tier above has all experts for good."""
+        """True while hints are useful; False once a tier above has all experts for good."""
         wanted = self._hints and self.host.decoding and self._throttle.open
         return wanted and not any(tier.complete for tier in self.above)
 
@@ -102,22 +105,22 @@ class ExpertStore:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pinned; copies that are on their way are waited for."""
-        with suppress(DeviceError):  # no copy reads anything any more then
+        """True if nothing is pinned; waits for the copies in flight."""
+        with suppress(DeviceError):  # no copy reads anything after a device error
             for tier in self.above:
                 tier.end_copies()
         return self.host.idle
 
     @property
     def direct_io(self) -> bool:
-        """Whether every read has passed by the page cache."""
+        """True if every read has bypassed the page cache."""
         return self.host.direct_io
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Reads these into empty host slots, the first first, behind everything else; how many fit.
+        """Read these into empty host slots, in order and behind all else; return how many fit.
 
-        Where a tier above wants all experts the others follow these, as far as there is room: once
-        all are there, no layer has to read its routing.
+        Where a tier above wants all experts, the others follow while there is room. Once all are
+        there, no layer has to read its routing.
         """
         rest = range(self.host.table.cells) if any(tier.wants_all for tier in self.above) else ()
         return self.host.warm([*cells, *rest])
@@ -130,12 +133,12 @@ class ExpertStore:
             tier.begin_pass(requests, phase)
 
     def end_request(self, request: int) -> None:
-        """No further pass names it."""
+        """End the request: no further pass names it."""
         for tier in self.tiers:
             tier.policy.end_request(request)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """ids [T, H], the surest first, of the layer after the one that is submitted next."""
+        """Keep ids [T, H], the surest first, of the layer after the one that is submitted next."""
         if self.wants_hints:
             self._hinted = layer, ids
 
@@ -152,8 +155,11 @@ class ExpertStore:
             self.host.end_pass(accepted)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        """Raises Stopped when asked to end, ExpertReadError when a shard cannot be read, and what a
-        device raises; then the store is idle."""
+        """Open a layer and ask for its misses.
+
+        Raises Stopped when asked to end, ExpertReadError when a shard cannot be read, and a
+        device's errors. Then the store is idle.
+        """
         if self.stopped():
             self.abandon()
             raise Stopped
@@ -165,7 +171,7 @@ class ExpertStore:
         host, (routed, hint, work) = self.host, opened
         begin = host.clock()
         if not self._wishes and host.table.are_resident(routed.places):
-            if not host.all_fit:  # else no cell will have to leave, whatever is used
+            if not host.all_fit:  # else no cell ever has to leave
                 host.policy.routed(layer, routed.ids)
             host.used(routed, routed.cells, routed.events)
             host.decided(begin)
@@ -187,14 +193,16 @@ class ExpertStore:
         return run
 
     def abandon(self) -> None:
-        """Ends the open layer, if there is one: for a pass that an error has cut off. Kernels that
-        are queued still run, into rows that nothing reads."""
+        """End the open layer, if there is one, after an error has ended its pass.
+
+        Kernels that are queued still run, into rows that nothing reads.
+        """
         self._hinted = None
         if self._open is not None:
             self._open.abandon()
 
     def close(self) -> None:
-        """Ends copies and readers; no slot may be used afterwards."""
+        """End copies and readers; no slot may be used afterwards."""
         self.abandon()
         try:
             for tier in self.above:
@@ -203,7 +211,7 @@ class ExpertStore:
             self.host.close()
 
     def wish(self) -> None:
-        """Asks the host's policy what to read ahead, for which no tier above has it already."""
+        """Queue the host policy's wishes, except experts that a tier above has already."""
         if not self._wishes or not self._throttle.open:
             return
         wishes = self.host.policy.prefetch(self._wishes)
@@ -213,13 +221,15 @@ class ExpertStore:
         self.host.wish(wishes)
 
     def ended(self) -> None:
-        """No layer is open any more."""
+        """Report that no layer is open any more."""
         self._open = None
 
 
 class _AllThere:
-    """One submitted layer whose experts are all in host slots, as every one of a decoded token is
-    once the model fits. None leaves between `submit` and `result`, so that none needs a pin.
+    """One submitted layer whose experts are all in host slots, without reads ahead.
+
+    This is each layer of a decoded token once the model fits. No expert leaves between `submit` and
+    `result`, so they need no pins.
     """
 
     __slots__ = ("_cells", "_work")
@@ -228,13 +238,13 @@ class _AllThere:
         self._work, self._cells = work, cells
 
     def result(self) -> Tensor:
-        """[T, D]."""
+        """Return [T, D]."""
         self._work.compute(self._cells)
         return self._work.result()
 
 
 class _LayerRun:
-    """One submitted layer: what is still to compute, to read, and to ask for."""
+    """One submitted layer: the experts still to compute, to read, and to ask for."""
 
     def __init__(
         self,
@@ -249,8 +259,10 @@ class _LayerRun:
         self._unasked = misses  # without a slot
 
     def ask(self) -> None:
-        """Gives slots to as many misses as can have one, and asks for their bytes; then for what
-        the policy wishes ahead."""
+        """Give slots to the first misses, while there are slots, and ask for their bytes.
+
+        The policy's wishes follow once every miss has a slot.
+        """
         begin = self._host.clock()
         for _ in self._host.bring(self._unasked):
             self._unasked.popleft()
@@ -259,16 +271,17 @@ class _LayerRun:
         self._host.decided(begin)
 
     def result(self) -> Tensor:
-        """[T, D]. Raises ExpertReadError, after which the store is idle again."""
+        """Return [T, D]. Raises ExpertReadError, after which the store is idle again."""
         try:
             coming = self._host.coming
             while self._ready or self._unasked or coming:
-                if not self._ready and not coming:  # copies or reads ahead hold all
+                if not self._ready and not coming:  # copies or reads ahead hold all slots
                     if not any(tier.end_copies() for tier in self._store.above):
                         self._host.wait_for_slot(self._unasked[0])
                     self.ask()
                     continue
-                # While slots are wanted, one by one: each that is done makes room for a miss.
+                # While misses lack slots, one by one: each finished expert frees a slot for a
+                # miss.
                 count = 1 if self._unasked else len(self._ready)
                 ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
                 self._compute(ready or [self._host.arrive()])
@@ -281,7 +294,7 @@ class _LayerRun:
         return self._work.result()
 
     def _compute(self, cells: list[int]) -> None:
-        """Pinned resident experts on their rows; unpinned afterwards, whatever happens."""
+        """Compute pinned resident experts on their rows, then unpin them, also after an error."""
         try:
             self._work.compute(cells)
         finally:
@@ -289,7 +302,7 @@ class _LayerRun:
                 self._host.table.unpin(cell)
 
     def abandon(self) -> None:
-        """Gives back pins and slots, after the reads into them have ended."""
+        """Free pins and slots, after the reads into the slots have ended."""
         self._host.abandon()
         while self._ready:
             self._host.table.unpin(self._ready.popleft())

@@ -1,9 +1,9 @@
 """The tier of host memory: experts in RAM, the reads that bring them, the CPU's arithmetic.
 
 Does not know families, or tiers above. A miss of a layer is *coming* from `bring` to `arrive`: its
-slot is assigned and pinned. What is read ahead of demand is the business of prefetch.py.
+slot is assigned and pinned. prefetch.py handles reads ahead of demand.
 
-The engine's thread alone uses it.
+Only the engine's thread uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HostTier:
         math: TorchFfn,
         stats: StoreStats | None = None,
     ) -> None:
-        """experts: of one layer. cells: of all layers. stats: where it counts, too."""
+        """Set up the tier. experts: of one layer. cells: of all layers. stats: the counters."""
         self.experts = experts
         self.table = Residency(pool.slots, cells)
         self.policy = policy
@@ -67,17 +67,17 @@ class HostTier:
 
     @property
     def all_fit(self) -> bool:
-        """Whether no expert ever has to leave."""
+        """True if all experts fit, so that none ever has to leave."""
         return self.table.all_fit
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pinned: true between passes, however the last one ended."""
+        """True if nothing is pinned, which holds between passes, however the last one ended."""
         return self.table.pinned() == 0
 
     @property
     def direct_io(self) -> bool:
-        """Whether every read has passed by the page cache."""
+        """True if every read has bypassed the page cache."""
         return self._transfer.direct_io
 
     def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
@@ -97,26 +97,29 @@ class HostTier:
     def open(
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
     ) -> Opened:
-        """A layer that the CPU computes alone. Raises ValueError for ids that do not exist."""
+        """Open a layer that the CPU computes alone. Raises ValueError for invalid ids."""
         routed = Routed.of(layer, ids.numpy(), self.experts)
         told = None if hint is None else (hint[0], hint[1].numpy())
         return routed, told, CpuWork(self, x, weights, routed.places)
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Reads these into empty slots, the first first, behind everything else; how many fit."""
+        """Read these into empty slots, in order and behind all else; return how many fit."""
         return self._ahead.warm(cells)
 
     def settle(self) -> None:
-        """Between layers: what was read ahead and has arrived is resident from now on."""
+        """Make reads ahead that have arrived resident. Called between layers."""
         self._ahead.settle()
 
     def wish(self, wishes: Sequence[Wish]) -> None:
-        """Reads ahead what is absent of these, instead of what was wished before."""
+        """Read ahead the absent ones of these; they replace the wishes before."""
         self._ahead.wish(wishes)
 
     def bring(self, cells: Iterable[int], busy: Collection[int] = ()) -> list[int]:
-        """Gives pinned slots to the first of these, as many as can have one, and asks for their
-        bytes; which they are. A read ahead that is under way is promoted."""
+        """Give pinned slots to the first of these, ask for their bytes, and return which.
+
+        A read ahead of one that is in flight is promoted. It stops at the first that can have no
+        slot.
+        """
         table, take, coming = self.table, self._ahead.take, self.coming
         brought, absent, slots = list[int](), list[int](), list[int]()
         table.regain(self._transfer.may_write)
@@ -142,7 +145,7 @@ class HostTier:
         return brought
 
     def arrive(self) -> int:
-        """Waits for the cell that was asked for first; it is resident and pinned then.
+        """Wait for the cell that was asked for first and return it, resident and pinned.
 
         Raises ExpertReadError, after which the cell has no slot.
         """
@@ -167,8 +170,10 @@ class HostTier:
         return cell
 
     def wait_for_slot(self, cell: int) -> None:
-        """Waits for a read ahead to end, and frees its slot. Raises ExpertReadError for `cell`,
-        which wants one, where none is under way."""
+        """Wait for a read ahead to end, and free its slot.
+
+        Raises ExpertReadError for `cell`, which needs a slot, where no read ahead is in flight.
+        """
         if not self._ahead.wait_for_one():
             raise self._transfer.no_slot(cell)
 
@@ -181,14 +186,14 @@ class HostTier:
         return victim
 
     def forget(self, cells: Iterable[int]) -> None:
-        """Frees the slots of cells whose reads have ended badly, or are given up."""
+        """Free the slots of cells whose reads have failed or are given up."""
         gone = list(cells)
-        self.policy.forget(gone)  # it was told of an arrival
+        self.policy.forget(gone)  # an arrival was reported to it
         for cell in gone:
             self.table.give_up(cell, self._transfer.may_write)
 
     def abandon(self) -> None:
-        """Ends what is coming, and frees its slots after the reads into them have ended."""
+        """Cancel the coming reads, and free their slots after the reads have ended."""
         while self.coming:  # each leaves the book before anything can interrupt the next
             cell = next(iter(self.coming))
             ticket = self.coming.pop(cell)
@@ -198,7 +203,7 @@ class HostTier:
                 self.forget([cell])
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
-        """Fills the rows of resident cells, on the CPU."""
+        """Fill the rows of resident cells, on the CPU."""
         slot_of = self.table.slot_of
         self.math.run(x, [(slot_of(cell), places) for cell, places in experts], top_k, rows)
 
@@ -206,7 +211,7 @@ class HostTier:
         return self.math.combine(rows, weights)
 
     def used(self, routed: Routed, hits: Iterable[int], events: int) -> None:
-        """Counts a layer's routing: `hits` were resident, which are `events` of it."""
+        """Count a layer's routing: `hits` were resident, which are `events` of it."""
         stats = self.stats
         if self.decoding:
             stats.decode_events += routed.events
@@ -225,16 +230,19 @@ class HostTier:
                     stats.decode_hits_predicted += len(routed.places[cell])
 
     def clock(self) -> float:
-        """Seconds; stands still while the queue is told, whose readers may take the processor."""
+        """Return seconds; the clock stands still during calls to the queue.
+
+        Those may lose the processor to the queue's readers.
+        """
         return time.perf_counter() - self._transfer.telling_seconds
 
     def decided(self, begin: float) -> None:
-        """Since `begin` of the clock it was decided who comes and who leaves."""
+        """Count the time since `begin` of the clock as spent on deciding residency."""
         if self.decoding:
             self.stats.decode_policy_seconds += self.clock() - begin
 
     def close(self) -> None:
-        """Ends the readers; the slots must not be used afterwards."""
+        """End the readers; the slots must not be used afterwards."""
         self._transfer.close()
 
 
@@ -246,7 +254,7 @@ class CpuWork:
     def __init__(
         self, host: HostTier, x: Tensor, weights: Tensor, places: dict[int, list[int]]
     ) -> None:
-        """x [T, D], weights [T, K], places t·K + k by cell."""
+        """Set up x [T, D], weights [T, K], places t·K + k by cell."""
         self._host, self._x, self._mix, self._places = host, x, weights, places
         self._rows: Tensor | None = None  # [T·K, D]
 
@@ -259,7 +267,7 @@ class CpuWork:
         self._host.math.run(self._x, experts, self._mix.shape[1], rows)
 
     def result(self) -> Tensor:
-        """[T, D]."""
+        """Return [T, D]."""
         if self._rows is None:
             self.compute(())
         assert self._rows is not None

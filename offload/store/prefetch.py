@@ -1,18 +1,19 @@
-"""Reads ahead of demand: which are on their way, whose slot they took, and what came of them.
+"""Reads ahead of demand: those in flight, the victims they displaced, and their use.
 
-Does not know layers, rows or arithmetic, nor why a policy wishes what it wishes.
+Does not know layers, rows or arithmetic, nor the reasons of a policy's wishes.
 
     wish ──▶ flying ──arrived──▶ resident, told to the policy, unused until a layer asks for it
                ├──its layer asks first──▶ promoted to demand: the same read, waited for
                ├──still queued when the next layer has come──▶ cancelled: its victim, whose bytes
                │                                              nothing has touched, is back
-               └──failed──▶ its slot is free; should a layer ask, the read is made anew and judged
+               └──failed──▶ its slot is free; if a layer asks, the read is repeated and judged
 
-So every layer's wishes replace those before, as in the simulator, and only a read that has begun
-can cost anybody its place. The first reads ahead of all, the *warm start*, fill empty slots only;
-they wait at a lower priority than any wish, survive layers, and give way to whoever needs a slot.
+So every layer's wishes replace those before, as in the simulator. Only a read that has begun can
+cost another expert its place. The first reads ahead of all, the *warm start*, fill empty slots
+only. They wait at a lower priority than any wish, survive layers, and give way when a slot is
+needed.
 
-Used by the engine's thread only.
+Only the engine's thread uses it.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class _Flight:
     ticket: int  # 0: the bytes were there
     cause: Cause
     warm: bool
-    victim: int | None = None  # who left for it
-    victim_cause: Cause | None = None  # if it had been read ahead itself, and not been used
+    victim: int | None = None  # the cell evicted for it
+    victim_cause: Cause | None = None  # if the victim was itself read ahead, and never used
 
 
 class ReadAhead:
-    """All speculation of one store. `decoding` says whose account the bytes go to."""
+    """All reads ahead of one store. `decoding`: whether bytes count for decoding."""
 
     def __init__(
         self, residency: Residency, transfer: Transfer, policy: Policy, stats: StoreStats
@@ -55,7 +56,7 @@ class ReadAhead:
         self.decoding = False
 
     def settle(self) -> None:
-        """What has arrived is resident; what has not begun is no longer wished."""
+        """Make arrived reads resident, and cancel the wishes that have not begun."""
         if not self._flying:
             return
         ended = dict(self._transfer.ended())
@@ -74,7 +75,7 @@ class ReadAhead:
             self._policy.admitted(cell)
 
     def take(self, cell: int) -> int | None:
-        """The ticket of a cell that a layer asks for while it flies: demand from now on, pinned."""
+        """Return the ticket of a cell in flight that a layer asks for; it is pinned demand then."""
         flight = self._flying.pop(cell, None)
         if flight is None:
             return None
@@ -86,18 +87,18 @@ class ReadAhead:
 
     @property
     def waits_for_use(self) -> bool:
-        """Whether anything has arrived that no layer has asked for yet."""
+        """True if an expert has arrived that no layer has asked for yet."""
         return bool(self._unused)
 
     def used(self, cell: int) -> Cause | None:
-        """A layer has hit the cell: why it was there, if it was read ahead for this first use."""
+        """Count a hit of the cell; return why it was read ahead, if this is its first use."""
         cause = self._unused.pop(cell, None)
         if cause is not None:
             self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
         return cause
 
     def evict(self, victim: int) -> Cause | None:
-        """Frees the slot of an unpinned cell that the policy gives up."""
+        """Free the slot of an unpinned cell that the policy gives up."""
         cause = self._unused.pop(victim, None)
         if cause is not None:
             self._stats.ahead_bytes_wasted += self._transfer.bytes_of(victim)
@@ -105,7 +106,7 @@ class ReadAhead:
         return cause
 
     def wish(self, wishes: Sequence[Wish]) -> None:
-        """Asks for absent cells, the most urgent first, as far as anybody can leave for them."""
+        """Ask for absent cells, the most urgent first, until no cell may leave for the next."""
         flights: dict[int, _Flight] = {}
         for cell, urgent in wishes:
             if self._residency.has_slot(cell):
@@ -121,7 +122,7 @@ class ReadAhead:
         self._launch(flights, _WISH)
 
     def warm(self, cells: Iterable[int]) -> int:
-        """Fills empty slots with these, in this order, behind all else; returns how many."""
+        """Fill empty slots with these, in this order, behind all else; return how many."""
         flights: dict[int, _Flight] = {}
         for cell in cells:
             if not self._residency.free:
@@ -133,7 +134,7 @@ class ReadAhead:
         return len(flights)
 
     def give_way(self) -> bool:
-        """Frees the slot of the least of what is queued; False: nothing is."""
+        """Cancel the queued read of the lowest rank and free its slot. False: no read is queued."""
         for cell in reversed(self._flying):
             if self._transfer.cancel(self._flying[cell].ticket):
                 self._return(cell, self._flying.pop(cell))
@@ -141,7 +142,7 @@ class ReadAhead:
         return False
 
     def wait_for_one(self) -> bool:
-        """Waits until a read that holds a slot has ended, and frees the slot. False: none flies."""
+        """Wait for a read that holds a slot to end, and free the slot. False: none in flight."""
         if not self._flying:
             return False
         cell = next(iter(self._flying))
@@ -161,7 +162,7 @@ class ReadAhead:
         self._flying.update(flights)
 
     def _return(self, cell: int, flight: _Flight) -> None:
-        """A read that never began: the slot is its victim's again."""
+        """Undo a read that never began: the slot belongs to its victim again."""
         slot = self._residency.release(cell)
         victim = flight.victim
         if victim is None or self._residency.has_slot(victim):

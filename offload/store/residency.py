@@ -1,4 +1,4 @@
-"""The book of one tier: which expert has which slot, which bytes are there, which are in use.
+"""The slot table of one tier: each expert's slot, whether its bytes are there, and its pins.
 
 Does not know why an expert comes or goes (policies) nor how its bytes travel (transfer).
 
@@ -10,19 +10,19 @@ Does not know why an expert comes or goes (policies) nor how its bytes travel (t
      ├──── evict ◀─────────────────────────────┼───┘
      └──── restore ────────────────────────────┘
 
-What a layer asks for is pinned from `assign` or `pin` on; what is read ahead is not. Nothing pinned
-is evicted, so an expert in use is never overwritten. Bytes stay in a slot until a read into it
-begins: the victim of a read that never began is restored. The slot of a read that hangs is lost
-until that read has ended.
+A cell that a layer asks for is pinned from `assign` or `pin` on; one that is read ahead is not.
+Nothing pinned is evicted, so an expert in use is never overwritten. Bytes stay in a slot until a
+read into it begins: the victim of a read that never began is restored. The slot of a read that
+hangs is lost until that read has ended.
 
-No other object of a tier notes a place. A policy hears of every arrival and departure, and keeps
-what it needs to choose a victim. One integer per cell says it all:
+No other object of a tier notes a place. A policy receives every arrival and departure, and keeps
+the data it needs to choose a victim. One integer per cell is the whole state:
 
     slot >= 0    resident in that slot
     -1           absent
     -2 - slot    loading into that slot
 
-The engine's thread alone uses it.
+Only the engine's thread uses it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Residency:
     def __init__(self, slots: int, cells: int) -> None:
         assert slots > 0, "a cache needs a place"
         self.cells = cells
-        self._place = array("i", [_ABSENT]) * cells  # an item costs what a list's does
-        self._places = np.frombuffer(self._place, np.intc)  # the same memory, for many at once
+        self._place = array("i", [_ABSENT]) * cells  # one item costs the same as in a list
+        self._places = np.frombuffer(self._place, np.intc)  # the same memory, for many cells
         self._pins: dict[int, int] = {}  # cell -> pins > 0
         self._empty = list(range(slots - 1, -1, -1))
         self._lost: list[int] = []  # slots
-        self.loading = 0  # cells whose bytes are on their way
+        self.loading = 0  # cells whose bytes are in flight
         self.slots = slots
         self.all_fit = slots >= cells  # no cell has to leave, unless hung reads hold slots
 
@@ -66,26 +66,26 @@ class Residency:
         return self._place[cell] >= 0
 
     def are_resident(self, cells: Iterable[int]) -> bool:
-        """Whether the bytes of all of them are there."""
+        """Return whether the bytes of all of them are there."""
         return min(map(self._place.__getitem__, cells), default=0) >= 0
 
     def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Of cells of any shape: whose bytes are there."""
+        """Return, for cells of any shape, which have their bytes there."""
         here: NDArray[np.bool_] = self._places[cells] >= 0
         return here
 
     def has_slot(self, cell: int) -> bool:
-        """Resident or loading."""
+        """Return whether the cell is resident or loading."""
         return self._place[cell] != _ABSENT
 
     def slot_of(self, cell: int) -> int:
-        """The slot of a cell that has one."""
+        """Return the slot of a cell that has one."""
         place = self._place[cell]
         assert place != _ABSENT, f"cell {cell} has no slot"
         return place if place >= 0 else -2 - place
 
     def assign(self, cell: int, *, pinned: bool = True) -> int:
-        """Gives a free slot to a cell whose bytes are about to be read."""
+        """Give a free slot to a cell whose bytes are about to be read."""
         assert self._place[cell] == _ABSENT, f"cell {cell} has a slot already"
         slot = self._empty.pop()
         self._place[cell] = -2 - slot
@@ -95,14 +95,14 @@ class Residency:
         return slot
 
     def loaded(self, cell: int) -> None:
-        """The bytes have arrived; pins stay."""
+        """Mark a cell as resident: its bytes have arrived. Pins stay."""
         place = self._place[cell]
         assert place < _ABSENT, f"cell {cell} is not loading"
         self._place[cell] = -2 - place
         self.loading -= 1
 
     def pin(self, cell: int) -> None:
-        """A cell that has a slot is in use, or will be when it has arrived."""
+        """Pin a cell that has a slot: it is in use, or will be when it has arrived."""
         self._pins[cell] = self._pins.get(cell, 0) + 1
 
     def unpin(self, cell: int) -> None:
@@ -116,43 +116,43 @@ class Residency:
         return cell not in self._pins and self._place[cell] >= 0
 
     def idle(self, busy: Collection[int]) -> Callable[[int], bool]:
-        """can_evict, but for those who are busy."""
+        """Return can_evict, restricted to cells that are not in `busy`."""
         if not busy:
             return self.can_evict
         return lambda cell: cell not in busy and self.can_evict(cell)
 
     def evict(self, cell: int) -> None:
-        """An unpinned resident cell leaves; its slot is the next to be given."""
+        """Evict an unpinned resident cell; its slot is the next to be given."""
         assert self.can_evict(cell), f"cell {cell} is in use"
         self._empty.append(self._place[cell])
         self._place[cell] = _ABSENT
 
     def restore(self, cell: int, slot: int) -> None:
-        """An evicted cell is back in the slot it had, which is free and was not written to."""
+        """Put an evicted cell back in its old slot, which is free and was not written to."""
         assert self._place[cell] == _ABSENT, f"cell {cell} has a slot already"
         self._empty.remove(slot)
         self._place[cell] = slot
 
     def release(self, cell: int) -> int:
-        """Frees the slot of a cell whose read failed or was cancelled; which it is."""
+        """Free and return the slot of a cell whose read failed or was cancelled."""
         slot = self._leave(cell)
         self._empty.append(slot)
         return slot
 
     def give_up(self, cell: int, may_write: Callable[[int], bool]) -> None:
-        """The same; but while the read may still write, the slot is lost until `regain`."""
+        """Free a cell's slot; while its read may still write, it is lost until `regain`."""
         slot = self._leave(cell)
         (self._lost if may_write(slot) else self._empty).append(slot)
 
     def regain(self, may_write: Callable[[int], bool]) -> None:
-        """Frees the lost slots that nothing writes to any more."""
+        """Free the lost slots that nothing writes to any more."""
         if self._lost:
             kept = [slot for slot in self._lost if may_write(slot)]
             self._empty += [slot for slot in self._lost if slot not in kept]
             self._lost = kept
 
     def pinned(self) -> int:
-        """Cells in use; 0 between passes."""
+        """Return the number of cells in use; 0 between passes."""
         return len(self._pins)
 
     def _leave(self, cell: int) -> int:

@@ -1,6 +1,6 @@
-"""The routing of one layer, converted once for all that read it.
+"""The routing of one layer, converted once for all its readers.
 
-Does not know residency or arithmetic. Policies and native code read the array in place; all others
+Does not know residency or arithmetic. Policies and native code read the array in place; the others
 read the lists.
 """
 
@@ -17,10 +17,11 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(slots=True)
 class Routed:
-    """ids [T, K] of one layer, -1: no expert; what they say of its cells (layer · E + expert).
+    """ids [T, K] of one layer, -1: no expert; the same by cell (layer · E + expert).
 
-    places: per distinct cell its places t·K + k, ascending. cells: the same cells in the order that
-    policies see: of one row as they are, of several ascending. events: how many ids are experts.
+    places: per distinct cell its places t·K + k, ascending. cells: the same cells in the order
+    that policies see: in routed order for one row, ascending for several. events: how many ids are
+    experts.
     """
 
     layer: int
@@ -31,7 +32,7 @@ class Routed:
 
     @classmethod
     def of(cls, layer: int, ids: Ids, experts: int) -> Routed:
-        """Raises ValueError for ids outside -1 … experts - 1."""
+        """Convert ids [T, K]. Raises ValueError for ids outside -1 … experts - 1."""
         first, flat = layer * experts, ids.ravel().tolist()
         events = len(flat) - flat.count(-1)
         places = {first + expert: [place] for place, expert in enumerate(flat) if expert >= 0}
@@ -47,11 +48,11 @@ class Routed:
         return cls(layer, ids, places, cells, events)
 
     def pairs(self) -> list[tuple[int, list[int]]]:
-        """(cell, places), ascending."""
+        """Return (cell, places), ascending."""
         return sorted(self.places.items())
 
     def split(self, here: NDArray[np.bool_]) -> tuple[list[tuple[int, list[int]]], Routed]:
-        """The (cell, places) that `here` [T, K] marks, ascending, and the routing without them."""
+        """Split off the (cell, places) that `here` [T, K] marks, ascending; return both parts."""
         marked = here.ravel().tolist()
         taken = [pair for pair in self.pairs() if marked[pair[1][0]]]
         rest = {cell: at for cell, at in self.places.items() if not marked[at[0]]}
@@ -62,5 +63,5 @@ class Routed:
 
 
 def cells_of(layer: int, ids: Ids, experts: int) -> NDArray[np.intp]:
-    """The cell of every id, of the same shape; where there is no expert, some cell or -1."""
+    """Return the cell of every id, of the same shape; for no expert, some cell or -1."""
     return np.add(ids, layer * experts, dtype=np.intp)

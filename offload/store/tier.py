@@ -1,7 +1,7 @@
-"""What a tier is: equal slots in one memory, a policy that says which cells have them.
+"""The interface of a tier: equal slots in one memory, and a policy that assigns them.
 
-Does not know which tiers there are. A store is given them from the host upward; what a tier lacks,
-the one below gives, and the host's reads it from the disk.
+Does not know which tiers there are. A store is given them from the host upward. The tier below
+provides the experts that a tier lacks, and the host's reads them from the disk.
 """
 
 from __future__ import annotations
@@ -36,34 +36,35 @@ class Tier(Protocol):
 
     @property
     def all_fit(self) -> bool:
-        """Whether no expert ever has to leave."""
+        """True if all experts fit, so that none ever has to leave."""
         ...
 
     def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Of cells of any shape: which are there, to be computed with."""
+        """Return, for cells of any shape, which can be computed with here."""
         ...
 
     def bring(self, cells: Iterable[int], busy: Collection[int] = ()) -> list[int]:
-        """Asks for the bytes of the first of these, as many as there is room for; which they are.
+        """Ask for the bytes of the first of these, up to the free room; return which.
 
-        None of the cells leaves for another of them, and a `busy` one leaves only if no other can.
+        None of the cells is evicted for another of them. A `busy` cell is evicted only if no other
+        can be.
         """
         ...
 
     def evict(self, busy: Collection[int] = ()) -> int | None:
-        """Frees the slot of the policy's victim; which cell that was, None: no cell may leave."""
+        """Free the slot of the policy's victim and return it; None: no cell may leave."""
         ...
 
     def forget(self, cells: Iterable[int]) -> None:
-        """Frees the slots of cells whose bytes will not come."""
+        """Free the slots of cells whose bytes will not come."""
         ...
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
-        """Fills the rows [T·K, D] of resident cells for x [T, D], where this memory is."""
+        """Fill the rows [T·K, D] of resident cells for x [T, D], in this memory."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [T, K, D] and weights [T, K] -> [T, D]: the sum over K, in a fixed order."""
+        """Sum rows [T, K, D] by weights [T, K] -> [T, D], in a fixed order over K."""
         ...
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None: ...
@@ -78,34 +79,34 @@ class Upper(Tier, Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether all experts have arrived, for good."""
+        """True if all experts have arrived, for good."""
         ...
 
     @property
     def wants_all(self) -> bool:
-        """Whether it gains from experts that were not asked for."""
+        """True if it gains from experts that no layer asked for."""
         ...
 
     @property
     def lost(self) -> bool:
-        """Whether it has no slot any more: only a new store will have some."""
+        """True if it has no slot any more; only a new store will have some."""
         ...
 
     @property
     def note(self) -> str | None:
-        """What it had to do without, and why; None: nothing, yet."""
+        """A line about what it could not do, and why; None: no problem so far."""
         ...
 
     def end_copies(self) -> bool:
-        """Waits until no copy reads a slot below. False: none did."""
+        """Wait until no copy reads a slot below. False: no copy did."""
         ...
 
     def shrink(self) -> bool:
-        """Gives half of the slots back, between layers. False: there is one slot only."""
+        """Give half of the slots back, between layers. False: there is one slot only."""
         ...
 
     def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
-        """Gives so much memory back, for good: how many slots that took; None: it has not got it.
+        """Give that much memory back for good; return how many slots it took, None if too large.
 
         of_slots_bytes: the part of it that slots must give.
         """
@@ -116,23 +117,23 @@ class Pending(Protocol):
     """A submitted layer."""
 
     def result(self) -> Tensor:
-        """[T, D]."""
+        """Return [T, D]."""
         ...
 
 
 class Work(Protocol):
-    """The arithmetic of one open layer, wherever that is done."""
+    """The arithmetic of one open layer, on any device."""
 
     def compute(self, cells: Iterable[int]) -> None:
-        """Of cells in host slots, which do not leave before this returns."""
+        """Compute cells in host slots, which do not leave before this returns."""
         ...
 
     def result(self) -> Tensor:
-        """[T, D], once all cells are computed."""
+        """Return [T, D], once all cells are computed."""
         ...
 
 
-# What the host's tier has to provide of a layer, and of a hint, and who computes it.
+# The part of a layer and of a hint that is left to the host's tier, and the arithmetic.
 Opened = tuple[Routed, Hint | None, Work]
 
 
@@ -142,5 +143,5 @@ class Runner(Protocol):
     def open(
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
     ) -> Opened | Pending:
-        """x [T, D], ids and weights [T, K]. Pending: the host's tier has nothing to do."""
+        """Open a layer: x [T, D], ids, weights [T, K]. Pending: the host's tier has no part."""
         ...
