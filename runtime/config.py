@@ -1,7 +1,4 @@
-"""Settings of this process: the one file that reads environment variables.
-
-Does not know models, commands or defaults that depend on the machine's free memory.
-"""
+"""Settings of this process: the one file that reads environment variables."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ _MOST_DURATION = 64  # characters
 _PIECE = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
 _DURATION = re.compile(rf"-?(?:{_PIECE.pattern})+")
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-PREFILL_CHUNK = 256  # tokens; a constant of the engine: results must not depend on the budget
+PREFILL_CHUNK = 256  # tokens; constant, because results must not depend on the budget
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says. See docs/cli.md, "Environment"."""
+    """The settings from the environment. See docs/cli.md, "Environment"."""
 
     home: Path
     memory: MemorySize | None = None
     debug: bool = False
-    libcuda: str | None = None  # where it is, if not where the system finds it
+    libcuda: str | None = None  # its path, if the system does not find it
 
     @property
     def models(self) -> Path:
@@ -47,7 +44,7 @@ class Settings:
         return self.home / "run"
 
     def state_of(self, model: ModelName) -> Path:
-        """What grows by using a model: its EAMC, measured speeds, when it was used last."""
+        """Return the folder of a model's EAMC, measured speeds and time of last use."""
         return self.home / "state" / model.name / model.tag
 
     @property
@@ -68,7 +65,7 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises InvalidValue."""
+    """Read MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
     memory = env.get("MOEINF_MEMORY")
@@ -100,7 +97,7 @@ class ServerSettings:
 
 
 def read_server_environment(environment: Mapping[str, str] | None = None) -> ServerSettings:
-    """MOEINF_HOST and what else docs/server.md names for `serve`. Raises InvalidValue."""
+    """Read MOEINF_HOST and the variables that docs/server.md names. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     given = ServerSettings()
     host, port = _address(env.get("MOEINF_HOST") or "", given)
@@ -122,9 +119,9 @@ def read_server_environment(environment: Mapping[str, str] | None = None) -> Ser
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds of "5m", "1h30m", "10s", "250ms" or a number; negative ones mean for good (infinite).
+    """Return the seconds of "5m", "1h30m", "10s", "250ms" or a number; negative: infinite.
 
-    Raises InvalidValue.
+    Infinite means that a model stays loaded. Raises InvalidValue.
     """
     if isinstance(text, str) and len(text) <= _MOST_DURATION and _DURATION.fullmatch(text):
         pieces = _PIECE.findall(text)
@@ -140,7 +137,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def _address(text: str, given: ServerSettings) -> tuple[str, int]:
-    """HOST, HOST:PORT, :PORT, [V6]:PORT, with http:// before it or not."""
+    """Parse HOST, HOST:PORT, :PORT, [V6]:PORT, with or without http:// before it."""
     rest = text.removeprefix("http://").rstrip("/")
     host, colon, port = rest.rpartition(":")
     if not colon or rest.endswith("]") or (":" in host and not host.startswith("[")):
@@ -170,14 +167,16 @@ def _memory(text: str) -> MemorySize:
 class EngineConfig:
     """How one engine is to run. Built once, in a face.
 
-    memory    RAM for experts, in bytes or as a share of all experts; None: what is free
-    context   tokens of KV cache; None: the model's usual ones, if the plan affords them
-    device    the processor that computes experts, device_memory what of its memory may be used
-    miss      what becomes of an expert that is not in the device's memory
-    (offload/gpu_tier/layer_runner.py) libcuda   the driver's library, if not where the system finds
-    it readers   reads in flight, and direct_io whether past the page cache; None: as was measured
-    best parallel  requests that decode together, each with a KV cache of its own
-    trace     whether what is routed goes into the model's EAMC; without, nothing is noted at all
+    memory     RAM for experts, in bytes or as a share of all experts; None: the free memory
+    context    tokens of KV cache; None: the model's usual context, if the plan has room for it
+    readers    reads in flight, and direct_io whether they bypass the page cache; None: the
+               measured best
+    parallel   requests that decode together, each with a KV cache of its own
+    trace      whether routing is added to the model's EAMC; otherwise nothing is recorded
+    device     the processor that computes experts, device_memory the part of its memory to use
+    miss       how an expert outside the device's memory is computed
+               (offload/gpu_tier/layer_runner.py)
+    libcuda    the driver's library, if the system does not find it
     """
 
     memory: MemorySize | None = None

@@ -1,9 +1,8 @@
 """Parse JSON of a client: bounded before it is parsed, and without NaN.
 
-Does not know requests.
-
-A parsed value takes more memory than its text: `[],` is 3 bytes, the list 64, a checked object some
-3 KiB. So text may hold as many objects, lists and strings as its length pays for, and some free.
+A parsed value takes more memory than its text: `[],` is 3 bytes, the list 64, a checked object
+some 3 KiB. So the length of a text limits its objects, lists and strings, beside some that are
+free.
 """
 
 from __future__ import annotations

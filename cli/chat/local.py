@@ -1,7 +1,4 @@
-"""An engine of this process as the one who answers.
-
-Does not know terminals.
-"""
+"""An engine of this process as a chat partner."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from moeinf.runtime.sizes import format_bytes
 
 
 class LocalPartner:
-    """A `Partner`."""
+    """A `Partner` that answers with an engine of this process."""
 
     def __init__(self, conversation: Conversation, engine: Engine) -> None:
         self._conversation = conversation
         self._engine = engine
         self.model = engine.info.name
-        self._load_seconds = engine.info.load_seconds  # counts for the first answer
+        self._load_seconds = engine.info.load_seconds  # added to the first answer
         self.last: Generation | None = None
 
     @property
@@ -77,7 +74,7 @@ class LocalPartner:
 
     @property
     def _said_last(self) -> Generation:
-        assert self.last is not None  # nothing was asked yet
+        assert self.last is not None  # a question was asked before
         return self.last
 
     def say(

@@ -1,20 +1,20 @@
-"""A decode step that a device repeats by itself, from one look at its experts to the next.
+"""Capture a decode step as graphs, from one call of its experts to the next, and replay them.
 
-Does not know families, nor what a graph is to the device. Where a token's dense part is some
-hundreds of small kernels, most of its time goes into telling the device what to run (PyGraph, arXiv
-2503.19779, section 1). So what a step queues between two calls of the `Experts` seam is written
-down as one graph. The model's own code is run once, for that; then a tape plays it:
+Where a token's dense part is some hundreds of small kernels, most of its time goes into launching
+them (PyGraph, arXiv 2503.19779, section 1). So the kernels that a step queues between two calls of
+the `Experts` seam are captured as one graph. The model's own code runs once, for the capture; then
+a tape replays it:
 
     model    embed … router │submit│ shared experts │result│ attention … router │submit│ …
     tape     graph            call   graph            call   graph                call
 
-Calls of the seam are made for every token, since the host, the drive and the policy have business
-there, and between them no Python of the model runs. The result of a layer whose experts are all on
-the device for good is one more graph.
+The seam is called for every token, because the host, the drive and the policy have work there.
+Between the calls no Python of the model runs. The result of a layer whose experts are all on the
+device for good is one more graph.
 
-A rehearsal comes first: the step runs with experts that answer at once, as it is and from its
-graphs. Logits must agree bit for bit, and the graphs be faster: so what does not pay on some
-machine is not used there, and a note says what was measured; what pays `--verbose` says.
+A rehearsal comes first: the step runs with experts that answer at once, without and with graphs.
+Logits must agree bit for bit, and the graphs must be faster. Otherwise the machine does not use
+graphs. A note gives the measurement, or `--verbose` where graphs pay.
 """
 
 from __future__ import annotations
@@ -36,49 +36,53 @@ from moeinf.models.layers.kv_cache import KvCache, Span
 from moeinf.models.layers.moe import Done
 from moeinf.offload.gpu_tier.layer_runner import ByTable
 
-_BEFORE = 2  # tokens of a text that are decoded without: a short answer is not worth a rehearsal
-_ROUNDS = 5  # of both, in turns
+_BEFORE = 2  # tokens of a text decoded without graphs: a short answer does not pay for a rehearsal
+_ROUNDS = 5  # with and without graphs, alternating
 _MOST = 4  # tapes that are kept
-_IDLE = 64  # tokens for which a tape was not played before it makes room for another
+_IDLE = 64  # tokens without a replay after which a tape may be dropped
 
-_Key = tuple[int, bool, tuple[int | None, ...]]  # a cache's id, whether there are hints, its places
+_Key = tuple[int, bool, tuple[int | None, ...]]  # a cache's id, hints or not, its places
 
 
 class Graphs(Protocol):
-    """Work of a device, written down and repeated: see offload/gpu_kernels/cuda_graphs.py."""
+    """Capture and replay of a device's work: see offload/gpu_kernels/cuda_graphs.py."""
 
     @property
     def can_begin(self) -> bool:
-        """Whether work can be written down now, which others' work may prevent."""
+        """True if capture can start now, which other work may prevent."""
         ...
 
     def aside(self, warm_up: Callable[[], object]) -> AbstractContextManager[None]:
-        """Where `begin` and `end` may be called, after warm_up(), which does the work itself. An
-        error within ends what was begun."""
+        """Open a context in which `begin` and `end` may be called, after warm_up().
+
+        warm_up does the work itself. An error within ends the capture.
+        """
         ...
 
     def begin(self, apart: bool = False) -> None:
-        """From here on work is written down, and does not run. apart: it will be played between
-        others, and hands on nothing of its own."""
+        """Start capture: work is recorded and does not run.
+
+        apart: the graph will be replayed between others, and passes no memory of its own on.
+        """
         ...
 
     def end(self) -> Callable[[], None] | None:
-        """What queues it all; None: it is nothing."""
+        """End capture and return a function that queues the graph; None: the graph is empty."""
         ...
 
     def forget(self) -> None:
-        """Gives back what graphs that are gone have had. There will be no others."""
+        """Free the memory of graphs that are gone. No others may follow."""
         ...
 
 
 class GraphedStep:
-    """A DecodeStep. Of one request alone its tokens come from a tape, once there is one."""
+    """A DecodeStep. It replays a tape for the tokens of a single request, once there is one."""
 
     def __init__(self, step: DecodeStep, graphs: Graphs, tell: Callable[[str, bool], None]) -> None:
-        """tell: what a rehearsal has to say, for a face, and whether there are graphs now."""
+        """Wrap `step`. tell: receives a rehearsal's message, and whether graphs are used."""
         self._step, self._graphs, self._tell = step, graphs, tell
         self._tapes: dict[_Key, _Tape] = {}
-        self._seen: WeakKeyDictionary[KvCache, int] = WeakKeyDictionary()  # tokens without a tape
+        self._seen: WeakKeyDictionary[KvCache, int] = WeakKeyDictionary()  # without a tape
         self._tokens = 0  # of single requests
         self.pays: bool | None = None  # None: not rehearsed yet
         self._forgotten = False
@@ -86,9 +90,9 @@ class GraphedStep:
     def __call__(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
     ) -> Tensor:
-        """See DecodeStep. What it returns is written over by the next token."""
+        """Run a step, see DecodeStep. The next token overwrites the result."""
         if len(spans) > 1 or self.pays is False:
-            if self.pays is False and not self._forgotten:  # here nobody has a tape any more
+            if self.pays is False and not self._forgotten:  # no tape is left here
                 self._graphs.forget()
                 self._forgotten = True
             return self._step(ids, positions, spans, experts)
@@ -110,7 +114,7 @@ class GraphedStep:
         return logits
 
     def _write_results(self, tape: _Tape) -> None:
-        """Of layers that have not needed the host for the first time."""
+        """Capture the results of layers that did not need the host, for the first time."""
         try:
             with self._graphs.aside(lambda: None):  # they have just run
                 tape.write_results(self._graphs)
@@ -118,14 +122,16 @@ class GraphedStep:
             self._give_up(error)
 
     def _give_up(self, error: RuntimeError) -> None:
-        """torch's and the driver's, want of memory among them."""
+        """Stop using graphs after an error of torch or the driver, out of memory among them."""
         self.pays = False
         self._tapes.clear()
         self._tell(str(error).splitlines()[0], False)
 
     def _make_room(self) -> bool:
-        """Whether there is a place for one more tape: of a text that is gone, or that was not heard
-        of for long. Texts that take turns do not push one another out."""
+        """Drop tapes of texts that are gone or long idle; return whether one more tape fits.
+
+        Texts that alternate do not displace one another.
+        """
         for key, tape in list(self._tapes.items()):
             idle = self._tokens - tape.played_at > _IDLE and len(self._tapes) >= _MOST
             if tape.cache() is None or idle:
@@ -135,9 +141,9 @@ class GraphedStep:
     def _rehearsed(
         self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], hints: bool
     ) -> _Tape | None:
-        """A tape for this text; None where it does not pay, or cannot be made.
+        """Return a tape for this text; None where it does not pay, or cannot be made.
 
-        Writes what is not so into the caches, at this token's place; the pass writes over it.
+        It writes invalid values into the caches, at this token's place; the pass overwrites them.
         """
         echo = _Echo(hints)
         try:
@@ -161,7 +167,7 @@ class GraphedStep:
                     logits = self._step(ids, positions, spans, echo)
                 else:
                     logits = tape.play(ids, positions, echo)
-                found.append(logits.cpu().view(torch.uint8))  # waits; bits, as a NaN equals none
+                found.append(logits.cpu().view(torch.uint8))  # waits; bits: NaN equals nothing
                 spent.append(perf_counter() - start)
         alone, graphed = (statistics.median(spent) * 1e3 for spent in times)
         same = all(torch.equal(found[0], other) for other in found[1:])
@@ -173,14 +179,16 @@ class GraphedStep:
 
 
 class _Tape:
-    """The graphs of one text's step, and the calls between them. A text whose memory is recurrent
-    has two, since its places take turns."""
+    """The graphs of one text's step, and the calls between them.
+
+    A text whose memory is recurrent has two tapes, because its places alternate.
+    """
 
     def __init__(
         self, step: DecodeStep, graphs: Graphs, ids: Tensor, positions: Tensor,
         spans: tuple[Span, ...], hints: bool,
     ) -> None:  # fmt: skip
-        self.cache = ref(spans[0].cache)  # the graphs have its planes' addresses, no more
+        self.cache = ref(spans[0].cache)  # the graphs have only its planes' addresses
         self.played_at = 0
         self._ids, self._positions = ids.clone(), positions.clone()
         seam = _Seam(graphs, hints)
@@ -188,11 +196,11 @@ class _Tape:
         self._logits = step(self._ids, self._positions, spans, seam)
         seam.play(graphs.end())
         self._moves, self._results = tuple(seam.moves), tuple(seam.results)
-        seam.moves.clear()  # results know the seam: nothing is to wait for a garbage collection
+        seam.moves.clear()  # results refer to the seam: free them without a garbage collection
         seam.results.clear()
 
     def play(self, ids: Tensor, positions: Tensor, experts: Experts) -> Tensor:
-        """ids and positions [1] -> logits [1, vocab], where they are written every time."""
+        """Replay: ids and positions [1] -> logits [1, vocab], in the same memory every time."""
         self._ids.copy_(ids)
         self._positions.copy_(positions)
         for move in self._moves:
@@ -201,20 +209,22 @@ class _Tape:
 
     @property
     def unwritten(self) -> bool:
-        """Whether no result of the last token needed the host, and some could be graphs and were
-        not: then all are written down at once, as that takes a while."""
+        """True if no result of the last token needed the host, but not all are graphs yet.
+
+        All are captured at once then, because that takes a while.
+        """
         free = all(result.repeats or result.fresh is not None for result in self._results)
         return free and not all(result.repeats for result in self._results)
 
     def write_results(self, graphs: Graphs) -> None:
-        """Makes them graphs."""
+        """Capture the results as graphs."""
         for result in self._results:
             result.write(graphs)
 
 
 @dataclass
 class _Seam:
-    """`Experts` of a step that is written down: every call ends a graph and begins another."""
+    """`Experts` of a step under capture: every call ends a graph and begins another."""
 
     graphs: Graphs
     wants_hints: bool
@@ -239,10 +249,10 @@ class _Seam:
         self.graphs.begin()
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Whoever runs the step has opened the pass."""
+        """Do nothing: the caller of the step has opened the pass."""
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        """And closes it."""
+        """Do nothing: the caller closes the pass."""
 
 
 def _hint(experts: Experts, layer: int, ids: Tensor, scores: Tensor) -> None:
@@ -251,21 +261,21 @@ def _hint(experts: Experts, layer: int, ids: Tensor, scores: Tensor) -> None:
 
 
 class _Result:
-    """A layer's routed sum, where the graphs after it read it."""
+    """A layer's routed sum, in the memory where the graphs after it read it."""
 
     def __init__(self, seam: _Seam, place: Tensor) -> None:
         self._seam, self._place = seam, place
         self._pending: Pending | None = None
         self._graph: Callable[[], None] | None = None
-        self._table: Tensor | None = None  # with which the graph was written
-        self.repeats = False  # whether the last token's was that graph
-        self.fresh: ByTable | None = None  # what could be one, and is not yet
+        self._table: Tensor | None = None  # the table with which the graph was captured
+        self.repeats = False  # whether the last result was that graph
+        self.fresh: ByTable | None = None  # a result that can be captured, and is not yet
 
     def start(self, experts: Experts, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         self._pending = experts.submit(layer, x, ids, weights)
 
     def result(self) -> Tensor:
-        """Where it will be."""
+        """Return the tensor that will hold the result."""
         seam = self._seam
         seam.play(seam.graphs.end())
         seam.moves.append(lambda _: self._finish())
@@ -284,7 +294,7 @@ class _Result:
         self.fresh = by_table
 
     def write(self, graphs: Graphs) -> None:
-        """What the last token's result has queued becomes a graph, if it can."""
+        """Capture the kernels of the last token's result, if possible."""
         pending, self.fresh = self.fresh, None
         if pending is not None:
             graphs.begin(apart=True)
@@ -294,18 +304,18 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Echo:
-    """`Experts` that give back what they are given."""
+    """`Experts` that return their input."""
 
     wants_hints: bool
 
     def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         return Done(x)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,7 +1,4 @@
-"""One loaded model that answers: the model, its expert store, its tokenizer, its place in memory.
-
-Does not know conversations, stop strings or faces.
-"""
+"""One loaded model that answers: the model, its expert store, its tokenizer, its memory."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class Engine:
         notes: Notes,
         opened: ExitStack,
     ) -> None:
-        """opened: closes all the others."""
+        """Take the opened parts. opened: closes all the others."""
         self.info, self.tracing, self.notes = info, tracing, notes
         self.tokenizer, self.template, self.grammars = text.tokenizer, text.template, text.grammars
         self.store, self.gpu = tiers.store, tiers.gpu
@@ -143,7 +140,7 @@ class Engine:
             self._give_torch_threads(len(chunk))
             logits = self._pass([(chunk, state)])
         if self.gpu is not None and len(ids) > 1:
-            self.gpu.promise.look()  # nothing takes more of a device than a prefill
+            self.gpu.promise.look()  # a prefill needs the most device memory
         values: NDArray[np.float32] = logits[0].numpy()
         return values
 
@@ -186,8 +183,10 @@ class Engine:
 
     @device_faults()
     def _with_memory(self, compute: Callable[[], Result]) -> Result:
-        """compute(), which changes nothing when it fails; once more where a device had no memory
-        for it, with fewer experts there. Raises OutOfMemory the second time."""
+        """Return compute(), retried once with fewer device experts when out of device memory.
+
+        compute must change nothing when it fails. Raises OutOfMemory the second time.
+        """
         words, device, scarce = "", self.store.device, scarcity(self.gpu)
         for attempt in range(2):
             try:
@@ -198,7 +197,7 @@ class Engine:
             except BaseException:
                 self.store.abandon()
                 raise
-            # Here the traceback is gone, and with it what the pass had computed.
+            # The traceback is gone here, and with it the tensors of the pass.
             self.store.abandon()
             try:
                 if attempt or device is None or not device.shrink():
@@ -208,9 +207,9 @@ class Engine:
         raise OutOfMemory(f"no device memory is left for a pass: {words}")
 
     def _give_torch_threads(self, rows: int) -> None:
-        """Few rows are the native kernels' work: torch's threads would spin beside theirs.
+        """Give torch one thread where the native kernels compute: for few rows.
 
-        In float32 torch does all of it.
+        Its threads would spin beside theirs. In float32 torch does all the work.
         """
         alone = rows <= MOST_ROWS and self.info.format != "F32"
         wanted = 1 if alone else self.info.threads
@@ -237,7 +236,7 @@ class Engine:
         if excess is None or not excess.size_bytes:
             return
         for more in (promise.margin_bytes, 0) if excess.beyond_bytes else (0,):
-            with suppress(*scarcity(self.gpu)):  # others took what was given up for a moment
+            with suppress(*scarcity(self.gpu)):  # others may take the memory that was given up
                 size, beyond = excess.of_torch_bytes + more, excess.beyond_bytes + more
                 given = device.give_up(size, beyond)
             if given is not None:
@@ -252,7 +251,7 @@ class Engine:
         self.notes.append(words)
 
     def record(self, name: str) -> Recording:
-        """Keep every pass from here on in the recording that is returned. Needs config.trace."""
+        """Record every later pass in the recording that is returned. Needs config.trace."""
         return self.tracing.record(name)
 
     def routed_through(self, wrap: Callable[[Experts], Wrapped]) -> AbstractContextManager[Wrapped]:

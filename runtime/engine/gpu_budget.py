@@ -1,7 +1,7 @@
-"""Whether --device-memory is kept: what this process holds of a GPU, looked at after every request.
+"""Check --device-memory after every request: how much of a GPU this process holds.
 
-Does not know slots. Arena and torch's part are allocated by us; what CUDA takes by itself, for its
-context and for the code of kernels, is counted beforehand (gpu_plan.py) and seen only here.
+Arena and torch's part are allocated by us. CUDA's own part, for its context and for the code of
+kernels, is counted beforehand (gpu_plan.py) and measured only here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from moeinf.native import DeviceContext
 from moeinf.runtime.machine.nvml import HeldMemory
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
 
-_MARGIN_BYTES = 32 << 20  # for the next graphs and kernels of CUDA's
+_MARGIN_BYTES = 32 << 20  # for CUDA's next graphs and kernels
 
 
 @dataclass(frozen=True)
 class Held:
-    """At most, so far. measured: by NVML, CUDA's own part included, which is assumed otherwise."""
+    """The peak so far. measured: by NVML, CUDA's own part included, which is assumed otherwise."""
 
     peak_bytes: int
     measured: bool
@@ -26,8 +26,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Excess:
-    """What CUDA takes by itself beyond what was counted for it: of_torch_bytes of it torch may not
-    have any more, and for beyond_bytes of these experts have to give slots."""
+    """The memory that CUDA itself takes beyond its count.
+
+    Torch loses of_torch_bytes of it. Experts give slots for beyond_bytes of these.
+    """
 
     size_bytes: int
     of_torch_bytes: int
@@ -35,7 +37,7 @@ class Excess:
 
 
 class Promise:
-    """Of one engine."""
+    """The device memory that one engine may hold."""
 
     def __init__(
         self,
@@ -44,26 +46,26 @@ class Promise:
         context: DeviceContext,
         torch_bytes: Callable[[], int],
     ) -> None:
-        """torch_bytes: what torch has taken of the device. From before anything is allocated."""
+        """Start to watch, before anything is allocated. torch_bytes: torch's reserved memory."""
         self._held, self._context, self._torch_bytes = held, context, torch_bytes
         self._counted = self._assumed = placement.context_bytes
         self._spare = placement.budget_bytes - placement.peak_bytes
-        self._kept = 0  # given up, and not taken by CUDA yet
+        self._kept = 0  # given up, and not yet taken by CUDA
         self.margin_bytes = min(_MARGIN_BYTES, placement.arena_bytes // 16)
         self._free, self._most = context.memory()[0], 0
 
     def look(self) -> Held:
-        """What the process holds, other engines of it included."""
+        """Return the memory that the process holds, other engines of it included."""
         now = self._held.now_bytes(self._allocated)
         taken = self._assumed + self._free - self._context.memory()[0]
         self._most = max(self._most, taken if now is None else now)
         return Held(self._most, now is not None)
 
     def excess(self) -> Excess:
-        """From now on it is counted.
+        """Return the new excess, and count it.
 
-        None of it where NVML does not tell processes apart: another one's memory is not ours to
-        save.
+        It is 0 where NVML does not tell processes apart: memory of another process cannot be given
+        up here.
         """
         self.look()
         allocated = self._allocated
@@ -78,10 +80,10 @@ class Promise:
         return Excess(excess, left, beyond)
 
     def keep(self, size_bytes: int) -> None:
-        """So much more was given up than CUDA takes now: giving up slots evicts everybody."""
+        """Note memory given up beyond CUDA's excess: giving up slots evicts all experts."""
         self._kept += size_bytes
 
     @property
     def _allocated(self) -> int:
-        """By us, and through torch; never 0, which NVML says of what it does not know."""
+        """Bytes allocated by us and torch; at least 1, because NVML reports 0 for unknown."""
         return max(1, self._context.allocated_bytes + self._torch_bytes())

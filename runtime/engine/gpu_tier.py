@@ -1,6 +1,6 @@
-"""Puts the device tier of one engine together: context, page-locking, arena, policy, shares.
+"""Build the device tier of one engine: context, page-locking, arena, policy, shares.
 
-Does not know dense weights, files or how a tier works. What it opens, the store closes.
+The store closes all parts that are opened here.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from moeinf.runtime.machine.memory import available_bytes
 from moeinf.runtime.placement.gpu_plan import DevicePlacement
 from moeinf.runtime.sizes import format_bytes
 
-_HOST_HEADROOM_BYTES = 1 << 30  # never page-locked: the rest of the machine must go on
+_HOST_HEADROOM_BYTES = 1 << 30  # never page-locked: the rest of the machine needs it
 
 
 @dataclass(frozen=True)
 class OpenGpu:
-    """A GPU in use: its context, what computes on it, and how misses are divided."""
+    """A GPU in use: its context, its arithmetic, and how misses are divided."""
 
     context: DeviceContext
     device: gpus.TorchDevice
     placement: DevicePlacement
     miss: Miss
-    share: float  # of misses that bus and CPU read in the same time: what the bus reads
+    share: float  # the bus's part of the misses that bus and CPU read in the same time
     notes: tuple[str, ...]
     promise: Promise
-    dense_math: DevicePieces | None  # with the dense weights there; None: they stay in RAM
+    dense_math: DevicePieces | None  # with the dense weights there; None: they are in RAM
 
     def close(self) -> None:
-        """Gives back what torch keeps; nothing that lies on the device is used afterwards."""
+        """Give back torch's cached memory; nothing on the device is used afterwards."""
         self.device.limit(0)
         self.device.release()
 
@@ -61,7 +61,7 @@ def open_gpu(
     settings: Settings,
     threads: int,
 ) -> OpenGpu:
-    """Measures bus and CPU when that is asked for and not known, of such experts and `threads`.
+    """Open the GPU; measure bus and CPU, with such experts and `threads`, when needed.
 
     Raises DeviceUnavailable.
     """
@@ -105,11 +105,11 @@ def device_tier(
     math: TorchMath,
     host: HostTier,
 ) -> DeviceTier:
-    """The tier above a store's host tier, whose slots lie in `pool`. Raises DeviceError."""
+    """Build the tier above a store's host tier, with slots in `pool`. Raises DeviceError."""
     cells, slots = shape.layers * shape.experts, gpu.placement.slots
 
     def make_policy(slots: int) -> Policy:
-        name = "lru" if slots >= cells else policy  # none leaves: then a policy only costs
+        name = "lru" if slots >= cells else policy  # all fit: a policy would only cost time
         return POLICIES[name](Setup(shape, slots, past if name in USE_PAST else None))
 
     lock = HostLock(gpu.context, pool, SLICE_BYTES)

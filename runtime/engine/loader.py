@@ -1,7 +1,4 @@
-"""Loads a pulled model: dense weights into memory, experts behind a store.
-
-Does not know prompts or sampling.
-"""
+"""Load a pulled model: dense weights into memory, experts behind a store."""
 
 from __future__ import annotations
 
@@ -46,10 +43,10 @@ from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.regular_files import check_regular, read_regular
 
 _PIECE = 8 << 20  # bytes of one read of the dense weights
-_PIECES_TO_DEVICE = 8  # of them that wait in RAM
+_PIECES_TO_DEVICE = 8  # pieces that wait in RAM
 _SAMPLED_SHARDS = 16
-_CACHED_SHARE = 0.5  # above this, what is missing from the page cache is read through it
-_WORTH_SHARE = 0.05  # of decode time; who waits less reads nothing ahead of demand
+_CACHED_SHARE = 0.5  # above this share, uncached data is read through the page cache
+_WORTH_SHARE = 0.05  # of decode time; below it, an engine reads nothing ahead of demand
 
 
 class DenseWeights(DenseViews):
@@ -63,7 +60,7 @@ class DenseWeights(DenseViews):
         reading: Reading,
         math: DenseMath | None = None,
     ) -> None:
-        """math: what computes with the weights, and where they are to lie; None: the CPU."""
+        """Read and check the weights. math: computes with them, on its device; None: the CPU."""
         math = math or CpuMath()
         record = manifest.file(DENSE)
         try:
@@ -79,11 +76,11 @@ class DenseWeights(DenseViews):
 def _read_dense(
     folder: Path, record: FileRecord, config: EngineConfig, reading: Reading, math: DenseMath
 ) -> tuple[Tensor, int]:
-    """The data of the dense file where `math` is, and its CRC-32C, read by the readers of experts.
+    """Read the dense file to the device of `math`; return its data and CRC-32C.
 
-    In RAM the pieces are the slots of a pool, which lie one after the other on huge pages. The
-    checksum of one is computed while the next are on their way. To a device they go through a few
-    slots, so that RAM never holds them all.
+    The readers of experts read it. In RAM the pieces are the slots of a pool, which are contiguous
+    on huge pages. The checksum of one piece is computed while the next are in flight. Pieces for a
+    device go through a few slots, so that RAM never holds them all.
     """
     pieces = [
         replace(record, data_offset=at, size_bytes=min(at + _PIECE, record.size_bytes), crc32c=None)
@@ -115,14 +112,14 @@ def _read_dense(
 
 
 def _past_the_cache(config: EngineConfig, reading: Reading, paths: Sequence[Path]) -> bool:
-    """Whether to read with O_DIRECT: where the drive is faster so, and the files are not cached."""
+    """Return True to read with O_DIRECT: the drive is faster, and the files are not cached."""
     if config.direct_io is not None:
         return config.direct_io
     return reading.direct and cached_share(paths) < _CACHED_SHARE
 
 
 def check_small_files(folder: Path, manifest: Manifest) -> None:
-    """Raises DamagedModel unless config, tokenizer and the like are what was pulled."""
+    """Raise DamagedModel unless config, tokenizer and other small files are as pulled."""
     for record in manifest.files:
         try:
             if record.data_offset:  # dense weights and shards are checked as they are read
@@ -142,7 +139,10 @@ def load_model(
     reading: Reading,
     math: DenseMath | None = None,
 ) -> Model:
-    """The family's model with its dense weights, where `math` is. Raises DamagedModel."""
+    """Build the family's model with its dense weights, on the device of `math`.
+
+    Raises DamagedModel.
+    """
     values = read_json(folder / CONFIG)
     family, weights = family_of(values), DenseWeights(folder, manifest, config, reading, math)
     return family.build(family.parse(values), weights)
@@ -172,12 +172,12 @@ def open_store(
     past: Eamc | None = None,
     gpu: OpenGpu | None = None,
 ) -> ExpertStore:
-    """An empty expert cache of the placement's size, with its readers running.
+    """Open an empty expert cache of the placement's size, with its readers running.
 
-    Below device slots, where the placement has a GPU. Raises DeviceError then, too.
+    It has device slots above, where the placement has a GPU. Then it raises DeviceError too.
 
-    `reading` is how the drive is best read, as far as the config does not say otherwise; `past` is
-    what policies that predict from the EAMC read.
+    `reading`: the best way to read the drive, unless the config sets one. `past`: the EAMC for
+    policies that predict from it.
     """
     layout = manifest.expert_layout
     pool = SlotPool(placement.slots, layout.slot_bytes)
@@ -193,11 +193,11 @@ def open_store(
         busy=reading.in_flight,
     )
     cells = manifest.layers * manifest.experts
-    all_fit = placement.slots >= cells  # nobody ever leaves: then a policy only costs time
+    all_fit = placement.slots >= cells  # no expert ever leaves: a policy would only cost time
     name = "lru" if all_fit else config.policy
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
     policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
-    math = TorchMath(cast(Activation, manifest.activation))  # which the layout has checked
+    math = TorchMath(cast(Activation, manifest.activation))  # the layout has checked it
     host = HostTier(layout, manifest.experts, cells, pool, transfer, policy, math)
     tiers: tuple[HostTier] | tuple[HostTier, DeviceTier] = (host,)
     runner: TierRunner | None = None

@@ -1,7 +1,4 @@
-"""Turn logits into an answer: tokens, text, and the reason of its end.
-
-Does not know models, caches or faces.
-"""
+"""Turn logits into an answer: tokens, text, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from moeinf.runtime.text.reasoning import overlap
 
 
 class Answer:
-    """Takes the logits of each token, gives text, until it is `done`.
+    """Take the logits of each token and give text, until it is `done`.
 
     prompt: every token before the answer; room: tokens that the state has left for it.
     """
@@ -54,7 +51,7 @@ class Answer:
         return piece
 
     def rest(self) -> str:
-        """Return the text that was held back, when nothing more comes."""
+        """Return the text that was held back, once the answer has ended."""
         return self._text.add(self._stream.rest()) + self._text.rest()
 
 
@@ -78,6 +75,6 @@ class StopFinder:
         return held[: len(held) - keep]
 
     def rest(self) -> str:
-        """Return the text that began no stop text after all."""
+        """Return the held-back text that began no stop text."""
         held, self._held = self._held, ""
         return held

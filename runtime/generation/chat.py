@@ -1,7 +1,4 @@
-"""A conversation: messages in, answers out, the KV cache of earlier turns reused.
-
-Does not know terminals or HTTP.
-"""
+"""A conversation: messages in, answers out, the KV cache of earlier turns reused."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ class Conversation:
     def __init__(self, engine: Engine, system: str = "", now: str | None = None) -> None:
         self._engine = engine
         self._now = now
-        self._scheduler: Scheduler | None = None  # with one place, which is ours alone
-        self._parser: Parser | None = None  # of the answer that is under way; None: it is raw
+        self._scheduler: Scheduler | None = None  # with one place, used by this conversation alone
+        self._parser: Parser | None = None  # of the answer in progress; None: it is raw
         self.system = system
-        self.think: bool | None = None  # what templates that ask are told; None: their default
-        self.form: Form = None  # what answers must be
+        self.think: bool | None = None  # for templates with a thinking switch; None: their default
+        self.form: Form = None  # the required form of answers
         self.messages: list[Message] = []
         self.dropped = 0  # messages that no longer fit the context, since the last clear
 
@@ -40,7 +37,7 @@ class Conversation:
         return 0 if self._scheduler is None else self._scheduler.cached_tokens
 
     def clear(self) -> None:
-        """Forgets every turn; the system message stays."""
+        """Forget every turn; the system message stays."""
         self.messages.clear()
         self.dropped = 0
 
@@ -51,7 +48,7 @@ class Conversation:
         limits: Limits,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Generation:
-        """Prepares the answer to a user message; iterate it for the text.
+        """Prepare the answer to a user message; iterate it for the text.
 
         The oldest turns are dropped (and counted in `dropped`) when the context would overflow.
         Raises PromptTooLong when even this message alone does not fit, TemplateError.
@@ -69,14 +66,14 @@ class Conversation:
         limits: Limits,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Generation:
-        """Continues `text` itself, without template and turns."""
+        """Continue `text` itself, without template and turns."""
         ids = text_prompt(self._engine, text)
         check_length(self._engine, ids)
         self._parser = None
         return self._answer(ids, options, limits, stopped)
 
     def pieces(self, answer: Generation) -> Iterator[tuple[Kind, str]]:
-        """The answer that `ask` or `complete` has prepared, with what is only thought apart."""
+        """Yield the answer that `ask` or `complete` has prepared, with its thinking separate."""
         parser = self._parser
         if parser is None:
             yield from (("answer", piece) for piece in answer if piece)
@@ -117,7 +114,7 @@ class Conversation:
         question: Message | None = None,
     ) -> Generation:
         def settle(generation: Generation) -> None:
-            """Question and answer become part of the conversation together, or not at all."""
+            """Append question and answer to the conversation together, or not at all."""
             if question is not None and not generation.failed:
                 said = self._said(ids, generation.text)
                 self.messages += [question, Message("assistant", said)]
@@ -136,7 +133,7 @@ class Conversation:
         return parser_for(tokenizer.chat_template, tokenizer.tail(prompt))
 
     def _said(self, prompt: list[int], text: str) -> str:
-        """An answer without its thinking: no template wants that of an earlier turn back."""
+        """Return an answer without its thinking, which templates do not take from earlier turns."""
         parser = self._new_parser(prompt)
         parts = [*parser.add(text), *parser.rest()]
         return "".join(part for kind, part in parts if kind == "answer")

@@ -1,6 +1,6 @@
-"""Define what is asked of a scheduler, and the events that answer it.
+"""Define a scheduler's requests, and the events that answer them.
 
-Does not know engines, batches or faces. Imports nothing heavy: a server reads this before torch.
+It imports nothing heavy: a server reads this before torch.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Ended:
 
     reason: Literal["stop", "length", "cancelled"]
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, taken over from an earlier request
-    token_ids: tuple[int, ...] = ()  # of the answer, one that ended it included
+    cached_tokens: int = 0  # of the prompt, reused from an earlier request
+    token_ids: tuple[int, ...] = ()  # of the answer, including one that ended it
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     request: int = -1  # its number with the engine; -1: it has not begun
-    counted: bool = False  # what it routed is remembered: all of its prompt was read
+    counted: bool = False  # its routing is recorded: all of its prompt was read
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ class Times:
         self.started = time.perf_counter()
 
     def take(self) -> None:
-        """Note that a token was chosen."""
+        """Note the time of a chosen token."""
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
         self.tokens += 1
@@ -123,9 +123,9 @@ class Request:
 
     prepare: returns the prompt's token ids.
     emit: takes each event; the last one is Ended or Failed.
-    logprobs: how many of the most probable tokens to name beside the chosen one; None: no figures.
-    embed: no answer is wanted but the prompt's Vector.
-    source: what an encoder-decoder reads first; the prompt is what its answer starts with.
+    logprobs: how many of the most probable tokens to list beside the chosen one; None: no figures.
+    embed: the result is the prompt's Vector, without an answer.
+    source: the encoder-decoder's input; the prompt is the beginning of its answer.
     stopped: returns True once the answer is to end, at the next layer.
     """
 

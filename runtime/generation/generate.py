@@ -1,7 +1,4 @@
-"""Run one answer of a scheduler in the calling thread: its text as it comes, and its figures.
-
-Does not know conversations or terminals.
-"""
+"""Run one answer of a scheduler in the calling thread: its text as it comes, and its figures."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class Generation:
         request: Request,
         ended: Callable[[Generation], None] = lambda _: None,
     ) -> None:
-        """ended: called once, however the iteration ends."""
+        """Set up the answer. ended: called once, however the iteration ends."""
         self._engine = engine
         self._scheduler = scheduler
         self._request = request
@@ -35,12 +32,12 @@ class Generation:
         self._events: deque[Event] = deque()
         self._ended = Ended("length")
         self.text = ""
-        self.failed = False  # by an error: the text is no answer
+        self.failed = False  # by an error: the text is not an answer
         self.store = StoreStats()
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the answer, one that ended it included."""
+        """The tokens of the answer, including one that ended it."""
         return list(self._ended.token_ids)
 
     @property
@@ -66,7 +63,7 @@ class Generation:
 
     @property
     def decode_steps(self) -> int:
-        """Passes of one token: the first token comes out of prefill."""
+        """Passes of one token; prefill gives the first token."""
         return max(0, self._ended.tokens - 1)
 
     @property
@@ -76,7 +73,7 @@ class Generation:
 
     @property
     def counted(self) -> bool:
-        """Whether it was a request at all: its prompt was read."""
+        """True if all of its prompt was read."""
         return self._ended.counted
 
     def __iter__(self) -> Iterator[str]:
@@ -116,7 +113,7 @@ class Generation:
             scheduler.round()
 
     def _hear(self, event: Event) -> str:
-        """Note what an event says; return its text."""
+        """Note the figures of an event; return its text."""
         if isinstance(event, Ended):
             self._ended = event
         if not isinstance(event, Piece):

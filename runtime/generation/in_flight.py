@@ -1,7 +1,4 @@
-"""Hold one request on its way through a scheduler: prepared, then in a place of its own.
-
-Does not know the order of passes.
-"""
+"""Hold one request on its way through a scheduler: prepared, then in its own place."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from moeinf.runtime.sampling.grammar import Constraint
 class Place:
     """Room for one request.
 
-    reusable: the first tokens of the state, those that another request may take over.
+    reusable: the first tokens of the state, which another request may reuse.
     """
 
     state: State
@@ -43,7 +40,7 @@ class Prepared:
         return self.constraint is None or self.constraint.ready(seconds)
 
     def close(self) -> None:
-        """Give back what the grammar has used."""
+        """Release the grammar."""
         if self.constraint is not None:
             self.constraint.close()
 
@@ -62,7 +59,7 @@ class Running:
     encoded: bool = False  # the encoder has read the source
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # of passes and of choosing
-    logits: NDArray[np.float32] | None = None  # of the last pass, not yet chosen from
+    logits: NDArray[np.float32] | None = None  # of the last pass, before a token is chosen
     states: NDArray[np.float64] | None = None  # [D], the sum over the prompt; of embeddings only
 
     @property
@@ -87,13 +84,13 @@ class Running:
         )
 
     def close(self) -> None:
-        """Give back what the grammar has used."""
+        """Release the grammar."""
         if self.constraint is not None:
             self.constraint.close()
 
 
 def shared_tokens(reusable: Sequence[int], prompt: Sequence[int], step: int) -> int:
-    """Return the length of the beginning that both share: less than the prompt, a multiple of step.
+    """Return the length of the common beginning: less than the prompt, a multiple of step.
 
     The last token of a prompt is always computed: an answer starts from its logits.
     """

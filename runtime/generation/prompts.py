@@ -1,7 +1,6 @@
 """Render messages, or a plain text, to the token ids of a prompt.
 
-Does not know APIs or terminals. Messages go through the model's own chat template. Runs on the
-engine's thread.
+Messages go through the model's own chat template. It runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.text.tokenizer import Tokenizer
 
-_TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised at all
-_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, so many of each more token
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # as templates and clients call them
+_TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not tokenised
+_LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, 16 for each more token
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # templates' and clients' names
 _ASKS_FOR_NULL = re.compile(r"\bis\s+(?:not\s+)?none\b", re.IGNORECASE)
-Message = Mapping[str, Any]  # role, content, and other keys that the template may look at
+Message = Mapping[str, Any]  # role, content, and other keys that a template may read
 
 
 def chat_prompt(
@@ -38,10 +37,10 @@ def chat_prompt(
 ) -> list[int]:
     """Return token ids that end where the assistant's answer begins.
 
-    think: what a template that asks is told; now: the date that it sees, today if None.
-    Raises TemplateError, PromptTooLong, TokenizerFailed.
+    think: the value for templates with a thinking switch; now: their date, today if None. Raises
+    TemplateError, PromptTooLong, TokenizerFailed.
     """
-    _check(engine, *_texts([*messages, *tools]))  # before any of them is looked at for tokens
+    _check(engine, *_texts([*messages, *tools]))  # before any of them is tokenised
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
@@ -58,8 +57,9 @@ def chat_prompt(
 def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:
     """Return the text of a template. Raises TemplateError.
 
-    No content is "", as most templates would write "None" for null. Those of DeepSeek-V2.5 and V3
-    look for calls only where content is null: it is null if more of the calls are seen then.
+    Missing content is "", because most templates would write "None" for null. The templates of
+    DeepSeek-V2.5 and V3 look for calls only where content is null. It is null if that renders more
+    of the calls.
     """
     calling = [m["tool_calls"] for m in messages if m.get("tool_calls") and not m.get("content")]
     rendered = _with_calls(engine, messages, extra, null=False)
@@ -77,7 +77,10 @@ def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]
 def _with_calls(
     engine: Engine, messages: Sequence[Message], extra: dict[str, Any], null: bool
 ) -> str:
-    """DeepSeek's templates join arguments as text, where all others write values as JSON."""
+    """Render with calls; null: see _complete.
+
+    DeepSeek's templates join arguments as text, where all others write values as JSON.
+    """
     assert engine.template is not None
     harmony = is_harmony(engine.tokenizer.chat_template)
     values = _guarded(_complete(messages, null, harmony), engine.tokenizer)
@@ -100,13 +103,16 @@ def text_prompt(engine: Engine, text: str, *, plain: bool = False) -> list[int]:
 
 
 def cut_text(engine: Engine, text: str) -> str:
-    """Return the beginning of a text, which is not too long to be cut into tokens."""
+    """Return the beginning of a text, short enough to be tokenised."""
     most = _most_bytes(engine)
     return text[:most].encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
 def check_length(engine: Engine, prompt: Sequence[int]) -> None:
-    """Raises InvalidValue for an empty prompt, PromptTooLong for one without room to answer."""
+    """Check a prompt's length.
+
+    Raises InvalidValue for an empty prompt, PromptTooLong for one without room to answer.
+    """
     context = engine.info.context
     if not prompt:
         raise InvalidValue("there is nothing to answer: the prompt has no tokens")
@@ -115,7 +121,7 @@ def check_length(engine: Engine, prompt: Sequence[int]) -> None:
 
 
 def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
-    """Return a value with every text in it fenced, so that it becomes no special token."""
+    """Return a value with every text in it fenced, so that no text becomes a special token."""
     if isinstance(value, str):
         return tokenizer.guard(value)
     if isinstance(value, list):
@@ -141,12 +147,12 @@ def _texts(value: Any) -> Iterator[str]:
 def _complete(
     messages: Sequence[Message], null: bool, harmony: bool, arguments_as_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Return messages with all keys that templates look for, whichever API they were written for.
+    """Return messages with all keys that templates read, for messages of either API.
 
-    Calls without an id get one, and so do, in the same order, results that do not say whose they
-    are. Thoughts are there under all names that templates have for them. null: whether the content
-    of a call that has none is null, and not "". harmony: gpt-oss's template raises where calls
-    have both thoughts and content, so the content becomes the end of the thoughts.
+    Calls without an id get one, and so do, in the same order, results that name no call. Thoughts
+    are stored under all names that templates use. null: missing content of a call is null, not "".
+    harmony: gpt-oss's template raises where calls have both thoughts and content, so the content
+    becomes the end of the thoughts.
     """
     found, open_ids, number = [], deque[str](), 0
     for message in messages:
@@ -190,9 +196,9 @@ def _arguments(said: Any, as_text: bool) -> Any:
 
 
 def _check(engine: Engine, *texts: str) -> None:
-    """Raises PromptTooLong for texts that are surely too long, before they are cut into tokens.
+    """Raise PromptTooLong for texts that are surely too long, before they are tokenised.
 
-    A token takes some 150 bytes to be made.
+    Making a token takes some 150 bytes.
     """
     if sum(len(text.encode("utf-8", "replace")) for text in texts) > _most_bytes(engine):
         characters, context = sum(map(len, texts)), engine.info.context

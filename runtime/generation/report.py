@@ -1,6 +1,6 @@
-"""What one answer took, in the words of `run --json` and of `--verbose`.
+"""The figures of one answer, with the names of `run --json` and of `--verbose`.
 
-Does not know how it is shown. Names and units are those of docs/architecture.md, "Measurements".
+Names and units are those of docs/architecture.md, "Measurements".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moeinf.runtime.sizes import format_bytes
 
 
 def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
-    """The `stats` of `run --json`; None where nothing was decoded."""
+    """Return the `stats` of `run --json`; a figure without decoded tokens is null."""
     steps, seconds, store = generation.decode_steps, generation.decode_seconds, generation.store
     return {
         "ttft_ms": round(generation.prefill_seconds * 1e3, 3),
@@ -35,7 +35,7 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
 
 
 def on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] | None:
-    """What the device's tier did and holds; None where there is none. `steps` are decode passes."""
+    """Return the device tier's figures; None without a device. `steps` are decode passes."""
     gpu, events = engine.gpu, store.decode_events
     if gpu is None:
         return None
@@ -54,8 +54,10 @@ def on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] |
 
 
 def foresight(store: StoreStats, steps: int) -> dict[str, Any]:
-    """Why decode hits were hits, what reading ahead brought, and what deciding took; `steps` are
-    decode passes. The same keys in `run --json` and `bench --json`."""
+    """Return the causes of decode hits, the use of reads ahead, and the time of decisions.
+
+    `steps` are decode passes. `run --json` and `bench --json` have the same keys.
+    """
     accuracy = store.ahead_accuracy
     return {
         "hits": {
@@ -78,7 +80,7 @@ def foresight(store: StoreStats, steps: int) -> dict[str, Any]:
 def verbose_lines(
     engine: Engine, generation: Generation, load_seconds: float
 ) -> list[tuple[str, str]]:
-    """Ollama's lines, then ours: (label, value)."""
+    """Return Ollama's lines, then ours: (label, value)."""
     g, store, steps = generation, generation.store, generation.decode_steps
     total = load_seconds + g.prefill_seconds + g.decode_seconds
     lines = [

@@ -1,7 +1,4 @@
-"""Conversations on disk: /save and /load. One JSON file each, readable by its owner only.
-
-Does not know how conversations are held.
-"""
+"""Conversations on disk: /save and /load. One JSON file each, readable by its owner only."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class Conversation(Protocol):
-    """What is kept of one."""
+    """The saved parts of a conversation."""
 
     system: str
     messages: list[Message]
@@ -54,7 +51,7 @@ class BadConversation(UnusableInput, ValueError):
 def save_conversation(
     settings: Settings, name: str, model: ModelName, conversation: Conversation
 ) -> None:
-    """Raises BadConversation for a name that is none."""
+    """Save a conversation. Raises BadConversation for an invalid name."""
     path = _path(settings, name)
     make_folder_durably(path.parent)
     messages = conversation.messages
@@ -64,7 +61,7 @@ def save_conversation(
 
 
 def load_conversation(settings: Settings, name: str, conversation: Conversation) -> str:
-    """Replaces the turns of `conversation`; returns the model it was held with."""
+    """Replace the turns of `conversation`; return the name of the model that it used."""
     path = _path(settings, name)
     try:
         saved = msgspec.json.decode(read_regular(path), type=_Saved)

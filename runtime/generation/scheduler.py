@@ -1,25 +1,23 @@
 """Answer requests with one engine: prefill, choose, decode, count and stop, for one or many.
 
-Does not know threads, queues of clients, conversations or faces.
-
     begin ──▶ prepared ──▶ a free place ──▶ prefill, a chunk a round ──▶ decode, all at once ──▶ end
               (prompt,     (KV cache)       the oldest first
               grammar)
 
-A round is one chunk of prefill, if a request needs one, and one decode pass of all that answer, so
-that shared experts are loaded once and a long prompt delays others by a chunk at most. A request
-gets bit for bit what it would get alone, whatever the tag: rows of a decode pass do not depend on
-each other, prefill is not batched, and neither is decoding with the tag f32, whose products are
-torch's and have other bits for other numbers of rows. (On a GPU so have torch's products in float32
-of the other tags.)
+A round is one chunk of prefill, if a request needs one, and one decode pass of all that answer. So
+shared experts are loaded once, and a long prompt delays others by a chunk at most. A request gets
+bit for bit the same result as alone, with any tag. Rows of a decode pass do not depend on each
+other. Prefill is not batched. Decoding with the tag f32 is not batched either, because torch's
+products have other bits for other numbers of rows. (On a GPU this is also true of torch's float32
+products of the other tags.)
 
 A grammar is compiled and matched in a process of its own. Nothing here waits for it longer than a
-moment: a request whose grammar is slow is passed over, and fails when its grammar takes too long.
+moment. A request whose grammar is slow is passed over, and fails when its grammar takes too long.
 
-A place keeps its KV cache when its request has ended. The next request takes over the beginning
-that its prompt shares with it. Where unrelated requests share places, only whole prefill chunks are
-taken over: these bytes are what its own prefill would have written. Where one conversation has the
-place to itself, its answers are taken over, too.
+A place keeps its KV cache when its request has ended. The next request reuses the beginning that
+its prompt shares with it. Where unrelated requests share places, only whole prefill chunks are
+reused: its own prefill would have written the same bytes. Where one conversation has the place to
+itself, its answers are reused, too.
 """
 
 from __future__ import annotations
@@ -52,12 +50,12 @@ from moeinf.runtime.generation.prompts import check_length
 from moeinf.runtime.sampling.sampler import Sampler
 from moeinf.runtime.text.panic import as_exception
 
-_MOST_COMPILING = 2  # grammars at a time; requests without one overtake those that wait for it
-_PATIENCE_S = 0.002  # for a mask, which is made during the pass before
+_MOST_COMPILING = 2  # grammars at a time; requests without one overtake the waiting ones
+_PATIENCE_S = 0.002  # for a mask, which is computed during the pass before
 
 
 class Scheduler:
-    """Requests in, events out. Not thread-safe but for `requests`, `closing` and the counters."""
+    """Requests in, events out. Only `requests`, `closing` and the counters are thread-safe."""
 
     def __init__(
         self,
@@ -66,9 +64,10 @@ class Scheduler:
         shared: bool = True,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """shared: unrelated requests follow each other in a place. Raises OutOfMemory.
+        """Allocate the places. Raises OutOfMemory.
 
-        ended: called when a request has left its place.
+        shared: unrelated requests follow each other in a place. ended: called when a request has
+        left its place.
         """
         self._engine = engine
         self._shared = shared
@@ -77,8 +76,8 @@ class Scheduler:
         self._free = list(self._places)
         self._prepared: list[Prepared] = []
         self._running: list[Running] = []
-        self.closing: Exception | None = None  # what requests that were stopped are told, if set
-        self.lost: Exception | None = None  # what the engine's GPU has failed with, for good
+        self.closing: Exception | None = None  # the error for requests that were stopped, if set
+        self.lost: Exception | None = None  # the error that ended the engine's GPU, for good
         self.tokens = 0  # decoded
 
     @property
@@ -96,14 +95,14 @@ class Scheduler:
         return sum(place.state.length for place in self._places)
 
     def admits(self, request: Request) -> bool:
-        """Return whether the request may begin: a place is free, few grammars are compiled."""
+        """Return whether the request may begin: a place is free, few grammars are compiling."""
         full = len(self._prepared) >= _MOST_COMPILING and request.constrain is not None
         return bool(self._free) and not full
 
     def begin(self, request: Request) -> None:
-        """Make the prompt, begin to compile the grammar, and take a place if nothing is waited for.
+        """Make the prompt, begin to compile the grammar, and take a place if nothing must wait.
 
-        What goes wrong is told to the request.
+        The request receives any error.
         """
         try:
             prompt = request.prepare(self._engine)
@@ -122,7 +121,7 @@ class Scheduler:
             self._place(one, 0.0 if self._running else _PATIENCE_S)
 
     def round(self) -> None:
-        """One chunk of prefill, one decode pass, and a token of every request that has logits."""
+        """Run a chunk of prefill and a decode pass; choose a token from each new logits."""
         for one in list(self._running):
             if one.request.stopped():
                 self._end(one, "cancelled")
@@ -148,7 +147,7 @@ class Scheduler:
             self._fail(one, error)
 
     def close(self) -> list[Request]:
-        """Let go of states, grammars and the engine; return the requests that have not ended."""
+        """Release states, grammars and the engine; return the requests that have not ended."""
         left = self.requests
         for waiting in self._prepared:
             waiting.close()
@@ -180,19 +179,19 @@ class Scheduler:
         one.request.emit(Ended("cancelled", load_seconds=self._engine.info.load_seconds))
 
     def _started(self, one: Prepared) -> Running:
-        """Take the free place that shares most with the prompt, and forget the rest of it."""
+        """Take the free place that shares most with the prompt, and discard the rest of it."""
         engine, request, prompt = self._engine, one.request, one.prompt
         sampler = Sampler(request.options, engine.info.sampling)
         room = engine.info.context - len(prompt)
         answer = Answer(engine, prompt, sampler, request.limits, room)
         step = PREFILL_CHUNK if self._shared else 1
-        # An embedding needs the states of all tokens, of which a cache keeps none. After another
+        # An embedding needs the states of all tokens, and a cache keeps no states. After another
         # source no token means the same.
         reusable = [] if request.embed or request.source else prompt
         known = [shared_tokens(place.reusable, reusable, step) for place in self._free]
         place = self._free[known.index(max(known))]
         place.state.truncate(max(known))
-        if place.state.length % step:  # some states cannot go back to everywhere
+        if place.state.length % step:  # some states cannot be cut at every token
             place.state.truncate(0)
         cached = place.state.length
         place.reusable = place.reusable[:cached]
@@ -202,7 +201,7 @@ class Scheduler:
         return Running(request, place, answer, one.constraint, len(prompt), cached, number)
 
     def _prefill(self, one: Running) -> None:
-        """Read the source, and one chunk, at the borders that a prompt alone would have."""
+        """Read the source, and one chunk, at the borders of a prompt alone."""
         engine, state, start = self._engine, one.place.state, time.perf_counter()
         try:
             with engine.stoppable(one.request.stopped):
@@ -239,7 +238,7 @@ class Scheduler:
         one.states = states if one.states is None else one.states + states
 
     def _decode(self, group: list[Running]) -> None:
-        """One pass of all; each alone if rows see each other, or if a read fails."""
+        """Run one pass of all; one by one if rows interact, or if a read fails."""
         engine = self._engine
         if len(group) > 1 and not engine.batches:
             for one in group:
@@ -272,7 +271,7 @@ class Scheduler:
             one.decode_seconds += spent
 
     def _choose(self) -> None:
-        """Choose a token of every request that has logits, and give away what text that makes."""
+        """Choose a token of every request that has logits, and emit the text."""
         for one in list(self._running):
             if one.logits is None:
                 continue
@@ -309,7 +308,7 @@ class Scheduler:
             self._fail(one, self.closing)  # for a whole answer
             return
         if reason == "cancelled":
-            with suppress(Exception):  # the tokenizer's; nothing is missed
+            with suppress(Exception):  # the tokenizer's; nothing is lost
                 if rest := one.answer.rest():
                     one.request.emit(Piece(rest))
         ended = one.ended(reason, self._engine.info.load_seconds)
@@ -323,20 +322,20 @@ class Scheduler:
         one.request.emit(Failed(error))
 
     def _leave(self, one: Running) -> None:
-        """Free the place, and remember what the request has routed."""
+        """Free the place, and record the routing of the request."""
         place = one.place
         self._running.remove(one)
         self._free.append(place)
         one.close()
         if not (self._shared or one.request.embed or one.request.source):
             place.reusable = one.answer.history[: place.state.length]
-        with suppress(Exception):  # an answer is worth more than the memory of it
+        with suppress(Exception):  # an answer matters more than its record
             self._engine.end_request(one.number, counts=one.prefilled)
         self._ended()
 
 
 def _told(error: BaseException) -> Exception:
-    """Return what a request is told of an error; raise what is to end the thread itself."""
+    """Return the error that a request receives; raise one that must end the thread."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
     return as_exception(error)

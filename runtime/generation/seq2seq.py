@@ -1,7 +1,6 @@
 """Requests to an encoder-decoder: each text is read whole and answered alone.
 
-Does not know terminals. There are no turns: what was asked before does not count, and there is no
-system message.
+There are no turns: earlier questions have no effect, and there is no system message.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CODE = re.compile("[a-z]{3}_[A-Z][a-z]{3}")  # FLORES-200
 
 
 class BadLanguage(UnusableInput, ValueError):
-    """The model does not know the language, or takes none."""
+    """The model lacks the language, or takes no languages."""
 
     code = "bad_language"
     hint = "codes like eng_Latn and fra_Latn"
@@ -33,7 +32,7 @@ class BadLanguage(UnusableInput, ValueError):
 
 @dataclass(frozen=True)
 class Languages:
-    """Codes as in FLORES-200 (eng_Latn); None: not said."""
+    """Codes as in FLORES-200 (eng_Latn); None: not given."""
 
     source: str | None = None
     target: str | None = None
@@ -42,7 +41,10 @@ class Languages:
 def converse(
     engine: Engine, system: str = "", now: str | None = None, languages: Languages | None = None
 ) -> Conversation:
-    """A conversation with a decoder, or requests to an encoder-decoder. Raises BadLanguage."""
+    """Return a conversation with a decoder, or requests to an encoder-decoder.
+
+    Raises BadLanguage.
+    """
     model, languages = engine.model, languages or Languages()
     if isinstance(model, EncoderDecoder):
         return Sources(engine, model, languages)
@@ -52,7 +54,7 @@ def converse(
 
 
 class Sources(Conversation):
-    """Every `ask` is a source of its own; `complete` is the same."""
+    """Requests whose every `ask` is a source of its own; `complete` is the same."""
 
     def __init__(self, engine: Engine, model: EncoderDecoder, languages: Languages) -> None:
         super().__init__(engine)
@@ -73,7 +75,7 @@ class Sources(Conversation):
         limits: Limits,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Generation:
-        """See Conversation.ask; the messages become this question and its answer."""
+        """Answer one source, see Conversation.ask; messages keep this question and answer."""
         generation = self._reply(text, options, limits, stopped)
         self.messages = [Message("user", text)]
         return generation
@@ -88,10 +90,10 @@ class Sources(Conversation):
         return self._reply(text, options, limits, stopped)
 
     def source(self, text: str) -> list[int]:
-        """Token ids of a text as the encoder reads it."""
+        """Return the token ids of a text for the encoder."""
         tokenizer = self._engine.tokenizer
         if self._source_token is None:
-            return tokenizer.encode_text(text)  # with sentinels as such
+            return tokenizer.encode_text(text)  # with sentinels as special tokens
         return tokenizer.encode_source(text, self._source_token)
 
     def _reply(
@@ -116,7 +118,7 @@ class Sources(Conversation):
 
 
 def _token(engine: Engine, code: str) -> int:
-    """The token of a language. Raises BadLanguage with the nearest ones."""
+    """Return the token of a language. Raises BadLanguage with the nearest ones."""
     known: Sequence[str] = [t for t in engine.tokenizer.special_tokens if _CODE.fullmatch(t)]
     found = engine.tokenizer.token_id(code) if code in known else None
     if found is None:

@@ -1,6 +1,6 @@
-"""Runs prompts one after the other so that their experts are remembered; can be interrupted.
+"""Run prompts one after the other to record their experts in the EAMC; can be interrupted.
 
-Does not know data sets, terminals or how rEAMs are kept: the engine does that for every request.
+The engine adds the routing of every request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeinf.runtime.requests import Limits, PromptTooLong, SamplingOptions
 
 @dataclass
 class Traced:
-    """What a trace has come to; `entries` of `capacity` are in the EAMC now."""
+    """The result of a trace; `entries` of `capacity` are in the EAMC now."""
 
     requests: int = 0
     skipped: int = 0  # prompts that do not fit the context
@@ -48,10 +48,10 @@ def trace_items(
     stopped: Callable[[], bool],
     advance: Callable[[], None],
 ) -> Traced:
-    """Every item is a request of its own. With `out` a recording is written, also when stopped.
+    """Run every item as a request. With `out` a recording is written, also when stopped.
 
-    Raises BadLanguage, and OSError when the recording cannot be written; a folder that is not there
-    is found out before anything is run.
+    Raises BadLanguage, and OSError when the recording cannot be written. A missing folder is
+    reported before anything runs.
     """
     eamc = engine.tracing.eamc
     if eamc is None or not engine.tracing.on:  # the home cannot be written
@@ -96,7 +96,7 @@ def _run(
     for _ in answer:
         pass
     done.interrupted = answer.finish_reason == "interrupted"
-    if answer.counted:  # else it was stopped before it was a request
+    if answer.counted:  # else it was stopped before its prompt was read
         done.requests += 1
         done.prompt_tokens += answer.prompt_tokens
         done.tokens += len(answer.tokens)

@@ -1,7 +1,7 @@
-"""The GPU of this machine: whether there is one, what it has, and torch's way to compute on it.
+"""The GPU of this machine: whether there is one, its memory, and torch's way to compute on it.
 
-Does not know models, plans or tiers. Importing it imports no torch: `find_gpu` asks the driver, and
-looks for torch's parts without loading them.
+Importing it imports no torch: `find_gpu` asks the driver, and looks for torch's parts without
+loading them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moeinf.native import (
 )
 from moeinf.runtime.sizes import format_bytes
 
-_LEAST_CAPABILITY = (8, 0)  # bfloat16, and copies to shared memory that nobody waits for
-_LEAST_CONTEXT_BYTES = 16 << 20  # less is not the whole of one
-_FAULTS = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")  # cuBLAS's: the first
-_MISTAKE = "device-side assert"  # an index out of range, say: ours, not the device's
-_SCARCE = ("out of memory", "ALLOC_FAILED")  # of those: beyond what torch allocates itself
+_LEAST_CAPABILITY = (8, 0)  # bfloat16, and asynchronous copies to shared memory
+_LEAST_CONTEXT_BYTES = 16 << 20  # less is not a whole context
+_FAULTS = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")  # first: cuBLAS too
+_MISTAKE = "device-side assert"  # for example an index out of range: our fault, not the device's
+_SCARCE = ("out of memory", "ALLOC_FAILED")  # of those: allocations that torch does not make itself
 _TRITONS = ("OutOfResources", "PTXASError")  # not RuntimeErrors
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from moeinf.runtime.machine.nvml import HeldMemory
 
     class TorchDevice(Device, DeviceMath, Protocol):
-        """What computes on a GPU: experts in slots, and dense weights."""
+        """The arithmetic on a GPU: experts in slots, and dense weights."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the driver says of one. free_bytes: none of it claimed by anybody, our context included.
+    """The driver's facts of one GPU. free_bytes: unclaimed memory, without our context.
 
     library: the libcuda that was asked. context_bytes: of our context, before anything computes;
-    None: nobody says.
+    None: unknown.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NoGpu:
-    """Why there is none to use, in words."""
+    """The reason why no GPU can be used, in words."""
 
     why: str
 
 
 def is_there(library: str | None = None) -> str | NoGpu:
-    """The first GPU's name; unlike find_gpu it takes none of its memory."""
+    """Return the first GPU's name; unlike find_gpu it takes none of its memory."""
     try:
         return _driver(library or DRIVER_LIBRARY).info(0)[0]
     except (NoDriver, DeviceError) as error:
@@ -75,7 +75,7 @@ def is_there(library: str | None = None) -> str | NoGpu:
 
 
 def all_gpus(library: str | None = None) -> list[tuple[str, int]] | NoGpu:
-    """Name and bytes of memory of each; the first is the one that is used."""
+    """Return name and bytes of memory of each GPU; the first is the one that is used."""
     try:
         driver = _driver(library or DRIVER_LIBRARY)
         return [driver.info(number)[:2] for number in range(driver.devices)]
@@ -84,7 +84,7 @@ def all_gpus(library: str | None = None) -> list[tuple[str, int]] | NoGpu:
 
 
 def find_gpu(library: str | None = None) -> Gpu | NoGpu:
-    """The first GPU. What it has free is asked for anew at every call."""
+    """Return the first GPU. Its free memory is read again at every call."""
     name = library or DRIVER_LIBRARY
     try:
         driver = _driver(name)
@@ -96,17 +96,17 @@ def find_gpu(library: str | None = None) -> Gpu | NoGpu:
 
 
 def open_context(gpu: Gpu) -> DeviceContext:
-    """The primary context of its device. Raises DeviceError."""
+    """Return the primary context of its device. Raises DeviceError."""
     return _opened(gpu.library).context
 
 
 def held_memory(gpu: Gpu) -> HeldMemory:
-    """What this process holds there, whatever for. Raises DeviceError."""
+    """Return the meter of all memory that this process holds there. Raises DeviceError."""
     return _opened(gpu.library).held
 
 
 def missing_for_kernels() -> str | None:
-    """What keeps this installation from computing on a GPU that is there; None: nothing."""
+    """Return the reason why this installation cannot compute on a GPU that is there, or None."""
     if importlib.util.find_spec("triton") is None:
         return "there is no Triton, which a torch with CUDA brings along"
     import torch
@@ -120,8 +120,11 @@ def missing_for_kernels() -> str | None:
 
 
 def triton_fault() -> str | None:
-    """What keeps Triton from starting a kernel here; None: nothing. It builds a small library with
-    the system's C compiler and Python's headers, the first time."""
+    """Return the reason why Triton cannot start a kernel here, or None.
+
+    The first time, Triton builds a small library with the system's C compiler and Python's
+    headers.
+    """
     from triton.runtime import driver
 
     try:
@@ -133,9 +136,11 @@ def triton_fault() -> str | None:
 
 @contextmanager
 def device_faults() -> Iterator[None]:
-    """Within, what torch and Triton raise of a device that fails is a DeviceError; of one that has
-    no memory for code, libraries or graphs, OutOfDeviceMemory. (torch has a class of its own for
-    what it allocates itself.)"""
+    """Raise errors of torch and Triton from a failed device as DeviceError.
+
+    A device out of memory for code, libraries or graphs raises OutOfDeviceMemory. (torch has its
+    own class for its own allocations.)
+    """
     try:
         yield
     except Exception as error:
@@ -157,7 +162,7 @@ def _of_device(error: Exception) -> bool:
 
 
 def torch_device() -> TorchDevice:
-    """torch's CUDA device with our kernels. Needs missing_for_kernels() to be None."""
+    """Return torch's CUDA device with our kernels. missing_for_kernels() must return None."""
     from moeinf.offload.gpu_kernels.device import (
         CudaDevice,  # imports torch's CUDA parts and Triton
     )
@@ -178,7 +183,10 @@ class _Opened(NamedTuple):
 
 @cache
 def _opened(library: str) -> _Opened:
-    """Made once, because that takes a good part of a second, and kept until the process ends."""
+    """Open the driver and context, once until the process ends.
+
+    That takes a good part of a second.
+    """
     from moeinf.runtime.machine.nvml import HeldMemory
 
     driver = _driver(library)
