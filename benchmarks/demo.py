@@ -1,7 +1,7 @@
 """python -m benchmarks.demo: the embedded model at a share of its memory, by policy, cold and warm.
 
-Does not know other programs. Its routing is real, it was trained. Held-out exercises come in fixed
-random order: the first half makes the EAMC of whoever is *warm*, the second half is measured:
+Its routing is real: the model was trained. Held-out exercises come in fixed random order. The
+first half fills the EAMC of *warm* runs, the second half is measured:
 
     policies   bytes read and stall per decoded token over all of the second half, one process
     starts     the same for single answers of at most 16 tokens, each in an engine just loaded
@@ -37,17 +37,17 @@ Result = dict[str, Any]
 
 
 def prompts(count: int) -> list[str]:
-    """Held-out exercises in a fixed random order."""
+    """Return held-out exercises in a fixed random order."""
     lines = (DEMO_CHECKPOINT / "heldout.jsonl").read_text().splitlines()
     chosen = random.Random(0).sample(lines, min(count, len(lines)))
     return [json.loads(line)["prompt"] for line in chosen]
 
 
 class Home:
-    """A place of its own for one way of running the demo, so that its EAMC is its own too."""
+    """A home of its own for one way of running the demo, with its own EAMC."""
 
     def __init__(self, folder: Path, share: str, eamc_of: Home | None = None) -> None:
-        """eamc_of: whose EAMC this one begins with."""
+        """Create the home. eamc_of: the home whose EAMC is copied into this one."""
         self.settings = Settings(folder)
         self._model = ensure("demo:bf16", self.settings, Output(quiet=True))
         self._state = self.settings.state_of(self._model[0].model)
@@ -56,7 +56,7 @@ class Home:
         self._begin()
 
     def run(self, items: Sequence[str], policy: str, most: int = 128) -> StoreStats:
-        """Answers in one engine; what its store counted."""
+        """Answer items in one engine; return the counters of its store."""
         config = EngineConfig(memory=self._memory, policy=policy, threads=1)
         with Engine.open(*self._model, config, self.settings) as engine:
             for item in items:
@@ -65,7 +65,7 @@ class Home:
             return engine.store.stats
 
     def starts(self, items: Sequence[str], policy: str) -> list[StoreStats]:
-        """One engine per item; each begins with the EAMC that this home began with."""
+        """Answer each item in a new engine, which begins with the home's first EAMC."""
         found = []
         for item in items:
             self._begin()
@@ -79,7 +79,7 @@ class Home:
 
 
 def summary(runs: Sequence[StoreStats], top_k: int, layers: int) -> Result:
-    """Sums over decoding; a token is one event per layer and k."""
+    """Sum over decoding; a token is one event per layer and k."""
     events = sum(run.decode_events for run in runs)
     tokens = events / (top_k * layers)
     return {

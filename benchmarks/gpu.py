@@ -1,26 +1,26 @@
-"""One row of the GPU table: makes the model, measures it, says how far it is from its floor.
+"""One row of the GPU table: make the model, measure it, and compare it with its floor.
 
     python -m benchmarks.gpu deepseek-v2-lite-bf16-24GiB        (a row; without one they are listed)
     python -m benchmarks.gpu ROW --program accelerate           (llama.cpp, moe-infinity: that one)
 
-A row ends within ten minutes (--limit) and leaves nothing: weights are made in a folder of its own
-(60 GiB of disk are enough for any) and deleted, whatever happens (ending.py). A row that could not
-end in time says what it was at, and how long each stage took. Weights are random with calibrated
-routing (calibrated.py), tokens are forced: what a token computes and which experts it needs are
-like a real model's, what it says is nothing.
+A row ends within ten minutes (--limit) and leaves no files. Weights are made in a folder of its
+own (60 GiB of disk are enough for any) and always deleted (ending.py). A row that could not end in
+time reports its current stage, and how long each stage took. Weights are random with calibrated
+routing (calibrated.py), and tokens are forced. The computation of a token and its experts are like
+a real model's, the text has no meaning.
 
     floor   see gpu_floor.py; all speeds are measured in this run, before the engine opens
 
-    device_held_bytes   the most that the process was seen holding of the device's memory, CUDA's
-            own part and all workspaces included (by NVML, if device_held_is_measured), beside what
-            was promised of it
+    device_held_bytes   the most device memory that the process was seen to hold, CUDA's own part
+            and all workspaces included (by NVML, if device_held_is_measured), beside the promised
+            amount
 
 Another program gets the same weights (accelerate and MoE-Infinity in bfloat16, llama.cpp as GGUF),
 the same text and as many bytes of the device (gpu_peers.py). Where a bfloat16 checkpoint is too
 large for the disk, `--layers` makes the model smaller for both sides.
 
-`--fake LIBRARY` runs the same with the tests' fake libcuda, to see that the command works: then the
-device is the CPU, and no figure means anything.
+`--fake LIBRARY` runs the same with the tests' fake libcuda, to check that the command works. The
+device is the CPU then, and the figures have no meaning.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from moeinf.runtime.placement.bandwidth import measure as measure_drive
 from moeinf.runtime.placement.plan import place
 from moeinf.runtime.sizes import parse_memory
 
-PROMPT_TOKENS, NEW_TOKENS = 512, 32  # as the paper measures
+PROMPT_TOKENS, NEW_TOKENS = 512, 32  # the paper's values
 LIMIT_S = 600.0
 OURS = "moeinf"
 
@@ -74,7 +74,7 @@ class Row:
 ROWS: Mapping[str, Row] = {
     row.name: row
     for row in (
-        Row("deepseek-v2-lite", "bf16", "24GiB"),  # the paper's setting
+        Row("deepseek-v2-lite", "bf16", "24GiB"),  # the paper's setup
         Row("deepseek-v2-lite", "q4", "4GiB"),
         Row("deepseek-v2-lite", "q4", "2GiB"),
         Row("qwen3-30b-a3b", "q4", "8GiB"),
@@ -88,7 +88,7 @@ def measure(
     engine: Engine, settings: Settings, speeds: Speeds, prompt: list[int], text: list[int],
     stages: Stages,
 ) -> dict[str, Any]:  # fmt: skip
-    """One prompt and its forced continuation, on an engine that has answered the same before."""
+    """Measure one prompt and its forced continuation, on an engine after one warm-up run of it."""
     gpu = engine.gpu
     assert gpu is not None
     state = engine.new_state()
@@ -152,9 +152,9 @@ def _ms(seconds: float) -> float:
 
 
 def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
-    """Makes the row's model below `folder` and measures it. SystemExit where there is no GPU."""
+    """Make the row's model below `folder` and measure it. SystemExit without a GPU."""
     row, calibration = ROWS[o.row], Calibration()
-    driver = gpus.find_gpu(o.fake)  # first: what the process holds is counted from here on
+    driver = gpus.find_gpu(o.fake)  # first: the process's memory is counted after this
     if isinstance(driver, gpus.NoGpu):
         raise SystemExit(f"no GPU: {driver.why}")
     missing = gpus.missing_for_kernels()
@@ -174,7 +174,7 @@ def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
     stages.begin("noise and embedding")
     model = calibrated(folder, row.shape, config, calibration)
     coming = model.prospect(row.tag)
-    plan = place(coming, settings, available_bytes(), core_count())  # raises what an engine would
+    plan = place(coming, settings, available_bytes(), core_count())  # raises an engine's errors
     stages.begin("speeds")
     speeds = measured(gpus.open_context(driver), coming, plan.threads)
     stages.begin("weights")
@@ -192,7 +192,7 @@ def run(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
 
 
 def beside(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any]:
-    """Another program in the row. SystemExit where it cannot be run."""
+    """Run another program in the row. SystemExit where it cannot run."""
     row, calibration = ROWS[o.row], Calibration()
     config = {**shape(row.shape, o.layers), **o.config}
     text = tokens(calibration, config["vocab_size"], o.prompt + o.tokens)
@@ -207,13 +207,13 @@ def beside(o: argparse.Namespace, folder: Path, stages: Stages) -> dict[str, Any
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the row; SystemExit (1) when it could not end in time."""
+    """Print the row; SystemExit (1) when it could not end in time."""
     o = _options(arguments)
     if o.row is None:
         print("\n".join(ROWS))
         return
     if o.fake is not None:
-        from tests.fake_device import pretend  # the tests' own; never without being asked for
+        from tests.fake_device import pretend  # the tests' own; only on request
 
         pretend(o.fake)
     about = {"row": o.row, "program": o.program or OURS, "date": now(), "command": _command()}

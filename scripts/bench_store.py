@@ -1,9 +1,10 @@
-"""Measures what the expert store's books cost per decoded token, without reads and arithmetic.
+"""Measure the store's bookkeeping per decoded token, without reads and arithmetic.
 
 Run: python scripts/bench_store.py [--tokens 60] [--rounds 5]
-Routing is recorded, and folded into OLMoE's shape: 16 layers of 64 experts, 8 per token. Reads have
-ended when they are asked for, experts compute nothing. Prints CPU µs of the decoding thread per
-token: all of the store, and the part that the store itself counts as the policy's.
+
+Routing is recorded, and folded into OLMoE's shape: 16 layers of 64 experts, 8 per token. Reads
+have ended when they are asked for, experts compute nothing. Prints CPU µs of the decoding thread
+per token: all of the store, and the part that the store itself counts as the policy's.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class AtOnce:
 
 
 class NoMath:
-    """Sums nothing."""
+    """Arithmetic that computes nothing."""
 
     def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
         return x
@@ -87,8 +88,11 @@ class NoMath:
 
 
 def routing(tokens: int) -> NDArray[np.int64]:
-    """[tokens, L, 1, K], of a recording of more layers and experts, and fewer per token: the others
-    are those that the token before has chosen first."""
+    """Return routing [tokens, L, 1, K], folded from a recording of another shape.
+
+    The recording has more layers and experts, and fewer experts per token. The missing ones are
+    those that the token before has chosen first.
+    """
     recording = read_route_csv(TRACE)
     ids = np.concatenate([done.ids for done in recording.passes], 1)  # [L, T, K]
     ids = np.ascontiguousarray(ids[: SHAPE.layers, :tokens], np.int64) % SHAPE.experts
@@ -112,7 +116,7 @@ def build(name: str, share: float) -> ExpertStore:
 
 
 def run(store: ExpertStore, tokens: Sequence[Sequence[Tensor]]) -> list[float]:
-    """CPU seconds of every token."""
+    """Return the CPU seconds of every token."""
     x, weights, spent = torch.zeros(1, 1), torch.ones(1, SHAPE.top_k), list[float]()
     for layers in tokens:
         start = time.thread_time()
@@ -127,7 +131,7 @@ def run(store: ExpertStore, tokens: Sequence[Sequence[Tensor]]) -> list[float]:
 
 
 def nothing(*_: Any) -> None:
-    """Computes no expert."""
+    """Compute no expert."""
 
 
 def main() -> None:
@@ -141,7 +145,7 @@ def main() -> None:
     tokens = [[torch.from_numpy(ids) for ids in token] for token in routing(options.tokens)]
     for name, share in CASES:
         store = build(name, share)
-        run(store, tokens)  # warms up
+        run(store, tokens)  # warm-up
         for _ in range(options.rounds):
             before = store.stats.copy()
             all_of_it = statistics.median(run(store, tokens))

@@ -1,9 +1,10 @@
-"""Prints how well the embedded demo does on exercises it has never seen, and what its experts tell.
+"""Print how well the embedded demo answers unseen exercises, and how its experts tell their kind.
 
 Run: python scripts/eval_demo.py [--per-kind 100] [--tag bf16] [--json]
-Each held-out exercise is answered greedily through the engine, by the words `moeinf run` uses. The
-last column is leave-one-out: how often the nearest other request, by cosine of the EAMs of prefill
-and decode together, is of the same kind. Needs an installed moeinf.
+
+Each held-out exercise is answered greedily through the engine, with the wording of `moeinf run`.
+The last column is leave-one-out: the share of requests whose nearest other request is of the same
+kind. Nearness is the cosine of the EAMs of prefill and decode together. Needs an installed moeinf.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ ALL = parse_memory("100%")
 
 
 def nearest_is_same(eams: NDArray[np.float64], kinds: list[str]) -> list[bool]:
-    """Per request: whether its nearest neighbour by cosine, itself left out, is of its kind."""
+    """Return, per request, whether its nearest neighbour by cosine is of its kind.
+
+    A request is not its own neighbour.
+    """
     units = eams / np.linalg.norm(eams, axis=1, keepdims=True)
     likeness = units @ units.T
     np.fill_diagonal(likeness, -1)

@@ -1,7 +1,8 @@
-"""Records what the embedded demo routes while it answers held-out exercises, hints included.
+"""Record the routing of the embedded demo on held-out exercises, hints included.
 
 Run: python scripts/record_demo.py demo.eam [--per-kind 45]
-Exercises come in a fixed random order, each a request labelled with its kind; the hints are the
+
+Exercises come in a fixed random order, each a request labelled with its kind. The hints are the
 next layer's router applied to the layer's own input. Needs an installed moeinf.
 """
 

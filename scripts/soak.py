@@ -1,11 +1,12 @@
-"""A server that many clients treat badly for a long time; looks at what it holds meanwhile.
+"""Stress a server with many badly behaved clients for a long time, and watch its resources.
 
 Run: python scripts/soak.py [--minutes 60] [--clients 6] [--seed 0]
+
 Clients ask (and know the answer), hang up in the middle, leave while they wait, send rubbish, half
-requests and huge ones, unload, copy and delete models. The server runs in a process of its own
-that says once every few seconds what it holds. Afterwards no request, pin, thread or descriptor
-may be left, memory must have stayed flat, and every answer must have been right or an error in
-words. Prints a table; exits 1 when anything is wrong.
+requests and huge ones, unload, copy and delete models. The server runs in a process of its own and
+reports its resources every few seconds. Afterwards no request, pin, thread or descriptor may be
+left, and memory must have stayed flat. Every answer must be right or a worded error. Prints a
+table; exits 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PROMPTS = (
     "json a=1 b=2",
 )  # fmt: skip
 _SERVER = Path(__file__).with_name("soak_server.py")
-_FLAT_MIB = 24.0  # what the median of the last third may have grown over that of the second
+_FLAT_MIB = 24.0  # allowed growth of the last third's median over that of the second
 _BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {
         "model": "demo", "prompt": "hi", "stream": False, "keep_alive": "5m", "format": "json",
@@ -62,7 +63,7 @@ _BODIES: dict[str, dict[str, Any]] = {
 
 
 class Clients:
-    """What clients do, and what came of it. All methods are called by many threads."""
+    """The actions of clients, and their results. Many threads call all methods."""
 
     def __init__(self, port: int, answers: dict[str, str]) -> None:
         self.port, self.answers = port, answers
@@ -213,7 +214,7 @@ def _request(path: str, body: bytes) -> bytes:
 
 
 def _refusal(found: httpx.Response) -> str:
-    """An error in words that says that there is no room just now; anything else is wrong."""
+    """Return the error of a response that reports no room; any other response is wrong."""
     try:
         words = found.json()["error"]
     except (ValueError, LookupError):
@@ -223,7 +224,7 @@ def _refusal(found: httpx.Response) -> str:
 
 
 def answers_of(home: Path) -> dict[str, str]:
-    """What the model says when nobody bothers it."""
+    """Return the model's answers without disturbance."""
     from moeinf.runtime.engine.engine import Engine
     from moeinf.runtime.generation.chat import Conversation
     from moeinf.runtime.library.library import Library
@@ -248,14 +249,14 @@ def pull_demo(home: Path) -> None:
     from moeinf.runtime.names import ModelName
 
     def ignore(*_: object) -> None:
-        """No progress, no notes."""
+        """Ignore progress and notes."""
 
     source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), "demo")
     repack(source, Library(Settings(home)), ModelName("demo", "bf16"), ignore, ignore)
 
 
 def soak(minutes: float, clients: int, seed: int, log: Callable[[str], None]) -> list[str]:
-    """Runs it all; returns what is wrong."""
+    """Run the whole test; return the problems."""
     with tempfile.TemporaryDirectory(prefix="moeinf-soak-") as name:
         home = Path(name)
         pull_demo(home)
@@ -329,7 +330,7 @@ def _soak(
 def _crowd(
     crowd: Clients, server: subprocess.Popen[str], minutes: float, clients: int, seed: int
 ) -> float:
-    """Lets the clients loose; returns how many minutes that took."""
+    """Run the clients; return how many minutes that took."""
     start = time.monotonic()
     crowd.stop.clear()
     threads = [threading.Thread(target=crowd.run, args=(seed + n,)) for n in range(clients)]
@@ -353,10 +354,10 @@ def _until_up(address: str) -> None:
 
 
 def _when_quiet(samples: list[dict[str, Any]], crowd: Clients) -> dict[str, Any]:
-    """What the server holds after one answer that nobody disturbed."""
+    """Return the server's resources after one undisturbed answer."""
     with httpx.Client(base_url=crowd.address, timeout=120) as client:
         came = "refused"
-        for _ in range(60):  # what clients have left behind may be answered first
+        for _ in range(60):  # leftovers of clients may be answered first
             came = crowd.ask(random.Random(0), client)
             if not came.startswith("refused"):
                 break

@@ -1,6 +1,6 @@
-"""Policies that the study compares with, and parts of `adaptive` taken away one by one.
+"""Policies that the study compares with, and parts of `adaptive` removed one by one.
 
-Does not know recordings or figures. None of these is offered to users: docs/study.md says why.
+None of these is offered to users: docs/study.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moeinf.offload.simulator.outcome import Outcome
 from moeinf.offload.simulator.replay import Conditions, Replay
 
 _DECAY = 0.95  # per token
-_MOST = 1 << 20  # more than there are entries, and a probability that nothing reaches
+_MOST = 1 << 20  # more than all entries, and an unreachable probability
 
 
 class Decayed(Passive):
-    """Evicts the resident cell with the smallest decayed count of uses."""
+    """Evict the resident cell with the smallest decayed count of uses."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -57,7 +57,7 @@ class Decayed(Passive):
 
 
 class Gate(Lru):
-    """LRU that reads ahead what the next layer's gate names, and knows nothing else."""
+    """LRU that prefetches what the next layer's gate names, without other predictions."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -75,7 +75,7 @@ class Gate(Lru):
 
 
 class LruVictims:
-    """`adaptive` in all but who leaves: that is who was used longest ago."""
+    """`adaptive`, with LRU's victims."""
 
     def __init__(self, setup: Setup) -> None:
         self._adaptive, self._lru = Adaptive(setup), Lru(setup)
@@ -114,7 +114,7 @@ class Way:
 
 
 def knobs(**changed: Any) -> Callable[[Setup], Policy]:
-    """`adaptive` with other knobs."""
+    """Return `adaptive` with other knobs."""
     return lambda setup: Adaptive(setup, AdaptiveKnobs(**changed))
 
 
@@ -143,7 +143,7 @@ ABLATED = (
 
 @dataclass
 class Case:
-    """A recording at one share of experts; `hints` are what a way with hints is given."""
+    """A recording at one share of experts; `hints` are for ways with hints."""
 
     recording: Recording
     share: float
@@ -151,7 +151,7 @@ class Case:
     time: TimeModel = field(default_factory=TimeModel)
 
     def run(self, way: Way, capacity: int | None = None) -> Outcome:
-        """Replays with an EAMC that begins empty."""
+        """Replay with an EAMC that begins empty."""
         shape = self.recording.shape
         size = shape.layers, shape.experts
         eamc = Eamc.automatic(*size) if capacity is None else Eamc(capacity, *size)
@@ -164,7 +164,7 @@ class Case:
         return Replay(self.recording, way.make, conditions, eamc).run()
 
     def best(self) -> Outcome:
-        """Belady, who knows the future."""
+        """Replay Belady, which knows the future."""
         events = [
             (layer, ids)
             for done in self.recording.passes
