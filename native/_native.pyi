@@ -1,6 +1,6 @@
 """Slots, the copy queue and checksums: names, units and errors of the compiled module.
 
-Does not know how they work: that stands at the top of the headers beside this file.
+The headers beside this file explain how they work.
 
 Arguments of a wrong type, and negative numbers, raise TypeError everywhere.
 """
@@ -17,17 +17,17 @@ from moeinf.errors import DeviceError as DeviceError
 from moeinf.errors import OutOfDeviceMemory as OutOfDeviceMemory
 
 PAGE_BYTES: Final[int]  # 4096: slots and offsets are multiples of it
-SHARD_DATA_OFFSET: Final[int]  # 4096: where the tensor data of a shard begins
-DEMAND: Final[float]  # the largest priority: somebody needs the expert now
-RESIDENT: Final[int]  # 0: in place of a ticket, the bytes are in the slot already
+SHARD_DATA_OFFSET: Final[int]  # 4096: the offset of the tensor data in a shard
+DEMAND: Final[float]  # the largest priority: a layer waits for the expert
+RESIDENT: Final[int]  # 0: in place of a ticket, the slot has the bytes already
 MAX_READERS: Final[int]  # threads that one queue may have
 
 MAX_COMPUTE_THREADS: Final[int]  # 64
 
 class CorruptShard(OSError):
-    """A file ended early (errno ENODATA) or its checksum differs, twice (errno EBADMSG).
+    """A file ended early (errno ENODATA) or its checksum differs on two reads (errno EBADMSG).
 
-    `filename` is the file; the message has what was expected and what was there.
+    `filename` is the file; the message has the expected and the found value.
     """
 
 class Cancelled(RuntimeError):
@@ -42,9 +42,10 @@ class SlotPool:
     """
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        """slot_bytes is rounded up to PAGE_BYTES.
+        """Allocate the slots. slot_bytes is rounded up to PAGE_BYTES.
 
-        Raises ValueError when either is 0, MemoryError (naming the bytes) when the system refuses.
+        Raises ValueError when either is 0, MemoryError (with the number of bytes) when out of
+        memory.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -56,7 +57,7 @@ class SlotPool:
 
     @property
     def bytes(self) -> int:
-        """slots * slot_bytes."""
+        """The size of the arena: slots * slot_bytes."""
 
 DRIVER_LIBRARY: Final[str]  # libcuda.so.1
 LEAST_BATCHED_BYTES: Final[int]  # smaller copies go one by one
@@ -69,7 +70,7 @@ class Driver:
     """libcuda, opened and initialised. Stays open until the process ends."""
 
     def __init__(self, library: str = ...) -> None:
-        """Raises NoDriver; DeviceError, CUDA_ERROR_NO_DEVICE among others."""
+        """Open the library. Raises NoDriver; DeviceError, CUDA_ERROR_NO_DEVICE among others."""
 
     @property
     def version(self) -> int:
@@ -79,51 +80,51 @@ class Driver:
     def devices(self) -> int: ...
     @property
     def has_batches(self) -> bool:
-        """Whether many copies can be one call (CUDA 12.8)."""
+        """True if many copies can be one call (CUDA 12.8)."""
 
     def info(self, device: int) -> tuple[str, int, str]:
-        """Name, bytes of memory, and PCI address ("0000:65:00.0"; "": it has none)."""
+        """Return name, bytes of memory, and PCI address ("0000:65:00.0"; "": it has no address)."""
 
 @final
 class DeviceContext:
     """A device's primary context, which torch uses as well; held while this lives."""
 
     def __init__(self, driver: Driver, device: int = 0) -> None:
-        """Raises DeviceError."""
+        """Retain the context. Raises DeviceError."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes free and in all, of the whole device."""
+        """Return the free bytes and all bytes of the whole device."""
 
     @property
     def allocated_bytes(self) -> int:
-        """By the device slots that there are."""
+        """Bytes allocated by the live device slots."""
 
 @final
 class HostLock:
     """Page-locks a pool, slice after slice; unlocks it when the last reference goes.
 
-    One thread calls lock_next; any may ask locked_slots.
+    One thread calls lock_next; any may read locked_slots.
     """
 
     def __init__(self, context: DeviceContext, pool: SlotPool, slice_bytes: int) -> None:
-        """slice_bytes is rounded down to whole slots, at least one."""
+        """Lock nothing yet. slice_bytes is rounded down to whole slots, at least one."""
 
     @property
     def next_bytes(self) -> int:
-        """What lock_next would lock; 0 when everything is locked."""
+        """Bytes that lock_next would lock; 0 when everything is locked."""
 
     @property
     def locked_slots(self) -> int:
-        """The first so many slots are page-locked."""
+        """The number of slots, from the first, that are page-locked."""
 
     def lock_next(self) -> None:
-        """Locks one more slice, which touches its pages. Raises DeviceError; nothing is lost."""
+        """Lock one more slice, which touches its pages. Raises DeviceError; nothing is lost."""
 
 @final
 class DeviceSlots:
     """An arena of equal slots in device memory, filled from a host pool over a stream of its own.
 
-    For one thread. What orders copies and kernels is drawn in device_slots.h.
+    For one thread. device_slots.h draws the order of copies and kernels.
     """
 
     def __init__(
@@ -134,41 +135,41 @@ class DeviceSlots:
         stream: int,
         least_batched_bytes: int = ...,
     ) -> None:
-        """`stream` is the handle of the kernels' stream, 0 the default one. Page-locked slots of a
-        batch are copied by one call, unless they are smaller than least_batched_bytes.
+        """Allocate the slots. `stream` is the handle of the kernels' stream, 0 the default one.
 
-        Raises OutOfDeviceMemory, DeviceError, ValueError without slots.
+        One call copies the page-locked slots of a batch, unless they are smaller than
+        least_batched_bytes. Raises OutOfDeviceMemory, DeviceError, ValueError without slots.
         """
 
     @property
     def address(self) -> int:
-        """Of slot 0, in the device's memory."""
+        """The address of slot 0, in the device's memory."""
 
     @property
     def slots(self) -> int: ...
     @property
     def slot_bytes(self) -> int: ...
     def copy(self, host_slots: Sequence[int], slots: Sequence[int], bytes: int) -> int:
-        """Queues one batch, host_slots[i] -> slots[i]; its number.
+        """Queue one batch, host_slots[i] -> slots[i]; return its number.
 
-        The host slots must stay as they are until the batch is done. Raises DeviceError, after
-        which nothing of it is under way; ValueError for slots that are none.
+        The host slots must not change until the batch is done. Raises DeviceError, after which no
+        copy of it is in flight; ValueError for invalid slots.
         """
 
     def done(self, batch: int) -> bool:
-        """Whether the batch has arrived. Raises DeviceError."""
+        """Return whether the batch has arrived. Raises DeviceError."""
 
     def wait(self, batch: int) -> None:
-        """Returns when it has. Raises DeviceError."""
+        """Wait until the batch has arrived. Raises DeviceError."""
 
     def begin_read(self, slots: Sequence[int]) -> None:
-        """What is queued to the kernels' stream from now on sees the bytes of these slots."""
+        """Let later work of the kernels' stream see the bytes of these slots."""
 
     def end_read(self, slots: Sequence[int]) -> None:
-        """What was queued so far is all that reads them: after it they may be overwritten."""
+        """Mark the queued work as the last to read these slots before an overwrite."""
 
     def finish(self) -> None:
-        """Returns when everything queued to the kernels' stream has run. Raises DeviceError."""
+        """Wait until everything queued to the kernels' stream has run. Raises DeviceError."""
 
 @final
 class Counters:
@@ -234,13 +235,13 @@ class CopyQueue:
         hang_seconds: float = 30.0,
         busy: int = ...,
     ) -> None:
-        """`readers` threads, 1 to MAX_READERS; of two or more a quarter serves demand alone.
+        """Start `readers` threads, 1 to MAX_READERS; of two or more a quarter serves demand alone.
 
-        `direct` asks for O_DIRECT; a file whose file system refuses is read through the page cache.
-        One system call reads `block_bytes` at most, a multiple of PAGE_BYTES up to the default,
-        1 GiB. At most max_open_files + readers descriptors are open. A read without an end for
-        hang_seconds fails its ticket with TimeoutError naming the file. No speculation begins while
-        `busy` reads run (default: MAX_READERS). Raises ValueError.
+        `direct` asks for O_DIRECT; a file whose file system refuses is read through the page
+        cache. One system call reads `block_bytes` at most, a multiple of PAGE_BYTES up to the
+        default, 1 GiB. At most max_open_files + readers descriptors are open. A read without an
+        end for hang_seconds fails its ticket with TimeoutError naming the file. No read ahead
+        begins while `busy` reads run (default: MAX_READERS). Raises ValueError.
         """
 
     def add_source(
@@ -250,46 +251,47 @@ class CopyQueue:
         bytes: int,
         crc32c: int | None = None,
     ) -> int:
-        """Registers a range of a file and returns its id; the file is opened when first read.
+        """Register a range of a file and return its id; the file is opened when first read.
 
-        `offset` is a multiple of PAGE_BYTES, `bytes` at most a slot: else ValueError. With `crc32c`
-        every read is checked against it. Sources live as long as the queue.
+        `offset` is a multiple of PAGE_BYTES, `bytes` at most a slot: else ValueError. With
+        `crc32c` every read is checked against it. Sources live as long as the queue.
         """
 
     def submit(self, source: int, slot: int, priority: float) -> int:
-        """Queues a read of `source` into `slot` and returns its ticket; larger is more urgent.
+        """Queue a read of `source` into `slot` and return its ticket; larger is more urgent.
 
-        Returns RESIDENT when the slot's bytes are those of `source`, read earlier. Until the ticket
-        ends the slot's bytes are unspecified, and so are those beyond the source's length
-        afterwards, and all of them after a failure. Raises IndexError (no such source or slot),
-        ValueError (priority is NaN), RuntimeError (can_submit(slot) is false; the queue is closed).
+        Returns RESIDENT when the slot already has the bytes of `source`. Until the ticket ends the
+        slot's bytes are unspecified. Those beyond the source's length stay so afterwards, and all
+        of them after a failure. Raises IndexError (no such source or slot), ValueError (priority
+        is NaN), RuntimeError (can_submit(slot) is false; the queue is closed).
         """
 
     def submit_many(
         self, sources: Sequence[int], slots: Sequence[int], priority: float
     ) -> list[int]:
-        """submit for each pair, in order, all or none."""
+        """Submit each pair, in order, all or none."""
 
     def raise_priority(self, ticket: int, priority: float) -> None:
-        """Does nothing unless the ticket is still queued and `priority` is higher than its own.
+        """Raise the priority of a queued ticket; without effect if it runs or has a higher one.
 
         It keeps its age among its new equals. Raises ValueError (NaN, or never issued).
         """
 
     def cancel(self, ticket: int) -> bool:
-        """True when the ticket was still queued and is now cancelled; its slot is free at once.
+        """Cancel a ticket. True: it was still queued, and its slot is free at once.
 
-        False when it is running (it will complete) or has ended. Raises ValueError if never issued.
+        False when it is running (it will complete) or has ended. Raises ValueError if never
+        issued.
         """
 
     def invalidate(self, slot: int) -> None:
-        """Says that `slot` was written to through a view: the next submit reads it anew."""
+        """Mark `slot` as written to through a view: the next submit reads it again."""
 
     def can_submit(self, slot: int) -> bool:
-        """Whether nothing may write to `slot`: no live ticket has it, no hung reader either."""
+        """Return whether nothing may write to `slot`: neither a live ticket nor a hung reader."""
 
     def wait(self, ticket: int) -> None:
-        """Blocks, without the GIL, until the ticket ends, and delivers it: returns when done.
+        """Block, without the GIL, until the ticket ends, and deliver it: return when done.
 
         RESIDENT has ended, and is never used up. Raises OSError with errno and filename,
         CorruptShard, Cancelled, RuntimeError (a reader failed inside), or ValueError when it was
@@ -298,27 +300,27 @@ class CopyQueue:
         """
 
     def wait_many(self, tickets: Sequence[int]) -> None:
-        """wait for all of them.
+        """Wait for all of them.
 
         When all have ended and some failed, raises the error of the first such in the given order
         and delivers only that one: collect() has the others, good and bad.
         """
 
     def collect(self) -> list[tuple[int, Exception | None]]:
-        """Delivers every ended ticket that nobody waits for, in the order of ending; never blocks.
+        """Deliver every ended ticket without a waiting thread, in the order of ending; never block.
 
-        The second item is None when done, else the exception that wait would have raised.
+        The second item is the exception that wait would have raised; None: done.
         """
 
     def drain(self) -> None:
-        """Blocks, without the GIL, until nothing is queued or running. Delivers nothing."""
+        """Block, without the GIL, until nothing is queued or running. Delivers nothing."""
 
     def pause(self) -> None:
-        """No further read starts until resume(); running ones end. close() overrides it."""
+        """Start no further read until resume(); running ones end. close() overrides it."""
 
     def resume(self) -> None: ...
     def close(self) -> None:
-        """Cancels what is queued, lets running reads end, and joins the threads; idempotent.
+        """Cancel queued reads, let running reads end, and join the threads; idempotent.
 
         A read that hangs is left alone after hang_seconds, with the memory that it writes to.
         """
@@ -326,18 +328,18 @@ class CopyQueue:
     def counters(self) -> Counters: ...
     @property
     def direct(self) -> bool:
-        """Whether O_DIRECT was asked for."""
+        """True if O_DIRECT was asked for."""
 
     @property
     def direct_refusals(self) -> int:
-        """How often a file was opened without O_DIRECT because its file system refused it."""
+        """The number of files opened without O_DIRECT because their file system refused it."""
 
     @property
     def open_files(self) -> int:
         """Descriptors in the cache."""
 
 def crc32c(buffer: Buffer, crc: int = 0) -> int:
-    """CRC-32C of a contiguous buffer, continuing from `crc`, the check of what came before.
+    """Return the CRC-32C of a contiguous buffer, continuing from `crc` of the bytes before.
 
     Raises BufferError for a buffer that is not contiguous. Large ones are read without the GIL.
     """
@@ -345,13 +347,14 @@ def crc32c(buffer: Buffer, crc: int = 0) -> int:
 def read_bandwidth(
     bytes: int, threads: int, prefetch: bool, huge_pages: bool, rounds: int
 ) -> float:
-    """Bytes per second at which `threads` threads read a buffer of their own, the best of `rounds`.
+    """Return the bytes per second of `threads` threads, each reading its own buffer.
 
-    Without the GIL. Raises ValueError (less than a page per thread), MemoryError.
+    The best of `rounds`. Without the GIL. Raises ValueError (less than a page per thread),
+    MemoryError.
     """
 
 def syncfs(fd: int) -> None:
-    """Makes everything written to the file system of `fd` durable (elsewhere: the one file).
+    """Make everything written to the file system of `fd` durable (elsewhere: the one file).
 
     Raises OSError.
     """
@@ -360,45 +363,49 @@ def _nothing() -> None: ...
 def _crc32c_paths() -> list[str]: ...
 def _crc32c_on(path: str, buffer: Buffer, crc: int = 0) -> int: ...
 def compute_threads() -> int:
-    """Threads that kernels compute with, the caller counted; at first one per usable core."""
+    """Return the number of compute threads, the caller included; at first one per usable core."""
 
 def set_compute_threads(threads: int) -> None:
-    """Waits for a running kernel to end. Raises ValueError outside 1 … MAX_COMPUTE_THREADS."""
+    """Set the thread count after a running kernel. Raises ValueError outside 1 … its maximum.
 
-BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that lie together
+    The maximum is MAX_COMPUTE_THREADS.
+    """
+
+BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that are stored together
 TILE_COLUMNS: Final[int]  # 64: columns of a tile
 GROUP: Final[int]  # 32: weights that share a scale
 
 def kernel_path() -> str:
-    """What kernels run on: avx512, avx2 or portable."""
+    """Return the path of the kernels: avx512, avx2 or portable."""
 
 def kernels_are_fast() -> bool:
-    """False on the portable path."""
+    """Return False on the portable path."""
 
 def matrix_bytes(format: str, rows: int, columns: int) -> int:
-    """Bytes of a matrix in the format bf16 (row-major), q8 or q4 (tiles.h). Raises ValueError."""
+    """Return the bytes of a matrix in bf16 (row-major), q8 or q4 (tiles.h). Raises ValueError."""
 
-# Addresses below are of memory that the caller keeps alive: contiguous tensors of the shapes that
-# are named, bf16, or float32 where f32 says so. Tiles lie at multiples of 64 bytes: ValueError.
+# Addresses below are of memory that the caller keeps alive: contiguous tensors of the given
+# shapes, in bf16, or float32 where f32 is true. Tiles start at multiples of 64 bytes: else
+# ValueError.
 
 def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, out: int) -> None:
-    """rows [count, columns] -> ceil(count / 16) row blocks of q8 or q4. Raises ValueError."""
+    """Write row blocks of q8 or q4 to out [count, columns] float32. Raises ValueError."""
 
 def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
-    """Row blocks of q8 or q4 -> out [count, columns], always float32. Raises ValueError."""
+    """Dequantise row blocks of q8 or q4 to out [count, columns] float32. Raises ValueError."""
 
 def gather_rows(
     blocks: int, format: str, rows: int, columns: int, ids: int, count: int, out: int, f32: bool
 ) -> None:
-    """Rows ids [count] int64 of a q8 or q4 matrix [rows, columns] -> out [count, columns].
+    """Copy rows ids [count] int64 of a q8 or q4 matrix [rows, columns] to out [count, columns].
 
-    bf16 is rounded to once. Raises IndexError for a row that there is not.
+    Values are rounded to bf16 once. Raises IndexError for an invalid row.
     """
 
 def combine_rows(
     rows: int, weights: int, tokens: int, top_k: int, width: int, out: int, f32: bool
 ) -> None:
-    """rows [T, K, D] and weights [T, K] float32 -> out [T, D], summed k by k in float32."""
+    """Sum rows [T, K, D] by weights [T, K] float32 -> out [T, D], k by k in float32."""
 
 @final
 class LinearKernel:
@@ -408,10 +415,10 @@ class LinearKernel:
     """
 
     def __init__(self, format: str, out_features: int, in_features: int, weights: int) -> None:
-        """Raises ValueError."""
+        """Set up the product. Raises ValueError."""
 
     def run(self, x: int, rows: int, out: int, f32: bool) -> None:
-        """x [rows, in_features] -> out [rows, out_features]. Without the GIL."""
+        """Multiply x [rows, in_features] -> out [rows, out_features]. Without the GIL."""
 
 @final
 class RouterKernel:
@@ -428,17 +435,17 @@ class RouterKernel:
         groups: int,
         kept: int,
     ) -> None:
-        """weight: bf16 [experts, hidden], which stays there. Raises ValueError."""
+        """Set up. weight: bf16 [experts, hidden], which must not move. Raises ValueError."""
 
     def run(self, x: int, rows: int, ids: int, weights: int) -> None:
-        """x [rows, hidden] bf16 -> ids [rows, top_k] int64 and weights float32. Without the GIL."""
+        """Route x [rows, hidden] bf16 -> ids [rows, top_k] int64, weights f32. Without the GIL."""
 
 @final
 class ExpertKernel:
     """The experts of one layer, each on its own rows of x.
 
-    An expert is gate, up and down one behind the other, each of matrix_bytes, then, where `biased`,
-    their biases in bf16. It computes down @ act(gate @ x, up @ x):
+    An expert is gate, up and down in this order, each of matrix_bytes. Where `biased`, their
+    biases in bf16 follow. It computes down @ act(gate @ x, up @ x):
 
         swiglu          silu(gate) * up
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
@@ -453,7 +460,7 @@ class ExpertKernel:
         activation: str = "swiglu",
         biased: bool = False,
     ) -> None:
-        """Raises ValueError."""
+        """Set up the kernel. Raises ValueError."""
 
     @property
     def expert_bytes(self) -> int: ...
@@ -467,20 +474,20 @@ class ExpertKernel:
         out: int,
         f32: bool,
     ) -> None:
-        """Runs experts[e] on places[e]: place p is row p // top_k of x [tokens, D].
+        """Run experts[e] on places[e]: place p is row p // top_k of x [tokens, D].
 
-        Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for a place that is
-        none. Without the GIL.
+        Writes row p of out [tokens * top_k, D] and no other. Raises IndexError for an invalid
+        place. Without the GIL.
         """
 
 def is_gated(activation: str) -> bool:
-    """Whether experts with this activation have a gate. Raises ValueError for an unknown one."""
+    """Return whether experts with this activation have a gate. Raises ValueError if unknown."""
 
 def attention_path() -> str:
-    """The fastest path of decode attention here: avx512bf16, avx512, avx2 or portable."""
+    """Return the fastest path of decode attention: avx512bf16, avx512, avx2 or portable."""
 
 def attention_block_keys(seen: int) -> int:
-    """How many of `seen` keys go into one task; see decode_attention.h."""
+    """Return how many of `seen` keys form one task; see decode_attention.h."""
 
 @final
 class DecodeAttention:
@@ -498,12 +505,12 @@ class DecodeAttention:
         window: int = 0,
         sinks: int = 0,
     ) -> None:
-        """Queries, outputs and caches are bfloat16 or float32. A window of 0 sees everything.
+        """Set up for queries, outputs and caches in bfloat16 or float32.
 
-        sinks is the address of [heads] float32, or 0: a logit per head that takes its share
-        of the softmax and has no value. It must stay where it is.
+        A window of 0 includes all tokens. sinks is the address of [heads] float32, or 0: a logit
+        per head that takes its share of the softmax and has no value. Its address must not change.
 
-        Raises ValueError for sizes that do not fit each other.
+        Raises ValueError for sizes that do not match.
         """
 
     def __call__(
@@ -513,7 +520,7 @@ class DecodeAttention:
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
         path: str | None = None,
     ) -> None:
-        """q [requests, heads, key_width] -> out [requests, heads, value_width], by address.
+        """Attend: q [requests, heads, key_width] -> out [requests, heads, value_width], by address.
 
         A request is (keys, values, key head stride, key row stride, value head stride, value row
         stride, tokens): two addresses, four strides in items, and at least one token. `path` names
@@ -536,10 +543,10 @@ class GqaStep:
         clip: float,
         sinks: int = 0,
     ) -> None:
-        """A norm is (address of its weight, width, eps); width divides the whole projection.
+        """Set up the step. A norm is (address of its weight, width, eps).
 
-        sinks: see DecodeAttention. A window or clip of 0 means none. Weights must stay where they
-        are. Raises ValueError.
+        A norm's width divides the whole projection. sinks: see DecodeAttention. 0 means no window
+        or clip. Weights must not move. Raises ValueError.
         """
 
     def __call__(
@@ -552,7 +559,7 @@ class GqaStep:
         out: int,
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
     ) -> None:
-        """q and out [R, heads · width], k and v [R, kv_heads · width], cos, sin [R, width / 2] f32.
+        """Run: q, out [R, heads · width], k, v [R, kv_heads · width], cos, sin [R, width / 2] f32.
 
         Writes the newest row of each cache; see DecodeAttention for requests, whose tokens include
         the new one. Works without the GIL. Raises ValueError, MemoryError.
@@ -560,7 +567,7 @@ class GqaStep:
 
 @final
 class MlaStep:
-    """The same for latent attention, the absorbed products included; all bfloat16."""
+    """One token per request in latent attention, with the absorbed products; all bfloat16."""
 
     def __init__(
         self,
@@ -573,9 +580,9 @@ class MlaStep:
         norm: tuple[int, int, float],
         kv_b: int,
     ) -> None:
-        """norm is of the latent; kv_b the address of [heads, nope + value, kv_lora].
+        """Set up the step. norm: of the latent; kv_b: address of [heads, nope + value, kv_lora].
 
-        Weights must stay where they are. Raises ValueError.
+        Weights must not move. Raises ValueError.
         """
 
     def __call__(
@@ -587,20 +594,21 @@ class MlaStep:
         out: int,
         requests: Sequence[tuple[int, int, int, int, int, int, int]],
     ) -> None:
-        """q [R, heads · (nope + rope)], latent [R, kv_lora + rope] -> out [R, heads · value].
+        """Run: q [R, heads · (nope + rope)], latent [R, kv_lora + rope] -> out [R, heads · value].
 
         cos and sin are [R, rope / 2] float32. Otherwise like GqaStep.
         """
 
 def rms_norm(weight: int, width: int, eps: float, x: int, rows: int, out: int) -> None:
-    """x [rows, width] bfloat16 -> out: each row ÷ its root mean square, times weight [width]."""
+    """Divide each row of x [rows, width] bfloat16 by its root mean square, times weight [width]."""
 
 @final
 class AdaptiveCore:
     """The decisions of the policy `adaptive`; native/policy/adaptive_core.h argues them.
 
-    A cell is layer · E + expert. ids are [T, K] of int16, int32 or int64, negative: none. Raises
-    ValueError for a shape, IndexError for an expert, layer or cell that does not exist.
+    A cell is layer · E + expert. ids are [T, K] of int16, int32 or int64; a negative id is no
+    expert. Raises ValueError for a shape, IndexError for an expert, layer or cell that does not
+    exist.
     """
 
     def __init__(
@@ -620,7 +628,7 @@ class AdaptiveCore:
     def begin_encode(self) -> None: ...
     def begin_prefill(self) -> None: ...
     def begin_decode(self, age: int) -> None:
-        """A pass of requests that have had `age` decode tokens; `past` is written before."""
+        """Begin a pass of requests with `age` decode tokens so far; `past` is written before."""
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
@@ -628,28 +636,28 @@ class AdaptiveCore:
     def admitted(self, cell: int) -> None: ...
     def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
     def forget(self, cell: int) -> None:
-        """Take a cell's place without asking; an absent cell stays absent."""
+        """Remove a cell without choosing a victim; an absent cell stays absent."""
 
     def keeps(self, cell: int) -> bool: ...
     def wishes(self, most: int) -> list[tuple[int, bool]]:
-        """Cells worth reading now, best first, and whether a gate's hint says so."""
+        """Return the cells worth reading now, best first, and whether each is a gate's hint."""
 
     def share(self, estimate: int) -> list[float]:
-        """[L·E]: one estimate; the decays in order, then past."""
+        """Return one estimate [L·E]; the decays in order, then past."""
 
     @property
     def insertions(self) -> int: ...
     @property
     def past(self) -> NDArray[np.float32]:
-        """[L, E], to be written by whoever knows the running requests."""
+        """The estimate from past requests: [L, E], to be written before a decode pass."""
 
     @property
     def score(self) -> NDArray[np.float32]:
-        """[L, E], not to be written: the probability of use that decisions go by."""
+        """The probability of use that decides: [L, E], read-only for callers."""
 
     @property
     def weights(self) -> list[float]:
-        """Of the estimates in the mixture in use."""
+        """The weights of the estimates in the mixture in use."""
 
 @final
 class EamcCore:
@@ -670,38 +678,46 @@ class EamcCore:
     def forget(self, cell: int) -> None: ...
     def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
     def wishes(self, most: int) -> list[int]:
-        """Cells of later layers worth reading now, best first."""
+        """Return the cells of later layers worth reading now, best first."""
 
 def sum_as_shares(entries: NDArray[np.float32], places: Sequence[int]) -> NDArray[np.float32]:
-    """[L, E]: the sum of entries [N, L, E] at `places`, each row divided by its sum.
+    """Sum entries [N, L, E] at `places` to [L, E], each row divided by its sum.
 
     A row that sums to 0 is uniform. Raises ValueError, IndexError.
     """
 
 @final
 class EamMatch:
-    """The cosine of one running request to N past ones, layer by layer; see
-    native/policy/eam_match.h."""
+    """The cosine of one running request to N past ones, layer by layer.
+
+    See native/policy/eam_match.h.
+    """
 
     def __init__(self, layers: int, experts: int) -> None: ...
     def rebuild(self, counts: NDArray[np.float32], squares: NDArray[np.float32]) -> None:
-        """counts [L, E, N] and squares [L, N], both with rows of the same stride, kept alive.
+        """Set counts [L, E, N] and squares [L, N], with rows of the same stride; both stay alive.
 
         To be called again when an entry changes. Raises ValueError.
         """
 
     def begin_pass(self) -> None: ...
     def observe(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        """ids [T, K] of int16, int32 or int64, negative: none. Raises ValueError, IndexError."""
+        """Add ids [T, K] of int16, int32 or int64, negative: no expert.
+
+        Raises ValueError, IndexError.
+        """
 
     def similarity(self) -> NDArray[np.float32]:
-        """[N]"""
+        """Return the similarity [N]."""
 
     @property
     def layer(self) -> int:
-        """The last observed one; -1: none."""
+        """The last observed layer; -1: no layer yet."""
 
 def best_matches(
     similarity: NDArray[np.float32], stamps: NDArray[np.int64], most: int
 ) -> list[int]:
-    """The places of the `most` largest, best first; equal to 1e-6: the largest stamp first."""
+    """Return the places of the `most` largest, best first.
+
+    Values equal to 1e-6 are ordered by stamp, the largest first.
+    """

@@ -1,7 +1,6 @@
-// Binds the cores of cache policies to Python: checks sizes and ids, calls.
-// Does not know how anything works: no logic here beyond conversion.
+// Bind the cores of cache policies to Python: check sizes and ids, convert, call.
 //
-// The GIL is kept: a call takes a microsecond or two, and may ask Python who can leave.
+// The GIL is kept: a call takes a microsecond or two, and may ask Python which cell can leave.
 #include "bindings/policy.h"
 
 #include <pybind11/functional.h>

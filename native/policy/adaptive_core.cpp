@@ -1,5 +1,4 @@
-// Decides for the policy `adaptive`; adaptive_core.h argues how.
-// Does not know what calls it.
+// Make the decisions of the policy `adaptive`; adaptive_core.h argues them.
 #include "policy/adaptive_core.h"
 
 #include <algorithm>
@@ -80,7 +79,7 @@ void AdaptiveCore::end_pass() {
 void AdaptiveCore::admitted(int cell) {
     place(cell) = Place::kStaged;
     staged_.push_back(cell);
-    if (!is_hinted(cell)) settle(cell);  // else when its layer has run
+    if (!is_hinted(cell)) settle(cell);  // a hinted cell settles when its layer has run
 }
 
 std::optional<int> AdaptiveCore::victim(const Evictable& evictable) {
@@ -128,7 +127,7 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
         found.resize(most);
         return found;
     }
-    // After the last layer comes the next token, with all of them.
+    // After the last layer, the next token uses all layers.
     const auto gated = static_cast<std::ptrdiff_t>(found.size());
     const std::size_t first = next == layers_ ? 0 : next * experts_;
     const auto score = usage_.score();

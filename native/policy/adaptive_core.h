@@ -1,5 +1,5 @@
-// The decisions of the policy `adaptive`: who leaves, who stays, what is read ahead.
-// Does not know bytes, time, threads, past requests or Python. One thread at a time.
+// The decisions of the policy `adaptive`: which cells leave, stay and are read ahead.
+// For one thread at a time.
 //
 // A cell is layer · E + expert. Its place, as far as the policy knows:
 //
@@ -9,19 +9,19 @@
 //      └── victim ────────┘  └──── displaced by that one ───────┤
 //      └── victim, when nothing staged may go ──────────────────┘
 //
-// Admission: what has been read is staged first. It takes over the place of the least probable kept
-// expert only if it is more probable by the factor 1 + ε; the two change places, nothing is copied,
+// Admission: an expert that has been read is staged first. It replaces the least probable kept
+// expert only if it is more probable by the factor 1 + ε. The two change places, nothing is copied,
 // and the loser stays usable until its slot is needed. Victims are staged ones, the least probable
-// first. So a miss that will not come again costs one read and displaces nobody.
+// first. So a miss that does not recur costs one read and displaces no kept expert.
 //
-// Reading ahead: what a gate hints for a later layer, and lookahead by probability, each only while
-// it is more probably right than wrong. Hints are judged by what is routed afterwards, whether or
-// not they were acted upon, in classes by how probable their expert was anyway. Hinted experts are
-// not evicted before their layer has run, unless nothing else may go, and are settled only then.
-// Lookahead is judged in the same way, and stops while it is less often right than it claims.
+// Prefetch: a gate's hints for a later layer, and lookahead by probability, each only while it is
+// more probably right than wrong. Hints are judged by the later routing, acted upon or not, in
+// classes by the probability that their expert had anyway. Hinted experts are not evicted before
+// their layer has run, unless no other may leave, and are settled only then. Lookahead is judged in
+// the same way, and stops while it is right less often than it claims.
 //
-// An encoder's experts leave first once it has run: but in a pass that encodes they score less than
-// any probability.
+// An encoder's experts leave first once it has run: outside a pass that encodes they score less
+// than any probability.
 //
 // least_ remembers the least probable kept cell of each layer; a row is searched again when its
 // scores or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
@@ -40,23 +40,23 @@
 namespace moeinf {
 
 inline constexpr std::array kSurprise{0.01, 0.03, 0.1, 0.3};  // borders of the classes of hints
-inline constexpr double kHintMemory = 0.99;  // how long success is remembered: ~100 hints
+inline constexpr double kHintMemory = 0.99;  // decay of hint success: ~100 hints
 
 struct AdaptiveSizes {
     std::size_t layers, experts;
-    std::size_t keep_at_most;    // slots less those for staging
-    std::size_t encoder_layers;  // of the layers, the first
+    std::size_t keep_at_most;    // slots except those for staging
+    std::size_t encoder_layers;  // the first layers
 };
 
 struct AdaptiveKnobs {
     double hysteresis;  // ε
-    double worth;       // the probability from which a hinted read is worth its while
-    float sure;         // the one from which lookahead reads: 0.5, what is likelier used than not
+    double worth;       // the probability from which a hinted read pays
+    float sure;         // the probability from which lookahead reads; 0.5: rather used than not
 };
 
 using Evictable = std::function<bool(int cell)>;
 
-// rows [T, K] of experts, row by row; negative: none.
+// Rows [T, K] of experts, row by row; negative: no expert.
 struct IdRows {
     std::span<const int> ids;
     std::size_t rows;
@@ -78,16 +78,16 @@ class AdaptiveCore {
     void begin_prefill();
     void begin_decode(unsigned age);  // after usage().past() was written; see Usage::begin_token
     void routed(std::size_t layer, IdRows chosen);
-    void hinted(std::size_t layer, IdRows hints);  // every row's surest first
+    void hinted(std::size_t layer, IdRows hints);  // the surest of every row first
     void end_pass();
 
     void admitted(int cell);
     std::optional<int> victim(const Evictable& evictable);
-    void forget(int cell);  // it has left, or never arrived; absent cells stay absent
+    void forget(int cell);  // the cell has left, or never arrived; no effect if absent
     bool keeps(int cell);
     std::vector<CellWish> wishes(std::size_t most);
 
-    // Share of recent hints that came true, among those of experts about as probable.
+    // Share of recent hints that were right, among experts of similar probability.
     double hint_precision(float score) const;
 
   private:
