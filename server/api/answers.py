@@ -1,7 +1,4 @@
-"""From a job on an engine's thread to events in the event loop, and errors in an answer's words.
-
-Does not know which API is spoken.
-"""
+"""From a job on an engine's thread to events in the event loop, and errors in an answer's words."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from moeinf.server.engines.jobs import Busy, Job, Unloaded
 from moeinf.server.engines.model_manager import Loaded
 from moeinf.server.metrics import Metrics
 
-_MOST_WORDS = 2000  # characters: a request can name anything
+_MOST_WORDS = 2000  # characters: a request's names may have any length
 
 
 class BadRequest(InvalidValue):
@@ -30,7 +27,7 @@ class BadRequest(InvalidValue):
 
 
 def words_of(error: MoeinfError) -> str:
-    """What happened, and what the operator of the server can do."""
+    """Return the message of an error, and its hint for the server's operator."""
     words = str(error)[:_MOST_WORDS]
     return f"{words}: {error.serve_hint}" if error.serve_hint else words
 
@@ -44,10 +41,10 @@ def noted(error: Exception, settings: Settings) -> MoeinfError:
 
 
 async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[Event]:
-    """Submits the job and gives what it emits. Leaving early, or the client's leaving, cancels it.
+    """Submit the job and yield its events. Leaving early, or the client's leaving, cancels it.
 
-    job.emit is set here. Raises Busy or Unloaded when it is not even taken, and the error of a
-    Failed when that comes first, so that a status can still say it.
+    It sets job.emit. Raises Busy or Unloaded when the worker refuses the job. Raises the error of
+    a Failed that comes first, so that a status can still report it.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -56,7 +53,7 @@ async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[E
 
     def emit(event: Event) -> None:
         count(event)
-        with suppress(RuntimeError):  # the loop has ended, and with it whoever listened
+        with suppress(RuntimeError):  # the loop has ended, and with it the listener
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
     job.emit = emit
@@ -78,7 +75,7 @@ async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[E
 
 
 async def _cancel_when_gone(request: Request, job: Job) -> None:
-    """Until something is sent, nobody else notices that a client has hung up."""
+    """Cancel the job when the client hangs up, which nothing else notices before output."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancelled.set()

@@ -1,6 +1,6 @@
-"""One turn of a chat: what is asked, and how the answer is told apart as it arrives.
+"""One turn of a chat: its prompt, and the parts of the answer as it arrives.
 
-Does not know endpoints. `prepare` runs on the engine's thread, before anything is heard.
+`prepare` runs on the engine's thread, before any part of the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ID = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Called:
-    """A call of a tool, as APIs have it: with a name of its own, and its place among the others."""
+    """A call of a tool, as in the APIs: with an id of its own, and its place among the others."""
 
     id: str
     index: int
@@ -38,7 +38,7 @@ Part = tuple[Literal["thinking", "answer"], str] | Called
 
 @dataclass
 class Reply:
-    """What has been heard of an answer."""
+    """The parts of an answer so far."""
 
     calls: list[Called] = field(default_factory=list)
     _thinking: list[str] = field(default_factory=list)
@@ -69,14 +69,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Heard:
-    """A piece of an answer in parts; none while nothing is certain."""
+    """A piece of an answer in parts; empty while nothing is certain."""
 
     parts: list[Part]
     info: TokenInfo | None = None
 
 
 class Text:
-    """A prompt that is continued as it is: nothing in the answer means anything."""
+    """A prompt that is continued unchanged: no part of the answer has a meaning."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -96,8 +96,8 @@ class Text:
 class Chat(Text):
     """Messages that a model's template renders.
 
-    think: False, True, or how much (what templates call reasoning_effort); None: their default.
-    strict: whether thinking of a model that cannot think is refused.
+    think: False, True, or a level (templates call it reasoning_effort); None: their default.
+    strict: whether to refuse `think` for a model that cannot think.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Chat(Text):
         self._calls = 0
 
     def prepare(self, engine: Engine) -> list[int]:
-        """Raises BadRequest where the template lacks what is asked, TemplateError."""
+        """Render the prompt. Raises TemplateError, BadRequest if it lacks a feature."""
         template = engine.tokenizer.chat_template
         if self._tools and not knows_tools(template):
             raise BadRequest(f"{engine.info.name} does not support tools")
@@ -155,7 +155,7 @@ class Chat(Text):
 async def heard(
     first: Event, answer: AsyncGenerator[Event], turn: Text
 ) -> AsyncIterator[Heard | Ended | Failed]:
-    """An answer's events with its text in parts; the last is Ended or Failed."""
+    """Yield an answer's events with its text in parts; the last is Ended or Failed."""
     event = first
     while isinstance(event, Piece):
         yield Heard(list(turn.hear(event.text)), event.info)
@@ -168,7 +168,7 @@ async def heard(
 
 
 def called_ollama(called: Called) -> dict[str, Any]:
-    """A call in Ollama's words: arguments are values."""
+    """Return a call in Ollama's form: arguments are values."""
     call = called.call
     function = {"index": called.index, "name": call.name, "arguments": call.arguments}
     return {"id": called.id, "function": function}

@@ -1,7 +1,7 @@
 """Embeddings, by both APIs: the mean over a text's tokens of the last layer's states, at length 1.
 
-Does not know how states are computed. The states are those after the final norm and before the
-head; a text's own tokens count, and no template is put around it.
+The states are those after the final norm and before the head. A text's own tokens count, and no
+template is put around it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def embed(asked: OllamaRequest, request: Request) -> Response:
 async def embed_as_before(asked: OldOllamaRequest, request: Request) -> dict[str, Any]:
     """Return the vector of one text, as Ollama did before /api/embed."""
     loaded = await _model(asked, request)
-    if not asked.prompt:  # only loads
+    if not asked.prompt:  # only loads the model
         return {"embedding": []}
     vectors, _ = await _vectors(loaded, request, [asked.prompt], truncate=True)
     return {"embedding": vectors[0].tolist() if vectors else []}
@@ -114,8 +114,10 @@ async def embed_for_openai(asked: OpenAIRequest, request: Request) -> Response:
 
 
 def _answer(about: dict[str, Any], name: str, items: Iterable[Any]) -> Response:
-    """A document with a list in it that is written item by item: a number takes 20 bytes as text,
-    32 as an object of Python, 4 in a vector."""
+    """Return a document whose list is written item by item.
+
+    A number takes 20 bytes as text, 32 as an object of Python, 4 in a vector.
+    """
 
     async def parts() -> AsyncIterator[str]:
         before = f'{dump(about)[:-1]}, "{name}": ['
@@ -128,7 +130,7 @@ def _answer(about: dict[str, Any], name: str, items: Iterable[Any]) -> Response:
 
 
 async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> Loaded:
-    """Options are those of generation: known ones have no effect, unknown ones are refused."""
+    """Load the model. Known options of generation have no effect, unknown ones fail."""
     host: Host = request.app.state.host
     sampling(asked.options)
     if isinstance(asked, OllamaRequest) and asked.dimensions is not None:
@@ -138,7 +140,7 @@ async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> L
 
 
 def _listed(given: str | list[str] | list[int] | list[list[int]]) -> list[_Input]:
-    """OpenAI's four forms of input as one: texts or token ids."""
+    """Return OpenAI's four forms of input as one: texts or token ids."""
     if isinstance(given, str):
         return [given]
     ids = [item for item in given if isinstance(item, int)]
@@ -153,10 +155,10 @@ def _listed(given: str | list[str] | list[int] | list[list[int]]) -> list[_Input
 async def _vectors(
     loaded: Loaded, request: Request, inputs: Sequence[_Input], truncate: bool
 ) -> tuple[list[_Vector], int]:
-    """A vector per input, one input after the other, and how many tokens they had together.
+    """Return a vector per input, in order, and the total number of tokens.
 
     Raises PromptTooLong unless `truncate`, which keeps the beginning. Ends early when the client
-    has gone: nobody reads the rest.
+    has gone.
     """
     vectors: list[_Vector] = []
     tokens = 0

@@ -1,7 +1,6 @@
-"""Log-probabilities of tokens in words, as both APIs have them.
+"""Log-probabilities of tokens as text, in both APIs' forms.
 
-Does not know endpoints. The bytes of all tokens together are those of the text: special tokens have
-none.
+The bytes of all tokens together are those of the text: special tokens have no bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from moeinf.runtime.generation.events import TokenInfo
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
 
-_LEAST = -9999.0  # OpenAI's for what cannot be; JSON has no infinity
+_LEAST = -9999.0  # OpenAI's value for impossible tokens; JSON has no infinity
 
 
 def token_words(engine: Engine, info: TokenInfo) -> dict[str, Any]:
-    """A token of a chat, and the most probable ones in its place."""
+    """Return a token of a chat, and the most probable ones in its place."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         data = engine.tokenizer.piece(token)
@@ -29,14 +28,14 @@ def token_words(engine: Engine, info: TokenInfo) -> dict[str, Any]:
 
 
 class LegacyWords:
-    """Those of OpenAI's completions: lists, which go on from chunk to chunk of one answer."""
+    """The form of OpenAI's completions: lists that continue from chunk to chunk of one answer."""
 
     def __init__(self) -> None:
         self._characters = 0  # whole ones, before the next token
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, found: list[tuple[Engine, TokenInfo]]) -> dict[str, Any]:
-        """The next tokens. Of alternatives with equal texts the most probable one is told."""
+        """Return the next tokens; among alternatives with equal texts, the most probable."""
         tokens, offsets, top = [], [], []
         for engine, info in found:
             data = engine.tokenizer.piece(info.token)
@@ -56,5 +55,5 @@ class LegacyWords:
 
 
 def _text(data: bytes) -> str:
-    """A token alone: a part of a character is U+FFFD."""
+    """Return a token's text alone: a part of a character is U+FFFD."""
     return data.decode("utf-8", "replace")

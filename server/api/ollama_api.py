@@ -1,7 +1,4 @@
-"""Ollama's endpoints, with its field names, its NDJSON streams and its durations in nanoseconds.
-
-Does not know engines' threads nor OpenAI's API.
-"""
+"""Ollama's endpoints, with its field names, its NDJSON streams and its durations in nanoseconds."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from moeinf.server.http.json_text import Answer, dump
 router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None
 
-# Known to Ollama, and about its engine: accepted, as it accepts them, without an effect here.
+# Ollama's options for its own engine: accepted, without an effect here.
 OF_OTHER_ENGINES = (
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
     "use_mlock", "numa", "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
@@ -56,7 +53,7 @@ class Message(MessageExtras):
 
 
 class Asked(Said):
-    """What generate and chat have in common."""
+    """The common fields of generate and chat."""
 
     model: str
     stream: bool = True
@@ -84,7 +81,7 @@ class ChatRequest(Asked):
 
 
 class ModelRequest(Said):
-    """Old clients say `name` where new ones say `model`."""
+    """A request that names a model: old clients send `name`, new ones `model`."""
 
     model: str = ""
     name: str = ""
@@ -102,7 +99,7 @@ class CopyRequest(BaseModel):
 
 
 def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
-    """Ollama's options. Raises BadRequest for an unknown one, by name, and impossible values."""
+    """Parse Ollama's options. Raises BadRequest for an unknown one, by name, and invalid values."""
     chosen, most = SamplingOptions(), None
     stop: tuple[str, ...] = ()
     for name, value in options.items():
@@ -179,7 +176,7 @@ async def _answer(
     nothing_to_say: bool,
     said: Callable[[Reply], dict[str, Any]],
 ) -> Response:
-    """One answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
+    """Answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
     host: Host = request.app.state.host
     if asked.template:
         raise BadRequest("a template is not taken from a request; the model has its own")
@@ -237,7 +234,7 @@ async def _answer(
 
 
 def _probabilities(loaded: Loaded, event: Heard) -> list[dict[str, Any]]:
-    """Of the token that was heard, if they were asked for."""
+    """Return the log-probabilities of the new token, if they were asked for."""
     engine = loaded.worker.engine
     return [] if event.info is None or engine is None else [token_words(engine, event.info)]
 
@@ -279,7 +276,7 @@ def _living(loaded: Loaded) -> dict[str, Any]:
         place = engine.info.placement
         vram = 0 if place.on_device is None else place.on_device.peak_bytes
         size, context = place.peak_bytes + vram, place.context
-    sizes = {"size": size, "size_vram": vram}  # the whole, and of it the GPU's
+    sizes = {"size": size, "size_vram": vram}  # in all, and the GPU's part
     return {**about, **sizes, "expires_at": expires, "context_length": context}
 
 
@@ -364,7 +361,7 @@ def _now() -> str:
 
 
 def error_document(error: MoeinfError) -> dict[str, str]:
-    """Ollama's form of an error. code is ours: `moeinf run` tells errors by it."""
+    """Return Ollama's form of an error. `moeinf run` tells errors apart by code, which is ours."""
     return {"error": words_of(error), "code": error.code}
 
 

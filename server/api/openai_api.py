@@ -1,7 +1,4 @@
-"""OpenAI's endpoints: chat completions, completions, models. SSE streams end with [DONE].
-
-Does not know engines' threads nor Ollama's API.
-"""
+"""OpenAI's endpoints: chat completions, completions, models. SSE streams end with [DONE]."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class StreamOptions(Said):
 
 
 class JsonSchema(Said):
-    """Without a schema, or with an empty one, any JSON value will do."""
+    """A JSON schema. Without one, or with an empty one, any JSON value is valid."""
 
     name: str = "answer"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
@@ -73,7 +70,7 @@ class ResponseFormat(Said):
 
 
 class Asked(Said):
-    """What both kinds of completions have. Unknown parameters are refused by name, if not null."""
+    """The common fields of both kinds of completions. Unknown non-null parameters are refused."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -136,7 +133,7 @@ class CompletionRequest(Asked):
 
 @dataclass
 class _Kind:
-    """How one of the two endpoints words its answers."""
+    """The document form of one of the two endpoints."""
 
     id: str
     object: str
@@ -289,7 +286,7 @@ async def _stream(
     opening: bool,
     settings: Settings,
 ) -> AsyncIterator[str]:
-    """SSE. An error is an event of its own, after which nothing says that all went well."""
+    """Yield SSE. An error is an event of its own, and no [DONE] follows it."""
     extra = {"usage": None} if usage else {}
     called = False
     if opening:

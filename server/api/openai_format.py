@@ -1,7 +1,4 @@
-"""How OpenAI words what others say: messages, usage, calls of tools.
-
-Does not know endpoints.
-"""
+"""OpenAI's forms of messages, usage and calls of tools."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class Message(MessageExtras):
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message for a template: text parts joined, the newer role under its older name."""
+    """Return a message for a template: text parts joined, the newer role under its older name."""
     about = message.dump()
     content = message.content
     if isinstance(content, list):
@@ -62,7 +59,7 @@ class ToolChoice(BaseModel):
 def chosen_tools(
     tools: list[ToolAsked], choice: str | ToolChoice | None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The tools that are offered, and whether one of them must be called. Raises BadRequest."""
+    """Return the offered tools, and whether one must be called. Raises BadRequest."""
     if choice == "none":
         return [], False
     offered = [{"type": "function", **tool.model_dump(exclude_unset=True)} for tool in tools]
@@ -78,7 +75,7 @@ def chosen_tools(
 
 
 def effort_of(said: str | None) -> bool | str | None:
-    """reasoning_effort as templates have it. Raises BadRequest."""
+    """Return reasoning_effort in the templates' form. Raises BadRequest."""
     known: dict[str | None, bool | str | None] = {
         None: None, "none": False, "minimal": "low", "low": "low", "medium": "medium",
         "high": "high", "xhigh": "high",
@@ -89,7 +86,7 @@ def effort_of(said: str | None) -> bool | str | None:
 
 
 def message_of(reply: Reply) -> dict[str, Any]:
-    """A whole answer."""
+    """Return a whole answer."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.answer, "refusal": None}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
@@ -100,7 +97,7 @@ def message_of(reply: Reply) -> dict[str, Any]:
 
 
 def deltas_of(part: Part) -> list[dict[str, Any]]:
-    """A part of a streamed answer: a call comes as its name, then as its arguments."""
+    """Return a part of a streamed answer: a call is its name, then its arguments."""
     if not isinstance(part, Called):
         kind, text = part
         return [{"content" if kind == "answer" else "reasoning_content": text}]
@@ -111,7 +108,7 @@ def deltas_of(part: Part) -> list[dict[str, Any]]:
 
 
 def reason_of(ended: Ended, called: bool) -> str:
-    """Why an answer has ended; called: whether it has called tools."""
+    """Return the reason of an answer's end; called: whether it has called tools."""
     if ended.reason != "stop":
         return "length"
     return "tool_calls" if called else "stop"

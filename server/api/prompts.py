@@ -1,6 +1,6 @@
-"""Read messages as both APIs send them, and refuse what has no prompt.
+"""Read messages in both APIs' forms, and refuse inputs without a prompt.
 
-Does not know endpoints. Never takes a template from a request.
+It never takes a template from a request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _FunctionSaid(BaseModel):
 
 
 class CallSaid(Said):
-    """A call of an earlier turn, as either API sends it back."""
+    """A call of an earlier turn, in the form that either API sends back."""
 
     model_config = ConfigDict(extra="allow")
     id: str | None = None
@@ -34,7 +34,7 @@ class CallSaid(Said):
 
 
 class MessageExtras(Said):
-    """What a message has beside role and content; templates may look at more."""
+    """The keys of a message beside role and content; templates may read more."""
 
     model_config = ConfigDict(extra="allow")
     thinking: str | None = None
@@ -46,20 +46,20 @@ class MessageExtras(Said):
     name: str | None = None
 
     def dump(self) -> dict[str, Any]:
-        """What was said; a None says nothing, but in the arguments of a call."""
+        """Return the given fields; a None is left out, except in the arguments of a call."""
         return self.model_dump(exclude_unset=True)
 
 
 def refuse_sources(engine: Engine) -> None:
-    """Raises BadRequest for an encoder-decoder: it has a source, which no API has a field for."""
+    """Raise BadRequest for an encoder-decoder: no API has a field for its source."""
     if engine.info.reads_sources:
         raise BadRequest("the API does not serve encoder-decoders; `moeinf run` does")
 
 
 def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool) -> list[int]:
-    """Return token ids of a text that is embedded; special tokens in it are text. Or ids as given.
+    """Return token ids of a text to embed, or the ids as given; special tokens in a text are text.
 
-    truncate: what is longer than the context is cut at its end. Raises BadRequest for ids that the
+    truncate: a longer text is cut at the end of the context. Raises BadRequest for ids that the
     model lacks, PromptTooLong.
     """
     refuse_sources(engine)

@@ -1,7 +1,4 @@
-"""Define a request of a client, and the errors of its queue.
-
-Does not know HTTP, nor how requests are batched.
-"""
+"""Define a request of a client, and the errors of its queue."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run a scheduler on a thread of its own, and queue the requests that wait for it.
-
-Does not know HTTP, nor which other engines there are.
-"""
+"""Run a scheduler on a thread of its own, and queue the requests that wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
 
-CLOSE_SECONDS = 8.0  # in which an engine's thread ends, unless a native call does not return
+CLOSE_SECONDS = 8.0  # for an engine's thread to end, unless a native call does not return
 
 
 class Worker:
@@ -30,7 +27,7 @@ class Worker:
         max_queue: int,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """tell: takes what the engine has chosen once it is loaded, and its notes as they come."""
+        """Start the thread. tell: takes the engine's choices once loaded, and its notes."""
         self._make, self._tell = make, tell
         self._parallel = parallel
         self._max_queue = max_queue
@@ -40,7 +37,7 @@ class Worker:
         self._scheduler: Scheduler | None = None
         self._closing = False
         self._failure: Exception | None = None
-        self.loaded = threading.Event()  # or failed to
+        self.loaded = threading.Event()  # or failed to load
         self.engine: Engine | None = None
         self.last_used = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -74,7 +71,7 @@ class Worker:
         return [] if self._scheduler is None else self._scheduler.requests
 
     def submit(self, job: Job) -> None:
-        """Raises Busy when too many wait, Unloaded when this is closing."""
+        """Queue a job. Raises Busy when the queue is full, Unloaded when this is closing."""
         with self._changed:
             if self._closing:
                 raise Unloaded("the model is being unloaded")
@@ -87,7 +84,7 @@ class Worker:
         self._tell_cancelled(gone)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Cut off what runs and waits, and end the engine.
+        """Cut off running and waiting requests, and end the engine.
 
         Returns whether it has ended; False after `seconds`: a native call has not returned.
         """
@@ -101,12 +98,12 @@ class Worker:
             self._changed.notify()
         self._thread.join(seconds)
         ended = not self._thread.is_alive()
-        for job in jobs if seconds and not ended else ():  # the thread may never come to tell them
+        for job in jobs if seconds and not ended else ():  # the thread may never report them
             job.emit(Failed(Unloaded("the model was unloaded")))
         return ended
 
     def _refuse_waiting(self, why: Exception) -> None:
-        """Take no more requests, and tell those that wait."""
+        """Take no more requests, and fail those that wait."""
         with self._changed:
             self._closing = True
             waiting = list(self._waiting)
@@ -115,7 +112,7 @@ class Worker:
             job.emit(Failed(why))
 
     def _run(self) -> None:
-        """Run the engine. Whatever ends it, every request gets its last event."""
+        """Run the engine. However it ends, every request gets its last event."""
         end: Exception = Unloaded("the model was unloaded")
         left: list[Request] = []
         try:
@@ -155,7 +152,7 @@ class Worker:
         return None if self._scheduler is None else self._scheduler.lost
 
     def _serve(self, scheduler: Scheduler) -> None:
-        """Answer until this is closed, or the GPU is lost; sleep while no request is there."""
+        """Answer until this is closed, or the GPU is lost; sleep while the queue is empty."""
         while not self._closing and scheduler.lost is None:
             with self._changed:
                 while not (self._closing or self._waiting or scheduler.requests):
@@ -169,7 +166,7 @@ class Worker:
             scheduler.round()
 
     def _next(self, scheduler: Scheduler) -> Job | None:
-        """Take the job that has waited longest of those that may begin; it is `_beginning` then."""
+        """Take the oldest waiting job that may begin; it is `_beginning` then."""
         with self._changed:
             for place, job in enumerate(self._waiting):
                 if scheduler.admits(job):
@@ -179,7 +176,7 @@ class Worker:
             return None
 
     def _drop_cancelled(self) -> list[Job]:
-        """Take the jobs out of the queue whose clients have gone; they are still to be told."""
+        """Remove the queued jobs of clients that have gone; they still need a last event."""
         gone = [job for job in self._waiting if job.cancelled.is_set()]
         self._waiting = deque(job for job in self._waiting if job not in gone)
         return gone

@@ -1,7 +1,7 @@
-"""How much of a body may arrive, how long that may take, and what all bodies together may hold.
+"""Limits of request bodies: size, time to arrive, and the memory of all together.
 
-Does not know endpoints. A body counts from its first bytes until its request has been answered, and
-so do the objects and lists that are parsed from it: they may take 65 times its length.
+A body counts from its first bytes until its request has been answered. The objects and lists that
+are parsed from it count too: they may take 65 times its length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeinf.server.http.refusals import BadBody, BodiesTooLong, BodyLate, BodyTo
 MOST_BODY_BYTES = 8 << 20
 BODY_SECONDS = 60.0  # for all of a request's body to arrive
 ALL_BODIES_BYTES = 64 << 20
-FREE_BYTES = 64 << 10  # of each body: short requests are taken however many long ones there are
+FREE_BYTES = 64 << 10  # of each body: short requests are taken despite long ones
 FREE_CONTAINERS, CONTAINER_BYTES = 128, 1 << 10  # objects and lists, checked and rendered
 _MOST_CONTAINERS_BYTES = ALL_BODIES_BYTES - MOST_BODY_BYTES  # one body alone is always taken
 
@@ -32,7 +32,7 @@ class Budget:
         self.held_bytes = 0
 
     def take(self, count: int) -> bool:
-        """Whether there was room."""
+        """Return whether there was room."""
         if self.held_bytes + count > ALL_BODIES_BYTES:
             return False
         self.held_bytes += count
@@ -53,7 +53,7 @@ class Body:
 
     async def receive(self) -> Any:
         """Return the next message. Raises BodyLate, BodyTooLong, BodiesTooLong."""
-        if self._whole:  # what comes now is that the client has gone
+        if self._whole:  # the next message reports that the client has gone
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -67,7 +67,7 @@ class Body:
         return message
 
     def admit(self, containers: int) -> None:
-        """Count the objects and lists that are about to be made of it. Raises BodiesTooLong."""
+        """Count the objects and lists that are about to be parsed. Raises BodiesTooLong."""
         beyond = max(0, containers - FREE_CONTAINERS) * CONTAINER_BYTES
         self._take(min(beyond, _MOST_CONTAINERS_BYTES))
 

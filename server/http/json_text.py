@@ -1,7 +1,4 @@
-"""Write JSON without NaN.
-
-Does not know requests.
-"""
+"""Write JSON without NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 
 def dump(value: Any) -> str:
-    """JSON in ASCII; numbers that JSON lacks are null."""
+    """Return JSON in ASCII; numbers that JSON lacks are null."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
