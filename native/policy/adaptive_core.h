@@ -51,7 +51,7 @@ struct AdaptiveSizes {
 struct AdaptiveKnobs {
     double hysteresis;  // ε
     double worth;       // the probability from which a hinted read pays
-    float sure;         // the probability from which lookahead reads; 0.5: rather used than not
+    float sure;         // the probability from which lookahead reads; 0.5: use is likelier
 };
 
 using Evictable = std::function<bool(int cell)>;
