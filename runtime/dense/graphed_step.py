@@ -62,7 +62,8 @@ class Graphs(Protocol):
     def begin(self, apart: bool = False) -> None:
         """Start capture: work is recorded and does not run.
 
-        apart: the graph will be replayed between others, and passes no memory of its own on.
+        apart: the graph has its own pool. It is replayed between others, and passes on only memory
+        from outside the pool.
         """
         ...
 
