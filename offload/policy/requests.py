@@ -1,6 +1,6 @@
 """Follow the routing of each running request, and predict the rest from past requests.
 
-Shared by the policies that read the EAMC.
+Does not know residency or counts over time. Shared by the policies that read the EAMC.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RunningRequests:
             self._all[request].routed(layer, ids if len(rows) == len(ids) else ids[rows])
 
     def active(self) -> list[RunningRequest]:
-        """Return the requests of the running (or last) pass that have not ended."""
+        """Those of the running (or last) pass that still live."""
         return [self._all[request] for request in self._rows if request in self._all]
 
     def end(self, request: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class StoreStats:
-    """Sums since the store was built; the difference of two covers the time between them."""
+    """Sums since the store was built; a difference of two describes what lies between them."""
 
     decode_events: int = 0
     decode_hits: int = 0
@@ -49,7 +49,7 @@ class StoreStats:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of decode events that were hits; None before the first event."""
+        """Share of decode events that were hits; None before the first."""
         return self.decode_hits / self.decode_events if self.decode_events else None
 
     @property

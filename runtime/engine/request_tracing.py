@@ -1,4 +1,7 @@
-"""Number the requests of one engine, and append their routing to the model's EAMC."""
+"""Number the requests of one engine, and append their routing to the model's EAMC.
+
+Does not know models, states or texts.
+"""
 
 from __future__ import annotations
 
