@@ -118,7 +118,7 @@ class Chat(Text):
         self._calls = 0
 
     def prepare(self, engine: Engine) -> list[int]:
-        """Render the prompt. Raises TemplateError, BadRequest if it lacks a feature."""
+        """Return the prompt. Raises TemplateError, BadRequest for a feature it lacks."""
         template = engine.tokenizer.chat_template
         if self._tools and not knows_tools(template):
             raise BadRequest(f"{engine.info.name} does not support tools")
