@@ -71,7 +71,7 @@ class Transfer:
         return self._submit(cells, slots, DEMAND)
 
     def wait(self, ticket: int, cell: int) -> None:
-        """Returns when the cell's bytes are in its slot. Raises ExpertReadError."""
+        """Return when the cell's bytes are in its slot. Raises ExpertReadError."""
         try:
             self._queue.wait(ticket)
         except OSError as error:

@@ -13,7 +13,12 @@ import pytest
 from tests.house.prose import READERS, prose, sentences
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("README.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md")
+FLOORS = ("errors", "native", "models", "offload", "runtime", "server", "cli")
+CODE = (*FLOORS, "benchmarks", "scripts", "tests")
+CHECKED = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md"),
+    *(f"{folder}/**/*.{kind}" for folder in CODE for kind in ("py", "cpp", "h")),
+)
 # Each word with its replacement.
 BANNED = {
     r"who(?:ever|soever)": "name it: anyone who, a client that",
@@ -30,9 +35,9 @@ BANNED = {
 }
 OPENINGS = ("Of", "As", "What", "Whether", "Who", "Whom")
 WORD = re.compile(r"\w")
-PLACES = ("tests", "scripts", "benchmarks", "docs")  # documents may name files of these folders
+PLACES = (*CODE, "docs")  # documents may name files of these folders
 PATH = re.compile(
-    rf"(?<![\w/.~$-])((?:{'|'.join(PLACES)})/[\w/.-]+\.(?:py|cpp|c|csv(?:\.gz)?|md|svg|png))\b"
+    rf"(?<![\w/.~$-])((?:{'|'.join(PLACES)})/[\w/.-]+\.(?:py|cpp|c|h|yaml|csv(?:\.gz)?|md|svg|png))\b"
 )
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PARTS = ["Problem", "Tried", "Measured", "Decided"]

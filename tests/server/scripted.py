@@ -39,7 +39,7 @@ CHATML = """
 
 
 class Script:
-    """What the model says from now on, and the prompts that it has seen."""
+    """The answers of the model from now on, and the prompts that it has seen."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prompts: list[str] = []
@@ -77,7 +77,7 @@ class _Chosen:
 
 
 def pull_talker(folder: Path, template: str) -> Path:
-    """A MOEINF_HOME with the demo under another chat template."""
+    """Make a MOEINF_HOME with the demo under another chat template."""
     shutil.copytree(DEMO_CHECKPOINT, folder / "checkpoint")
     (folder / "checkpoint/chat_template.jinja").write_text(template)
     pull(folder / "checkpoint", Settings(folder), "demo:bf16")
@@ -86,6 +86,6 @@ def pull_talker(folder: Path, template: str) -> Path:
 
 @contextmanager
 def talking(folder: Path, template: str, **settings: Any) -> Iterator[str]:
-    """The address of its server."""
+    """Yield the address of its server."""
     with serving(pull_talker(folder, template), **settings) as address:
         yield address

@@ -32,12 +32,12 @@ CASES = [
 
 
 def answers(worker: Worker, prompts: list[list[int]]) -> list[list[TokenInfo]]:
-    """What comes for each prompt, when all are asked at once: every token's log-probabilities."""
+    """Ask all prompts at once; return every token's log-probabilities for each."""
     heard: list[queue.Queue[Event]] = [queue.Queue() for _ in prompts]
     together = threading.Event()
 
     def prepare(prompt: list[int]) -> list[int]:
-        assert together.wait(30)  # so that nobody is answered before all are asked
+        assert together.wait(30)  # so that no answer begins before all are asked
         return prompt
 
     for prompt, events in zip(prompts, heard, strict=True):

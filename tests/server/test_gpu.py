@@ -60,7 +60,7 @@ def with_host(fake: Fake, home: Path, memory: str, test: Callable[[Host], Awaita
 
 
 async def last(loaded: Loaded) -> Event:
-    """Of an answer."""
+    """Return the last event of an answer."""
     heard: queue.Queue[Event] = queue.Queue()
     greedy = SamplingOptions(temperature=0)
     loaded.worker.submit(
@@ -80,7 +80,7 @@ async def ended(loaded: Loaded) -> None:
 
 
 def test_a_fault_ends_the_engine(fake: Fake, devices: list[FakeDevice], demo_home: Path) -> None:
-    """No pass will succeed: its memory is given back, and whoever asks is told what helps."""
+    """No pass will succeed: its memory is given back, and every client is told what helps."""
 
     async def test(host: Host) -> None:
         loaded = await host.model("demo:bf16")

@@ -1,4 +1,4 @@
-"""What the server refuses and survives: hosts, origins, keys, limits, queues, leaving clients."""
+"""The server refuses or survives bad hosts, origins, keys, limits, queues, leaving clients."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_headers_without_end(address: str) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that takes its time, so that requests meet."""
+    """Slow the engine down, so that requests meet."""
     decode = Scheduler._decode
 
     def decode_slowly(self: Scheduler, *arguments: Any) -> None:
@@ -125,7 +125,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(address: str, line: str) -> None:
-    """Returns when /metrics has the line."""
+    """Return when /metrics has the line."""
     for _ in range(500):
         if f"moeinf:{line}" in httpx.get(f"{address}/metrics", timeout=60).text:
             return

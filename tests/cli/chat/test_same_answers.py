@@ -67,7 +67,7 @@ Answered = list[tuple[list[int], list[int]]]  # token ids of prompts, and of the
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> Answered:
-    """What every scheduler of this process has answered."""
+    """Collect the answers of every scheduler of this process."""
     found: Answered = []
     leave = Scheduler._leave
 
@@ -81,7 +81,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Answered:
 
 
 class Typist:
-    """Types a conversation at the prompt of `moeinf run`, and Ctrl-C where a turn says so."""
+    """Types a conversation at the prompt of `moeinf run`, and Ctrl-C where a turn has one."""
 
     def __init__(self, turns: list[Turn]) -> None:
         self._lines = self._typed(turns)

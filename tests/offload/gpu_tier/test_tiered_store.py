@@ -84,7 +84,7 @@ class Rig:
         return self.store.submit(layer, *asked).result()
 
     def one(self, layer: int, tokens: int, seed: int) -> Tensor:
-        """A pass of one layer."""
+        """Run a pass of one layer."""
         phase: Phase = "decode" if tokens == 1 else "prefill"
         self.store.begin_pass(torch.zeros(tokens, dtype=torch.int64), phase)
         out = self.layer(layer, routing(tokens, seed))
@@ -112,7 +112,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rigs(fake: Fake, shards: Shards) -> Iterator[Rigs]:
-    """rigs(device_slots, host_slots, miss=…, policy=…): closed after the test."""
+    """Return a maker of rigs, which are closed after the test."""
     fake.reset("mode=deferred,seed=11")
     made: list[Rig] = []
 
@@ -192,7 +192,7 @@ def test_with_real_threads(fake: Fake, shards: Shards, miss: Miss) -> None:
 
 
 def test_bytes_over_the_bus(rigs: Rigs) -> None:
-    """Worked out by hand: a hit costs none, whoever leaves a device slot is fetched anew."""
+    """Compare with a count by hand: a hit costs none, an evicted expert is fetched again."""
     rig = rigs(2, 6)
 
     def decode(*ids: int) -> tuple[int, int]:
@@ -248,7 +248,7 @@ def test_a_failing_call_is_an_error_with_a_name(
 
 
 def test_no_memory_for_a_computation(rigs: Rigs, shards: Shards) -> None:
-    """The tier goes on with half the slots; when that does not help either, it says so."""
+    """The tier goes on with half the slots; if that does not help either, it raises."""
     rig = rigs(6, 6)
     rig.one(0, 1, 1)
     rig.device.no_memory = 1
@@ -341,7 +341,7 @@ def test_shares_of_misses() -> None:
 def test_a_prefill_copies_beside_the_kernels_of_the_batch_before(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Whoever the policy would rather see go: a copy over them would wait for their kernels."""
+    """Even where the policy prefers a victim whose kernel still runs: a copy over it would wait."""
     rig, slots = rigs(4, L * E, policy=policy), list[set[int]]()
     for layer in range(L):
         rig.one(layer, 9, layer)

@@ -3,7 +3,7 @@
 The store is the real one, over a fake libcuda that carries out at once what it is given, and reads
 that have ended when they are asked for. A replay whose bus and link take no time must then count
 the same: device hits, host hits, what the CPU computed, copies over the bus, reads from the disk.
-The other extreme is a bus that ends a copy only when somebody waits for it, so that it is hardly
+The other extreme is a bus that ends a copy only when it is waited for, so that it is hardly
 ever idle, and copies pin host slots for long. Only the arithmetic is left out.
 """
 
@@ -59,13 +59,13 @@ class Tiers:
     hinted: float = 0  # recall and precision of a gate; 0: none
 
     def hints(self) -> HintSource | None:
-        """Of its own for each way: they are drawn in turn."""
+        """Return fresh hints for each side, since they are drawn in turn."""
         return ModelledHints(self.hinted, self.hinted, SHAPE.experts) if self.hinted else None
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of decode passes; all but the reads one by one."""
+    """Counts of decode passes; all but the reads one by one."""
 
     events: list[int]
     hits: list[int]
@@ -76,8 +76,7 @@ class Counts:
 
 
 class LateSlots:
-    """DeviceSlots in which a copy is not done before somebody has waited for it, or for a kernel
-    that has."""
+    """DeviceSlots in which a copy ends only when it, or a kernel that uses it, is waited for."""
 
     def __init__(self, slots: DeviceSlots) -> None:
         self._slots, self._batch_in = slots, dict[int, int]()
@@ -191,7 +190,7 @@ def in_the_replay(recording: Recording, case: Tiers) -> Counts:
 
 @cache
 def requests(batch: int = 1, layers: int = 4) -> Recording:
-    """Requests of their own habits: a long prompt, a short one, answers of `batch` rows a pass."""
+    """Return requests of different habits: long and short prompts, `batch` rows a pass."""
     shape = replace(SHAPE, layers=layers)
     recording, random = Recording("requests", shape), np.random.default_rng(5)
     for request in range(5):
@@ -243,8 +242,11 @@ def test_a_bus_that_is_late(fake: Fake, policy: str, miss: Miss, device: int, ho
 def test_several_rows_to_an_expert(
     fake: Fake, policy: str, layers: int, device: int, host: int
 ) -> None:
-    """Prompts of 40 rows have experts that `auto` always fetches, batches count every row, and a
-    layer may need more experts than there are slots, some of which are there."""
+    """Cover prompts and batches.
+
+    Prompts of 40 rows have experts that `auto` always fetches, batches count every row, and a
+    layer may need more experts than there are slots, some of which are there.
+    """
     recording, case = requests(3, layers), Tiers(policy, device, host, "auto", 0.25)
     prompt = recording.passes[10]
     assert np.bincount(prompt.ids[0].ravel()).max() > FEW_ROWS

@@ -54,8 +54,10 @@ class Pair:
         self.resident: set[int] = set()
 
     def token(self, ids: np.ndarray, hints: np.ndarray | None, decode: bool, age: int) -> None:
-        """ids [L, T, K]: one pass, with misses and reads ahead as an engine would have them; a
-        prompt's is two where there is an encoder."""
+        """Run one pass of ids [L, T, K], with the misses and prefetches of an engine.
+
+        A prompt has two passes where there is an encoder.
+        """
         split = self.encoder_layers
         if decode or not split:
             for policy in (self.native, self.plain):
@@ -70,7 +72,7 @@ class Pair:
         self.layers(ids, hints, split)
 
     def layers(self, ids: np.ndarray, hints: np.ndarray | None, first: int) -> None:
-        """The layers of one pass, from `first` on."""
+        """Run the layers of one pass, from `first` on."""
         for layer, chosen in list(enumerate(ids))[first:]:
             self.native.routed(layer, chosen)
             self.plain.routed(layer, chosen)
@@ -173,9 +175,12 @@ def test_a_prompt_counts_as_tokens() -> None:
 
 
 def test_the_mixture_and_its_weights_by_hand() -> None:
-    """Weights 1/2, 1/2; shares of expert 0: decayed 0, past 1; of expert 1: 0, 0. Score of 0: 1/2.
+    """Compare with a count by hand.
+
+    Weights 1/2, 1/2; shares of expert 0: decayed 0, past 1; of expert 1: 0, 0. Score of 0: 1/2.
     Expert 0 comes: the past was all of it. Step max(.2, 1/2) ÷ 1 layer: weights 1/4, 3/4. Then
-    the decayed share of 0 is 1/2: score 1/4 · 1/2 + 3/4 · 1 = 7/8."""
+    the decayed share of 0 is 1/2: score 1/4 · 1/2 + 3/4 · 1 = 7/8.
+    """
     usage = core(1, 2, 1, AdaptiveKnobs(decays=(0.5,), step=0.2))
     usage.past[0, 0] = 1
     usage.begin_decode(0)
@@ -234,8 +239,10 @@ def test_who_cannot_leave_may_raise() -> None:
 
 
 def test_lookahead_stops_while_it_is_wrong_more_often_than_not() -> None:
-    """The past swears by expert 0 of layer 1, which never comes: the mixture needs a while to
-    lose its trust, the judge of what was read ahead does not wait for that."""
+    """The past predicts expert 0 of layer 1, which never comes.
+
+    The mixture needs a while to trust it less; the judge of prefetches does not wait for that.
+    """
     policy = core(2, 8, 4, AdaptiveKnobs(step=0.0, decays=(0.5,)))
     asked = []
     for token in range(40):

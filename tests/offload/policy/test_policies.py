@@ -102,9 +102,12 @@ def past() -> Eamc:
 
 
 def test_eamc_evicts_and_prefetches_what_the_match_says() -> None:
-    """Layer 0 routed expert 0: entry A. P = [[1, 0, 0], [3/4, 1/4, 0]], ε = 1/8, L = 2.
+    """Compare with a count by hand.
+
+    Layer 0 routed expert 0: entry A. P = [[1, 0, 0], [3/4, 1/4, 0]], ε = 1/8, L = 2.
     Keys (P + ε)(1 - i/L): layer 0 [9/8, 1/8, 1/8], layer 1 [7/16, 3/16, 1/16].
-    Ahead: layer 1 weighs 1 - 1/2: experts 0 and 1, [3/8, 1/8]; expert 2 has nothing."""
+    Ahead: layer 1 weighs 1 - 1/2: experts 0 and 1, [3/8, 1/8]; expert 2 has nothing.
+    """
     policy = EamcPolicy(Setup(TWO, 6, past()), EamcKnobs(epsilon=1 / 8))
     policy.begin_pass(ROW, "decode")
     policy.routed(0, ids(0))
@@ -146,8 +149,11 @@ def test_eamc_drops_encoder_rows_once_decoding() -> None:
 
 
 def test_adaptive_admits_only_what_is_surely_better() -> None:
-    """4 slots, of which one is for staging. 0, 1, 2 are used often; 3 once: it stays staged and
-    leaves first. Used more than the least kept one, it takes that one's place."""
+    """The least kept expert leaves for one that is used more.
+
+    4 slots, of which one is for staging. 0, 1, 2 are used often; 3 once: it stays staged and
+    leaves first. Used more than the least kept one, it takes that one's place.
+    """
     policy = Adaptive(Setup(ONE, 4))
     admit(policy, 0, 1, 2)
     use(policy, 0, 1, 2, 0, 1, 2)
@@ -255,9 +261,12 @@ def test_a_forgotten_cell_is_no_victim_until_it_is_admitted_again(name: str) -> 
 
 @pytest.mark.parametrize("name", ["eamc", "adaptive"])
 def test_an_encoder_that_has_run_leaves_first(name: str) -> None:
-    """Layer 0 is the encoder's. Its expert 0 was used most, by every row of the source; from the
+    """The encoder's experts leave first.
+
+    Layer 0 is the encoder's. Its expert 0 was used most, by every row of the source; from the
     decoder's prompt on both of its experts leave before those of the decoder, used or not. For the
-    next source they count as their use says again."""
+    next source they count as their use says again.
+    """
     shape = RoutingShape(layers=2, experts=3, top_k=1, encoder_layers=1)
     policy = POLICIES[name](Setup(shape, 6))
 

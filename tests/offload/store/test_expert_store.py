@@ -49,7 +49,7 @@ class Shards:
 
 
 def past() -> Eamc:
-    """An EAMC of a few random requests."""
+    """Return an EAMC of a few random requests."""
     eamc, random = Eamc(4, L, E), np.random.default_rng(3)
     for _ in range(4):
         eamc.add(random.integers(0, 9, (L, E)), random.integers(0, 9, (L, E)))
@@ -208,7 +208,7 @@ def test_a_damaged_shard_is_named_and_the_store_lives(tmp_path: Path) -> None:
 def test_stopping_and_abandoning_leave_nothing_behind(shards: Shards) -> None:
     store = shards.store(slots=4)
     store.begin_pass(torch.zeros(9, dtype=torch.int64), "prefill")
-    store.submit(0, *routing(9, 1))  # nobody takes the result
+    store.submit(0, *routing(9, 1))  # the result is never taken
     store.begin_pass(torch.zeros(1, dtype=torch.int64), "decode")
     assert store.idle
     store.stopped = lambda: True
@@ -264,7 +264,7 @@ def test_a_slot_that_a_hung_read_may_write_to_is_lost_until_it_ends(
 
 
 def test_a_layer_asks_for_its_misses_when_it_is_submitted(shards: Shards) -> None:
-    """Whether or not somebody hinted before, and not only in result()."""
+    """The reads start with or without an earlier hint, and not only in result()."""
     store = shards.store(slots=L * E, name="adaptive")
     store._wishes = 0  # nothing is there before it is asked for
     asked: list[int] = []

@@ -86,7 +86,7 @@ class NoMath:
 
 @dataclass
 class Counts:
-    """Of decode passes; per token where the replay has it so."""
+    """Counts of decode passes; per token where the replay counts per token."""
 
     hits: int
     reads: int

@@ -24,7 +24,7 @@ PROMPTS = [
 
 @pytest.fixture
 def alone(open_engine: Callable[..., object]) -> Callable[[str], str]:
-    """What the engine answers without a server, greedily."""
+    """Return the engine's greedy answer without a server."""
     engine = open_engine()
 
     def ask(text: str) -> str:

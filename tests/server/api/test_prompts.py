@@ -1,4 +1,4 @@
-"""What templates are given: null where they ask for it, thoughts under every name."""
+"""Values that templates get: null where they ask for it, thoughts under every name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for an engine's thread, who has left, and when a model may be unloaded."""
+"""The queue of an engine's thread: waiting requests, those that left, and unloading."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
 
         def close_first() -> bool:
             workers[0].closed = True
-            del host._loaded[names[1]]  # somebody has unloaded it
-            workers[2].idle = False  # somebody asks it
+            del host._loaded[names[1]]  # another request has unloaded it
+            workers[2].idle = False  # a request has arrived
             return True
 
         monkeypatch.setattr(workers[0], "close", close_first)
@@ -233,7 +233,7 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
 
 
 class PanicException(BaseException):
-    """What pyo3 raises when Rust panics: it passes `except Exception`."""
+    """The exception of pyo3 when Rust panics: it passes `except Exception`."""
 
 
 def test_a_panic_costs_the_request_that_it_hits(worker: Worker) -> None:
