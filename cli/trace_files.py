@@ -57,4 +57,6 @@ def hint_source(text: str, recording: Recording, seed: int = 0) -> HintSource | 
             float(recall), float(precision or recall), recording.shape.experts, seed
         )
     except ValueError as error:
-        raise Usage(f"--hints {text}: none, recorded, or recall[,precision] up to 1") from error
+        raise Usage(
+            f"--hints: {text!r} is invalid (expected none, recorded, or recall[,precision] up to 1)"
+        ) from error

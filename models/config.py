@@ -73,7 +73,7 @@ class Fields:
         if not isinstance(value, list | tuple) or len(value) != count:
             raise self._error(name, value, f"must be a list of {count} words")
         if any(not isinstance(word, str) or word not in known for word in value):
-            raise self._error(name, value, f"holds a word that is none of {', '.join(known)}")
+            raise self._error(name, value, f"has an unknown word (expected {', '.join(known)})")
         return tuple(value)
 
     def numbers(self, name: str, *, low: float, high: float, most: int) -> tuple[float, ...]:

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from moeinf.errors import reason
+
 MAX_ANSWER_BYTES = 16 << 20
 _START_SECONDS = 20.0
 _COPY_SECONDS = 5.0
@@ -79,7 +81,7 @@ class Channel:
                 pass
         except (OSError, ValueError) as error:
             self.close()
-            self._answer = LimitExceeded(f"too much time or memory ({error})")
+            self._answer = LimitExceeded(f"too much time or memory ({reason(error)})")
         except BaseException:  # the next request must not receive this answer
             self.close()
             raise
@@ -204,7 +206,7 @@ class LimitedProcess(Channel):
         except OSError as error:
             ours.close()
             self.close()
-            raise LimitExceeded(f"too much time or memory ({error})") from None
+            raise LimitExceeded(f"too much time or memory ({reason(error)})") from None
         except BaseException:
             ours.close()
             raise
@@ -292,4 +294,4 @@ def _answer(handler: Callable[[dict[str, Any]], Any], message: dict[str, Any]) -
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # PanicException is not an Exception
-        return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+        return {"error": f"{type(error).__name__}: {reason(error)}"[:_ERROR_CHARACTERS]}

@@ -66,7 +66,7 @@ def parse_name(text: str) -> ModelName:
             "as name[:tag] or org/name[:tag]"
         )
     if colon and tag not in TAGS:
-        raise BadName(f"{text!r}: there is no tag {tag!r}; the tags are {', '.join(TAGS)}")
+        raise BadName(f"{text!r}: the tag {tag!r} is invalid (expected {', '.join(TAGS)})")
     name = "--".join(parts)
     if name == MACHINE_STATE:
         raise BadName(f"{text!r} is not a model name: moeinf has a file of that name")

@@ -72,7 +72,7 @@ def _checked(text: str) -> int:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise BadJson(f"{name} is no number of JSON")
+    raise BadJson(f"{name} is not a JSON number")
 
 
 def _finite_number(text: str) -> float:

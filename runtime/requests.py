@@ -70,7 +70,7 @@ class SamplingOptions:
             value = getattr(self, field.name)
             low, high = _RANGE[field.name]
             if value is not None and not low <= value <= high:  # infinity and NaN fail, too
-                raise InvalidValue(f"{field.name} is {value}; it must be from {low} to {high}")
+                raise InvalidValue(f"{field.name} must be from {low} to {high}, got {value}")
 
     def having(self, name: str, value: float | str) -> SamplingOptions:
         """Return these options with one set from a number or its text. Raises InvalidValue."""
@@ -78,7 +78,9 @@ class SamplingOptions:
             whole = name in ("top_k", "seed", "repeat_last_n")
             changes: dict[str, Any] = {name: int(value) if whole else float(value)}
         except (OverflowError, ValueError) as error:
-            raise InvalidValue(f"{name} is {value}; that is no number it can have") from error
+            raise InvalidValue(
+                f"{name}: {value} is invalid (expected {'an integer' if whole else 'a number'})"
+            ) from error
         return replace(self, **changes)
 
     def over(self, defaults: SamplingOptions) -> SamplingOptions:

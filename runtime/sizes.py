@@ -38,10 +38,10 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if not match:
-        raise InvalidValue(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
+        raise InvalidValue(f"{text!r} is invalid (expected a size such as 6MiB, 4GB or 512M)")
     number, prefix, binary, unit = match.groups()
     if binary and not prefix:
-        raise InvalidValue(f"{text!r} is not a size; write it like 6MiB, 4GB or 512M")
+        raise InvalidValue(f"{text!r} is invalid (expected a size such as 6MiB, 4GB or 512M)")
     step = 1000 if unit and not binary else 1024
     return int(float(number) * step ** _STEPS.index(prefix.lower() or " "))
 
@@ -53,7 +53,7 @@ def parse_memory(text: str) -> MemorySize:
         return MemorySize(bytes=parse_size(text))
     percent = float(match[1])
     if percent > 100:
-        raise InvalidValue(f"{text!r} is more than everything")
+        raise InvalidValue(f"{text!r} is invalid (expected at most 100%)")
     return MemorySize(share=percent / 100)
 
 

@@ -137,7 +137,7 @@ class Client:
             while line := response.readline(_MOST_LINE_BYTES):
                 found = json.loads(line)
                 if not isinstance(found, dict):
-                    raise ServerError(f"{self} answers with something else than documents")
+                    raise ServerError(f"{self} answers with something other than JSON documents")
                 if "error" in found:
                     raise _error(found)
                 arrived.put(found)

@@ -167,7 +167,7 @@ class Repl:
             self._session.history = self._history(keep=what == "history")
             self._session.default_buffer.history = self._session.history
         elif what == "think" and not thinks(self._partner.template()):
-            raise BadCommand(f"{self._partner.model} cannot think")
+            raise BadCommand(f"{self._partner.model} does not support thinking")
         elif what in ("think", "nothink"):
             self._partner.think = what == "think"
             self._out.line(f"Set '{what}' mode.")
@@ -258,4 +258,4 @@ def _whole(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidValue(f"{name} is {text}; it must be a whole number") from None
+        raise InvalidValue(f"{name} must be an integer, got {text}") from None

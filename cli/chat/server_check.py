@@ -68,7 +68,7 @@ class _Look:
         client = self.client
         try:
             if self._ask("GET", "/") != _HELLO:
-                return _other(client, "it says something else")
+                return _other(client, "its answer to GET / is unexpected")
             theirs = json.loads(self._ask("GET", "/api/version"))["version"]
         except ServerError as error:
             return _other(client, str(error))
@@ -96,7 +96,7 @@ class _Look:
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = self.client.sent(self.connection, method, path, body).read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise ValueError("too long an answer")
+            raise ValueError("the answer is too long")
         return data
 
 
@@ -120,4 +120,4 @@ def look(client: Client, model: str) -> Found:
 
 
 def _other(client: Client, why: str) -> Found:
-    return Found(reason=f"no server of moeinf at {client} ({why[:200]})")
+    return Found(reason=f"no moeinf server at {client} ({why[:200]})")

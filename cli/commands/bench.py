@@ -105,9 +105,9 @@ def bench(
 def _recording(replay: Path | None, hints: str, take: int | None) -> Recording | None:
     """Read the trace of --replay, or return None. Raises Usage for options that need a replay."""
     if replay is None and hints != "none":
-        raise Usage("--hints are those of a --replay; else the model's own gates are asked")
+        raise Usage("--hints needs --replay: without it the model's own gates give hints")
     if replay is None and take is not None:
-        raise Usage("--requests are those of a --replay")
+        raise Usage("--requests needs --replay")
     return None if replay is None else read_trace(replay)
 
 

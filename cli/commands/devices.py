@@ -31,7 +31,7 @@ def _expert_bytes(text: str) -> int:
     except InvalidValue as error:
         raise typer.BadParameter(str(error)) from error
     if not 4096 <= size <= _FILES_BYTES // max(IN_FLIGHT):
-        raise typer.BadParameter(f"give 4KiB to {format_bytes(_FILES_BYTES // max(IN_FLIGHT))}")
+        raise typer.BadParameter(f"expected 4KiB to {format_bytes(_FILES_BYTES // max(IN_FLIGHT))}")
     return size
 
 

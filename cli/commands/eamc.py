@@ -54,7 +54,7 @@ def show(
     summary = summarise(state.load())
     if plot is not None:
         if not summary.entries:
-            raise Usage(f"there is nothing to draw: the EAMC of {manifest.model} is empty")
+            raise Usage(f"--plot: the EAMC of {manifest.model} is empty")
         draw(summary, f"EAMC of {manifest.model}", plot)
     figures = _figures(manifest, summary, state.capacity)
     if json:

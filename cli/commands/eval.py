@@ -48,10 +48,12 @@ def evaluate_text(
         with file.open("rb") as source:
             data = source.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise Usage(f"--file {file}: it has more than {format_bytes(_MOST_BYTES)}")
+            raise Usage(
+                f"--file: {file} is too large (expected at most {format_bytes(_MOST_BYTES)})"
+            )
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Usage(f"--file {file}: it is not UTF-8 text") from error
+        raise Usage(f"--file: {file} is invalid (expected UTF-8 text)") from error
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
     with ExitStack() as opened:
         engines = [

@@ -122,7 +122,7 @@ def run(
     text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes of an argument
     interactive = prompt is None and piped is None
     if interactive and raw:
-        raise Usage("--raw is for a prompt; a conversation has the model's template")
+        raise Usage("--raw needs a prompt: a conversation uses the model's template")
     if interactive and (json or sys.stdin is None or not sys.stdin.isatty()):
         raise Usage("there is no prompt: give one as an argument or on standard input")
     if not interactive and not text:
@@ -141,10 +141,10 @@ def run(
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]
     if server and asked:
-        raise Usage(f"{asked[0]} asks for an engine of its own, --server for another's")
+        raise Usage(f"{asked[0]} and --server cannot be combined: it needs an engine of its own")
     client = _client(settings, server)
     if asked:
-        found = Found(reason=f"{asked[0]} asks for an engine of its own", silent=True)
+        found = Found(reason=f"{asked[0]} needs an engine of its own", silent=True)
     else:
         found = look(client, model)
     if found.about is None:
@@ -211,7 +211,7 @@ def _converse(
     """Answer `text`, or hold a conversation without one; return the exit code."""
     partner.system, partner.think, partner.form = begun
     if partner.think and not (ways.raw or thinks(partner.template())):
-        raise Usage(f"{partner.model} cannot think: leave --think away")
+        raise Usage(f"--think: {partner.model} does not support thinking")
     notes = partner.notes()  # from loading
     for note in (*(partner.choices if text is None or ways.verbose else ()), *notes):
         out.note(note)

@@ -77,7 +77,7 @@ def serve(
             out.note(f"{settings.run} cannot be written ({error.strerror}): `run` needs --server")
         out.note(f"listening on http://{address} (Ctrl-C ends it)")
         if server.api_key is None and server.host not in ("127.0.0.1", "::1", "localhost"):
-            out.note("anybody who reaches this address may use it: MOEINF_API_KEY sets a key")
+            out.note("other machines can use this address without a key: MOEINF_API_KEY sets one")
 
     def tell(line: str) -> None:
         with suppress(SystemExit):  # rich raises it when the reader of stderr has left

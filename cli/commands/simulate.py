@@ -82,7 +82,9 @@ def simulate(
     names = [name.strip() for name in policies.split(",")]
     for name in names:
         if name not in (*POLICY_NAMES, "belady"):
-            raise Usage(f"{name!r} is not one of {', '.join((*POLICY_NAMES, 'belady'))}")
+            raise Usage(
+                f"--policies: {name!r} is invalid (expected {', '.join((*POLICY_NAMES, 'belady'))})"
+            )
     shares = expert_shares(capacity)
     asked = DeviceOptions(device_capacity, miss, bus_speed, cpu_speed, device_speed)
     devices = asked.devices(late)
@@ -160,7 +162,7 @@ def _settings(sweep: list[str]) -> list[dict[str, Any]]:
     for text in sweep:
         name, separator, values = text.partition("=")
         if not separator:
-            raise Usage(f"{text!r} is not KNOB=VALUE,VALUE")
+            raise Usage(f"--sweep: {text!r} is invalid (expected KNOB=VALUE,VALUE)")
         parsed = [_value(name, value) for value in values.split(",")]
         settings = [{**one, name: value} for one in settings for value in parsed]
     return settings
@@ -172,7 +174,7 @@ def _value(name: str, text: str) -> Any:
             return None
         if name in ("eamc_capacity", "matches"):
             if (count := int(text)) < 1:
-                raise Usage(f"{name}={text}: it must be at least 1")
+                raise Usage(f"--sweep: {name} must be at least 1, got {text}")
             return count
         if name == "decays":
             return tuple(float(part) for part in text.split("/"))
@@ -180,4 +182,4 @@ def _value(name: str, text: str) -> Any:
     except Usage:
         raise
     except ValueError as error:
-        raise Usage(f"{name}={text} is not a number") from error
+        raise Usage(f"--sweep: {name}={text} is invalid (expected a number)") from error

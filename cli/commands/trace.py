@@ -122,7 +122,7 @@ def _check(dataset: str, out_file: Path | None) -> None:
     if not dataset:
         raise Usage("name the prompts: --dataset demo, mmlu, bigbench, bbh, flan or a FILE")
     if out_file is not None and out_file.suffix != ".eam":
-        raise Usage(f"--out writes a recording, a file named *.eam, not {out_file}")
+        raise Usage(f"--out: {out_file} is invalid (expected a file named *.eam)")
 
 
 def _items(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def verify(
     model: InstalledModel,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch or read the damaged files again.")
+        bool, typer.Option("--repair", help="Restore damaged files from the source.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -53,11 +53,11 @@ def verify(
         out.document({"model": str(manifest.model), "damaged": found, "repaired": mended})
     else:
         for damage in damages:
-            out.line(f"{damage.path} {damage.problem}{': mended' if mended else ''}")
+            out.line(f"{damage.path} {damage.problem}{': repaired' if mended else ''}")
         if not damages:
             out.line(f"{manifest.model}: {len(manifest.files)} files, all as they were pulled")
     if damages and not mended and not json:
-        out.note(f"`moeinf verify {manifest.model} --repair` mends just that")
+        out.note(f"`moeinf verify {manifest.model} --repair` restores them")
     return 1 if damages and not mended else 0
 
 

@@ -26,7 +26,7 @@ def _speed(text: str) -> int:
     except InvalidValue as error:
         raise typer.BadParameter(str(error)) from error
     if speed == 0:
-        raise typer.BadParameter("nothing would ever arrive")
+        raise typer.BadParameter("the speed must be above 0")
     return speed
 
 
@@ -69,10 +69,10 @@ class DeviceOptions:
             for option in fields(self):
                 if getattr(self, option.name) is not None:
                     flag = option.name.replace("_", "-")
-                    raise Usage(f"--{flag} is about a device: say --device-capacity 10%, too")
+                    raise Usage(f"--{flag} needs --device-capacity, for example 10%")
             return [None]
         if late:
-            raise Usage("--late has no --device-capacity: with a device routing is told at once")
+            raise Usage("--late and --device-capacity cannot be combined")
         from moeinf.offload.simulator.cases import OnDevice
         from moeinf.offload.simulator.clock import DeviceSpeeds
 
@@ -83,7 +83,7 @@ class DeviceOptions:
         shares, wanted = expert_shares(self.device_capacity), (self.miss or "auto").split(",")
         misses = [miss for name in wanted for miss in MISSES if miss == name.strip()]
         if len(misses) < len(wanted):
-            raise Usage(f"--miss {self.miss}: there are {', '.join(MISSES)}")
+            raise Usage(f"--miss: {self.miss!r} is invalid (expected {', '.join(MISSES)})")
         return [OnDevice(share, miss, speeds) for share in shares for miss in misses]
 
 
@@ -96,7 +96,7 @@ def expert_shares(text: str) -> list[float]:
         except ValueError:
             shares.append(-1)
         if not 0 < shares[-1] <= 1:
-            raise Usage(f"{part!r} is not a share of the experts such as 10%")
+            raise Usage(f"{part!r} is invalid (expected a share of the experts such as 10%)")
     return shares
 
 

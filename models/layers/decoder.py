@@ -223,7 +223,7 @@ class Decoder:
     def new_state(self, capacity: int) -> KvCache:
         """Return an empty state; raise ValueError unless 1 ≤ capacity ≤ max_context."""
         if capacity > self.max_context:
-            raise ValueError(f"a context of {capacity} tokens; the model has {self.max_context}")
+            raise ValueError(f"the context must be at most {self.max_context}, got {capacity}")
         return KvCache(self._cache, capacity)
 
     def extend(

@@ -50,7 +50,7 @@ class KvCache:
     def __init__(self, layout: CacheLayout, capacity: int) -> None:
         """Reserve memory for `capacity` tokens; raise ValueError if it is below 1."""
         if capacity < 1:
-            raise ValueError(f"a context of {capacity} tokens")
+            raise ValueError(f"the context must be at least 1, got {capacity}")
         self.layout = layout
         self.request = 0
         self._capacity = capacity

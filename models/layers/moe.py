@@ -31,7 +31,10 @@ def parse_moe(fields: Fields, layers: int, hidden: int, intermediate: str) -> Mo
         intermediate=fields.integer(intermediate, high=MAX_WIDTH),
     )
     require(shape.layers > 0, "no layer has experts")
-    require(shape.top_k <= shape.experts, f"{shape.top_k} experts per token of {shape.experts}")
+    require(
+        shape.top_k <= shape.experts,
+        f"{shape.top_k} experts per token are more than the {shape.experts} experts of a layer",
+    )
     return shape
 
 
@@ -46,7 +49,9 @@ def group(ids: Tensor, experts: int) -> list[tuple[int, list[int]]]:
         found.setdefault(expert, []).append(place)
     found.pop(-1, None)
     if found and not (min(found) >= 0 and max(found) < experts):
-        raise ValueError(f"expert ids {min(found)} … {max(found)} with {experts} experts")
+        raise ValueError(
+            f"expert ids must lie in 0 … {experts - 1}, got {min(found)} … {max(found)}"
+        )
     return sorted(found.items())
 
 

@@ -63,7 +63,7 @@ class RopeConfig:
 
         require(
             self.kind != "longrope" or self.original_context > 1,
-            f"original_max_position_embeddings {self.original_context} is no text",
+            f"original_max_position_embeddings must be above 1, got {self.original_context}",
         )
 
     def turning(self, head_dim: int) -> int:

@@ -111,7 +111,7 @@ def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:
 def require_groups(groups: int, kept: int, experts: int, top_k: int) -> None:
     """Raise ModelDataError unless `kept` of `groups` equal groups hold top_k experts."""
     require(experts % groups == 0, f"{experts} experts do not form {groups} groups")
-    require(kept <= groups, f"topk_group {kept} of {groups} groups")
+    require(kept <= groups, f"topk_group must be at most {groups}, got {kept}")
     require(top_k <= experts // groups * kept, f"{kept} groups hold fewer than {top_k} experts")
 
 

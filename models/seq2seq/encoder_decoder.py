@@ -161,7 +161,7 @@ class EncoderDecoder:
     def new_state(self, capacity: int) -> SourceState:
         """Return a state without a source; ValueError unless 1 ≤ capacity ≤ max_context."""
         if capacity > self.max_context:
-            raise ValueError(f"a context of {capacity} tokens; the model has {self.max_context}")
+            raise ValueError(f"the context must be at most {self.max_context}, got {capacity}")
         return SourceState(KvCache(self._cache, capacity))
 
     def encode(self, ids: Sequence[int], state: State, experts: Experts) -> None:

@@ -104,7 +104,9 @@ def parse(values: Mapping[str, Any]) -> SwitchConfig:
     sparse = {stack: _sparse_layers(fields, stack, layers[stack]) for stack in layers}
     vocab = fields.integer("vocab_size", high=MAX_VOCAB)
     buckets = fields.integer("relative_attention_num_buckets", low=4, high=1 << 16, default=32)
-    require(buckets % 4 == 0, f"{buckets} relative_attention_num_buckets are no multiple of 4")
+    require(
+        buckets % 4 == 0, f"relative_attention_num_buckets must be a multiple of 4, got {buckets}"
+    )
     return SwitchConfig(
         vocab=vocab,
         hidden=hidden,

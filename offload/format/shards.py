@@ -42,7 +42,7 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
         if not parts or ".." in parts or self.path.startswith("/") or "\0" in self.path:
             raise ValueError(f"a file name leaves the model's folder: {self.path!r}")
         if self.data_offset % PAGE_BYTES or self.data_offset > self.size_bytes:
-            raise ValueError(f"{self.path!r} has no possible data_offset")
+            raise ValueError(f"{self.path!r} has an invalid data_offset")
 
     @property
     def data_bytes(self) -> int:

@@ -102,7 +102,7 @@ class DeviceTier:
     @property
     def _arena(self) -> DeviceSlots:
         if self._slots is None:
-            raise OutOfDeviceMemory("the device's slots were given up for want of memory")
+            raise OutOfDeviceMemory("the device has no slots left: it ran out of memory before")
         return self._slots
 
     @property

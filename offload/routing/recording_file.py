@@ -88,7 +88,7 @@ def _check(shape: RoutingShape, arrays: Arrays) -> None:
         if n and not (values.min() >= -1 and values.max() < shape.experts):
             raise BadContainer(f"expert ids outside -1 … {shape.experts - 1}")
     if not 0 <= shape.encoder_layers <= shape.layers or (n and phases.max() >= len(_PHASES)):
-        raise BadContainer("phases or layers that cannot be")
+        raise BadContainer("phases or layers are invalid")
 
 
 def _passes(arrays: Arrays) -> list[Pass]:

@@ -74,7 +74,7 @@ def run_case(
     """
     if unknown := set(case.knobs) - _KNOBS:
         known = ", ".join(sorted(_KNOBS))
-        raise UnknownChoice(f"no knob {', '.join(sorted(unknown))}; there are {known}")
+        raise UnknownChoice(f"unknown knob {', '.join(sorted(unknown))} (expected {known})")
     shape = recording.shape
     slots = _slots(case.share, shape)
     capacity = case.knobs.get("eamc_capacity", case.eamc_capacity)

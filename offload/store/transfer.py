@@ -16,18 +16,20 @@ from moeinf.offload.format.shards import FileRecord
 
 
 class ExpertReadError(Failure, OSError):
-    """Reading an expert's bytes failed. shard: the file, relative to the model's folder."""
+    """Reading an expert's bytes failed. shard: the file, relative to the folder of `model`."""
 
     code = "unreadable_shard"
     hint = "`moeinf verify MODEL --repair`"
 
-    def __init__(self, shard: str, problem: str) -> None:
+    def __init__(self, shard: str, problem: str, model: str = "") -> None:
         super().__init__(problem)
         self.shard = shard
         self.problem = problem
+        self.model = model
 
     def __str__(self) -> str:
-        return f"the expert shard {self.shard} cannot be read: {self.problem}"
+        words = f"the expert shard {self.shard} cannot be read: {self.problem}"
+        return f"{self.model}: {words}" if self.model else words
 
 
 class Transfer:
@@ -46,16 +48,18 @@ class Transfer:
         direct_io: bool,
         block_bytes: int = 1 << 30,
         busy: int = MAX_READERS,
+        model: str = "",
     ) -> None:
         """Open the queue and add every shard.
 
+        model: its name, for errors.
         busy: number of reads that keep the drive busy; prefetches wait while that many run.
         """
         self._queue = CopyQueue(
             pool, readers=readers, direct=direct_io, block_bytes=block_bytes, busy=busy
         )
         self.telling_seconds = 0.0  # spent in `demand` and `ahead`
-        self._shards = shards
+        self._shards, self._model = shards, model
         self._sources = [
             self._queue.add_source(
                 str(folder / shard.path), shard.data_offset, shard.data_bytes, shard.crc32c
@@ -76,7 +80,7 @@ class Transfer:
             self._queue.wait(ticket)
         except OSError as error:
             shard = self._shards[cell].path
-            raise ExpertReadError(shard, error.strerror or str(error)) from error
+            raise ExpertReadError(shard, error.strerror or str(error), self._model) from error
 
     def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
         """Queue prefetches: they run after all demand reads, larger priorities first."""
@@ -112,7 +116,7 @@ class Transfer:
     def no_slot(self, cell: int) -> ExpertReadError:
         """Return the error for a cell whose read cannot be queued."""
         problem = "reads that do not end hold every slot"
-        return ExpertReadError(self._shards[cell].path, problem)
+        return ExpertReadError(self._shards[cell].path, problem, self._model)
 
     def may_write(self, slot: int) -> bool:
         """Return True if an abandoned read may still write into the slot."""

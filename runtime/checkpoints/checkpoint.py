@@ -177,7 +177,7 @@ def indexed_files(folder: Path, weight_map: object, packaging: Packaging) -> lis
         raise BadCheckpoint(f"{path} names {len(files)} files, at most {_MAX_FILES}")
     for file in files:
         if not _FILE_NAME.fullmatch(file) or not file.endswith(packaging.suffix):
-            raise BadCheckpoint(f"{path} names a file that cannot be: {file!r}")
+            raise BadCheckpoint(f"{path} names an invalid file: {file!r}")
     return files
 
 
@@ -284,9 +284,9 @@ def _source_tensor(path: Path, data_start: int, name: str, about: object) -> Sou
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise BadCheckpoint(f"{path}: {name!r} has the unknown dtype {dtype!r}")
     if shape is None or len(shape) > 8:
-        raise BadCheckpoint(f"{path}: {name!r} has no possible shape")
+        raise BadCheckpoint(f"{path}: {name!r} has an invalid shape")
     if offsets is None or len(offsets) != 2:
-        raise BadCheckpoint(f"{path}: {name!r} has no possible offsets")
+        raise BadCheckpoint(f"{path}: {name!r} has invalid offsets")
     count = _DTYPE_BYTES[dtype]
     for side in shape:
         count *= side

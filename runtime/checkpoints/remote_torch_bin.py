@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, cast
 
+from moeinf.errors import reason
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 from moeinf.runtime.checkpoints.torch_bin import MAX_PICKLE_BYTES, read_torch_file
 
@@ -63,7 +64,7 @@ def _fill(ranges: _Ranges, stub: io.FileIO, path: Path) -> None:
     except BadCheckpoint:
         raise
     except _NO_ZIP as e:
-        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {e}") from e
+        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {reason(e)}") from e
 
 
 def _fill_from(

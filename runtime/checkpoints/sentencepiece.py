@@ -74,16 +74,16 @@ def _read(data: bytes) -> Vocabulary:
         score = struct.unpack("<f", _bytes(field.get(2, [bytes(4)])[-1]))[0]
         text = _bytes(field.get(1, [b""])[-1]).decode()
         if not text or len(text) > _MAX_PIECE or score != score:
-            raise ValueError(f"piece {len(pieces)} makes no sense")
+            raise ValueError(f"piece {len(pieces)} is invalid")
         pieces.append(Piece(text, score, _int(field, 3, _NORMAL)))
     if not 1 <= len(pieces) <= _MAX_PIECES or len({p.text for p in pieces}) != len(pieces):
-        raise ValueError("its pieces are none, too many, or stand twice")
+        raise ValueError("the vocabulary is empty, too large, or has duplicate pieces")
     trainer, normalizer = (
         _message(_bytes(model.get(number, [b""])[-1]), 1 << 16) for number in (2, 3)
     )
     unknown = _int(trainer, 40, 0)
     if not (0 <= unknown < len(pieces)):
-        raise ValueError(f"unk_id {unknown} of {len(pieces)} pieces")
+        raise ValueError(f"unk_id: {unknown} is invalid (expected less than {len(pieces)})")
     if _int(trainer, 24, 0):
         raise ValueError("treat_whitespace_as_suffix is not supported")
     found = Vocabulary(
@@ -104,7 +104,7 @@ def _read(data: bytes) -> Vocabulary:
     if found.character_map and not 4 <= 4 + trie <= len(found.character_map):
         raise ValueError("its character map is damaged")
     if any(number >= len(pieces) for number in (found.begin, found.end)):
-        raise ValueError("bos_id or eos_id is no piece")
+        raise ValueError("bos_id or eos_id is not the id of a piece")
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moeinf.errors import reason
 from moeinf.runtime.checkpoints.checkpoint import (
     BIN,
     BIN_INDEX,
@@ -80,7 +81,7 @@ def _check_zip(path: Path) -> None:
     except BadCheckpoint:
         raise
     except (zipfile.BadZipFile, RuntimeError, ValueError, OSError) as error:
-        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {error}") from error
+        raise BadCheckpoint(f"{path} is not a PyTorch zip file: {reason(error)}") from error
 
 
 def _source_tensor(path: Path, size: int, name: str, tensor: object) -> SourceTensor:
@@ -99,4 +100,4 @@ def _source_tensor(path: Path, size: int, name: str, tensor: object) -> SourceTe
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return (reason(error).splitlines() or [type(error).__name__])[0][:200]

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from moeinf.errors import reason
 from moeinf.models import family_of
 from moeinf.models.base import Activation, Model
 from moeinf.models.layers.moe import TorchMath
@@ -67,7 +68,8 @@ class DenseWeights(DenseViews):
             tensors = read_header(folder / DENSE)
             buffer, checksum = _read_dense(folder, record, config, reading, math)
         except (BadCheckpoint, OSError) as error:
-            raise DamagedModel(f"{manifest.model}: {error}") from error
+            words = reason(error).replace(f"{folder}/", "")
+            raise DamagedModel(f"{manifest.model}: {words}") from error
         if checksum != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
         super().__init__(tensors, buffer, record.data_offset, math)
@@ -191,6 +193,7 @@ def open_store(
         direct_io=_past_the_cache(config, reading, sample),
         block_bytes=reading.block_bytes,
         busy=reading.in_flight,
+        model=str(manifest.model),
     )
     cells = manifest.layers * manifest.experts
     all_fit = placement.slots >= cells  # no expert ever leaves: a policy would only cost time

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from moeinf.errors import reason
 from moeinf.native import (
     OutOfDeviceMemory,
     kernel_path,
@@ -164,7 +165,7 @@ def _past_requests(eamc: EamcState, plan: Plan) -> Eamc | None:
     try:
         return eamc.live()
     except OSError as error:
-        plan.notes.append(f"the EAMC of {plan.manifest.model} cannot be read: {error}")
+        plan.notes.append(f"the EAMC of {plan.manifest.model} cannot be read: {reason(error)}")
         return None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from moeinf.errors import reason
 from moeinf.models.base import Experts
 from moeinf.offload.routing.trace import Recording
 from moeinf.runtime.eamc.collection_file import EamcState
@@ -82,4 +83,4 @@ class RequestTracing:
             self.eamc.append(eam)
         except OSError as error:
             self._recorder = None
-            self._notes.append(f"the EAMC of {self._model} cannot be written: {error}")
+            self._notes.append(f"the EAMC of {self._model} cannot be written: {reason(error)}")

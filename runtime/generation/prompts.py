@@ -115,7 +115,7 @@ def check_length(engine: Engine, prompt: Sequence[int]) -> None:
     """
     context = engine.info.context
     if not prompt:
-        raise InvalidValue("there is nothing to answer: the prompt has no tokens")
+        raise InvalidValue("the prompt has no tokens")
     if len(prompt) >= context:
         raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context {context}")
 

@@ -68,7 +68,7 @@ def load_conversation(settings: Settings, name: str, conversation: Conversation)
     except FileNotFoundError:
         raise BadConversation(f"there is no conversation {name!r}") from None
     except NotRegular as error:
-        raise BadConversation(f"{path} is {error.strerror}") from error
+        raise BadConversation(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise BadConversation(f"{path} is not a conversation: {error}") from error
     conversation.clear()

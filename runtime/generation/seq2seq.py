@@ -62,7 +62,7 @@ class Sources(Conversation):
         self._source_token: int | None = None
         if model.names_languages:
             if languages.target is None:
-                raise BadLanguage("the target language is missing: --tgt fra_Latn, say")
+                raise BadLanguage("the target language is missing (for example --tgt fra_Latn)")
             self._source_token = _token(engine, languages.source or DEFAULT_LANGUAGE)
             self._begin.append(_token(engine, languages.target))
         elif languages != Languages():
@@ -104,7 +104,7 @@ class Sources(Conversation):
         stopped: Callable[[], bool],
     ) -> Generation:
         if self.form:
-            raise BadFormat("answers of an encoder-decoder follow no format")
+            raise BadFormat("format is not supported by an encoder-decoder")
         source = self.source(text)
         context = self._engine.info.context
         if len(source) > context:
@@ -123,5 +123,7 @@ def _token(engine: Engine, code: str) -> int:
     found = engine.tokenizer.token_id(code) if code in known else None
     if found is None:
         near = difflib.get_close_matches(code, known, 3) or sorted(known)[:3]
-        raise BadLanguage(f"the model knows no language {code!r}; near: {', '.join(near)}")
+        raise BadLanguage(
+            f"{code!r} is not a language of the model; the nearest: {', '.join(near)}"
+        )
     return found

@@ -201,7 +201,9 @@ def fetch_small(fetcher: Fetcher, file: RemoteFile) -> bytes:
 
 
 def _wrong_hash(file: RemoteFile) -> DownloadFailed:
-    return DownloadFailed(f"{file.name}: what the server sends has another hash than it promises")
+    return DownloadFailed(
+        f"{file.name}: the received data does not have the hash that the hub gives"
+    )
 
 
 def _receive(

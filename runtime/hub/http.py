@@ -50,7 +50,7 @@ def get(
             except (HTTPError, OSError, MemoryError):
                 raise
             except Exception as error:  # a URL that the HTTP client cannot use
-                raise BadAnswer(f"{url[:100]!r} cannot be asked for: {error}") from error
+                raise BadAnswer(f"{url[:100]!r} cannot be requested: {error}") from error
             if not response.is_redirect:
                 yield response
                 return
@@ -85,7 +85,7 @@ def _target(url: str, location: str | None) -> str:
     except ValueError as error:
         raise BadAnswer(f"redirected to an address that is invalid: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadAnswer(f"redirected to {target[:100]!r}, which is no http address")
+        raise BadAnswer(f"redirected to {target[:100]!r}, which is not an http address")
     return target
 
 

@@ -86,7 +86,7 @@ def look_up_all(
             url += f"/revision/{quote(revision, safe='')}"
         body = _ask(f"{url}?blobs=true", called, revision, token or get_token(), stop)
     except HFValidationError as error:
-        raise RepositoryError(f"{name!r} is no name of a repository: {error}") from error
+        raise RepositoryError(f"{name!r} is not a repository name: {error}") from error
     except OfflineModeIsEnabled as error:
         raise RepositoryError(
             f"HF_HUB_OFFLINE is set and {at} is not in the Hugging Face cache"
@@ -165,12 +165,12 @@ def _promise(entry: dict[str, Any], path: str, name: str) -> tuple[str | None, s
         if sha256 is None:
             return None, None
         if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-            raise RepositoryError(f"the hub promises {_shown(sha256)} as SHA-256 of {name}/{path}")
+            raise RepositoryError(f"the hub gives {_shown(sha256)} as SHA-256 of {name}/{path}")
         return sha256.lower(), None
     if blob is None:
         return None, None
     if not isinstance(blob, str) or not _SHA1.fullmatch(blob):
-        raise RepositoryError(f"the hub promises {_shown(blob)} as git hash of {name}/{path}")
+        raise RepositoryError(f"the hub gives {_shown(blob)} as git hash of {name}/{path}")
     return None, blob.lower()
 
 

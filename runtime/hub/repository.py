@@ -297,7 +297,7 @@ class HubSource:
             path.unlink(missing_ok=True)  # a dangling link
             path.symlink_to(cached)
             return path
-        self._note(f"{file.name} in the Hugging Face cache is damaged and comes from the hub")
+        self._note(f"{file.name} in the Hugging Face cache is damaged: it is downloaded again")
         count(-done)
         return fetch(self._fetcher, file, self._folder, workers, count)
 

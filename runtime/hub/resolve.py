@@ -83,7 +83,7 @@ def find_source(
         note(f"{part}{repository} is in the Hugging Face cache and is used from there")
     if source.unpromised:
         names = ", ".join(source.unpromised[:3]) + (", …" if source.unpromised[3:] else "")
-        note(f"the hub promises no hash of {names}: what arrives cannot be checked")
+        note(f"the hub gives no hash of {names}: the download cannot be verified")
     return wanted, source
 
 

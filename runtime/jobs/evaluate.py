@@ -72,7 +72,7 @@ def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
         raise CannotCompare("an encoder-decoder answers texts, it does not continue them")
     ids = engine.tokenizer.encode_text(text)
     if reference is not None and ids != reference.tokenizer.encode_text(text):
-        raise CannotCompare(f"{reference.info.name} cuts the text into other tokens")
+        raise CannotCompare(f"{reference.info.name} has different tokens for the text")
     if len(ids) < 2:
         raise CannotCompare("the text has fewer than two tokens")
     engines = [engine] if reference is None else [engine, reference]

@@ -39,10 +39,10 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
     folder = library.folder(name)
     with only_maker(folder, library.locks):
         if library.has(name):
-            raise ModelExists(f"{name} is there already; `moeinf rm {name}` removes it")
+            raise ModelExists(f"{name} exists already; `moeinf rm {name}` removes it")
         work = partial_folder(folder)
         if (work / JOURNAL).exists():
-            raise ModelExists(f"an unfinished pull of {name} is there; `moeinf prune` ends it")
+            raise ModelExists(f"{name} has an unfinished pull; `moeinf prune` removes it")
         shutil.rmtree(work, ignore_errors=True)  # left by a copy that was killed
         try:
             for file in manifest.files:

@@ -120,7 +120,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         for file in self.files:
             if file.path == path:
                 return file
-        raise DamagedModel(f"{self.model}: the manifest names no {path}")
+        raise DamagedModel(f"{self.model}: manifest.json lacks {path}")
 
     def shards(self) -> list[FileRecord]:
         """Return the shard of every expert, in the order of cells (layer · E + expert).
@@ -135,7 +135,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         ]
         missing = [path for path in wanted if path not in by_path]
         if missing:
-            raise DamagedModel(f"{self.model}: the manifest names no {missing[0]}")
+            raise DamagedModel(f"{self.model}: manifest.json lacks {missing[0]}")
         return [by_path[path] for path in wanted]
 
 
@@ -151,24 +151,22 @@ def read_manifest(folder: Path) -> Manifest:
     Raises FileNotFoundError, or DamagedModel for an invalid manifest. NewerModel and OlderModel
     are DamagedModel, too.
     """
-    path = folder / MANIFEST
+    path, shown = folder / MANIFEST, f"{folder.parent.name}:{folder.name}"
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DamagedModel(f"{path} is too large to be a manifest")
         text = read_regular(path, _MAX_BYTES)
-        _check_versions(path, msgspec.json.decode(text, type=_Versions))
+        _check_versions(shown, msgspec.json.decode(text, type=_Versions))
         manifest = msgspec.json.decode(text, type=Manifest)
         _check(manifest)
         return manifest
     except NotRegular as error:
-        raise DamagedModel(f"{path} is {error.strerror}") from error
+        raise DamagedModel(f"{shown}: {MANIFEST} is damaged ({error.strerror})") from error
     except DamagedModel:
         raise
     except (ValueError, RecursionError) as error:
-        raise DamagedModel(f"{path} is damaged: {error}") from error
+        raise DamagedModel(f"{shown}: {MANIFEST} is damaged ({error})") from error
 
 
-def _check_versions(path: Path, found: _Versions) -> None:
+def _check_versions(model: str, found: _Versions) -> None:
     layout = LAYOUT_VERSIONS.get(found.dtype, 0)
     for what, version, ours in (
         ("format", found.format, FORMAT_VERSION),
@@ -176,14 +174,14 @@ def _check_versions(path: Path, found: _Versions) -> None:
     ):
         if version > ours > 0:
             raise NewerModel(
-                f"{path}: {what} {version} is newer than this moeinf, which knows {ours}"
+                f"{model}: {what} {version} is newer than this moeinf, which knows {ours}"
             )
         if 0 < version < ours:
             raise OlderModel(
-                f"{path}: {what} {version} is older than this moeinf, which reads {ours}"
+                f"{model}: {what} {version} is older than this moeinf, which reads {ours}"
             )
         if version != ours:
-            raise DamagedModel(f"{path}: {what} {version}, not {ours}")
+            raise DamagedModel(f"{model}: {what} {version}, not {ours}")
 
 
 def _check(manifest: Manifest) -> None:

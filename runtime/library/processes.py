@@ -36,7 +36,7 @@ class NotStopped(Failure, RuntimeError):
     code = "not_stopped"
 
     def __init__(self, pid: int, seconds: float) -> None:
-        super().__init__(f"process {pid} was asked to end and is still there after {seconds:.0f} s")
+        super().__init__(f"process {pid} was asked to end and still runs after {seconds:.0f} s")
         self.pid = pid
         self.hint = f"`kill -9 {pid}`"
 

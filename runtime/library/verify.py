@@ -109,7 +109,7 @@ def _check(folder: Path, record: FileRecord) -> Damage | None:
         return Damage(record.path, "is missing")
     except OSError as error:
         return Damage(record.path, f"cannot be read: {error.strerror}")
-    return None if now == record else Damage(record.path, "has another content")
+    return None if now == record else Damage(record.path, "has different content")
 
 
 def repair(
@@ -129,7 +129,7 @@ def repair(
             if data is None and damage.path == TOKENIZER:  # it was converted from another file
                 data = convert(lambda name: _small_file(source, name))
             if data is None:
-                raise CannotRepair(f"the source has no {damage.path} any more")
+                raise CannotRepair(f"the source no longer has {damage.path}")
             _replace(folder, manifest, damage.path, b"", [memoryview(data)])
         else:
             source.bring_tensors(sources(target.parts))

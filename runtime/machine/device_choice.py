@@ -65,12 +65,12 @@ def choose_processor(
     if device_memory is not None:
         if wanted == "auto" and not isinstance(is_there(library), NoGpu):
             raise DeviceNotChosen("--device-memory needs --device cuda: a GPU is not the default")
-        raise DeviceUnavailable("there is no device whose memory --device-memory could limit")
+        raise DeviceUnavailable("--device-memory needs a GPU, and none is used")
     if wanted == "cpu":
         return Processor("cpu", "asked for")
     name = is_there(library)
     if isinstance(name, NoGpu):
-        return Processor("cpu", f"there is no GPU: {name.why}")
+        return Processor("cpu", f"no GPU: {name.why}")
     return Processor("cpu", f"--device cuda would use {name}, which is not chosen by itself yet")
 
 
@@ -80,7 +80,7 @@ def why_unusable(gpu: str) -> str | None:
     Imports torch.
     """
     missing = gpus.missing_for_kernels()
-    return None if missing is None else f"{gpu} is there, but {missing}"
+    return None if missing is None else f"{gpu} cannot be used: {missing}"
 
 
 def check_usable(gpu: str) -> None:

@@ -108,11 +108,11 @@ def held_memory(gpu: Gpu) -> HeldMemory:
 def missing_for_kernels() -> str | None:
     """Return the reason why this installation cannot compute on a GPU that is there, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "there is no Triton, which a torch with CUDA brings along"
+        return "Triton is not installed (a torch with CUDA includes it)"
     import torch
 
     if not torch.cuda.is_available():
-        return "this torch cannot use it"
+        return "this torch does not support it"
     major, minor = torch.cuda.get_device_capability(0)
     if (major, minor) < _LEAST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and the kernels need 8.0 (Ampere)"

@@ -134,7 +134,7 @@ def _warnings(manifest: Manifest, slots: int, total_bytes: int, available_bytes:
     if slots < min(layer_width, manifest.slots.experts):
         found.append(
             f"{slots} slots are fewer than the {layer_width} experts that one token uses: "
-            "every expert will be read anew for every token"
+            "every expert will be read again for every token"
         )
     if total_bytes > available_bytes:
         found.append(

@@ -125,7 +125,7 @@ def _check_growth(document: Any) -> None:
                 cut = pattern.get("String") if isinstance(pattern, dict) else pattern
                 growth *= max(1.0, len(content) / max(1, len(cut) if isinstance(cut, str) else 1))
     if growth > _MOST_GROWTH:
-        raise BadTokenizer("its replacements make one character many")
+        raise BadTokenizer("its replacements expand one character to many")
 
 
 def _handle(request: dict[str, Any]) -> None:

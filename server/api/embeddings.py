@@ -93,7 +93,7 @@ async def embed_as_before(asked: OldOllamaRequest, request: Request) -> dict[str
 @router.post("/v1/embeddings")
 async def embed_for_openai(asked: OpenAIRequest, request: Request) -> Response:
     if asked.dimensions is not None:
-        raise BadRequest("dimensions: models here have one length of vector")
+        raise BadRequest("dimensions is not supported: a model has one vector length")
     host: Host = request.app.state.host
     inputs = _listed(asked.input)
     loaded = await host.model(asked.model)
@@ -134,7 +134,7 @@ async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> L
     host: Host = request.app.state.host
     sampling(asked.options)
     if isinstance(asked, OllamaRequest) and asked.dimensions is not None:
-        raise BadRequest("dimensions: models here have one length of vector")
+        raise BadRequest("dimensions is not supported: a model has one vector length")
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
     return await host.model(asked.model, keep_alive)
 

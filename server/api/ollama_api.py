@@ -135,7 +135,7 @@ async def generate(asked: GenerateRequest, request: Request) -> Response:
     if asked.images or asked.suffix:
         raise BadRequest("models here read text only, and do not fill in the middle")
     if asked.context:
-        raise BadRequest("context is not taken: /api/chat takes the turns themselves")
+        raise BadRequest("context is not supported: use /api/chat, which takes the turns")
 
     if asked.raw:
         turn = Text("\n\n".join(t for t in (asked.system, asked.prompt) if t))
@@ -179,7 +179,7 @@ async def _answer(
     """Answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
     host: Host = request.app.state.host
     if asked.template:
-        raise BadRequest("a template is not taken from a request; the model has its own")
+        raise BadRequest("template is not supported: the model has its own")
     options, limits = sampling(asked.options)
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
     start = time.perf_counter()

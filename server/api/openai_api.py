@@ -210,7 +210,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     prompt = asked.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         if len(prompt) > 1:
-            raise BadRequest("one prompt at a time")
+            raise BadRequest("prompt: a request has one prompt")
         prompt = prompt[0]
 
     def prepare(engine: Engine) -> list[int]:
@@ -219,7 +219,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
             return text_prompt(engine, prompt)
         ids = [int(token) for token in prompt]
         if any(not 0 <= token < engine.info.vocab_size for token in ids):
-            raise BadRequest("prompt has ids that are no tokens of this model")
+            raise BadRequest("prompt has ids that are not tokens of this model")
         return ids
 
     limits = Limits(16 if asked.max_tokens is None else asked.max_tokens, asked.stops())

@@ -67,10 +67,12 @@ def chosen_tools(
         name = choice.function.name
         offered = [tool for tool in offered if tool["function"]["name"] == name]
         if not offered:
-            raise BadRequest(f"tool_choice: there is no tool {name!r} among tools")
+            raise BadRequest(
+                f"tool_choice: {name!r} is invalid (expected the name of a tool in tools)"
+            )
     must = choice == "required" or isinstance(choice, ToolChoice)
     if must and not offered:
-        raise BadRequest("tool_choice: there are no tools")
+        raise BadRequest("tool_choice: the request has no tools")
     return offered, must
 
 
@@ -81,7 +83,9 @@ def effort_of(said: str | None) -> bool | str | None:
         "high": "high", "xhigh": "high",
     }  # fmt: skip
     if said not in known:
-        raise BadRequest(f"reasoning_effort: {said!r} is not one of none, low, medium, high")
+        raise BadRequest(
+            f"reasoning_effort: {said!r} is invalid (expected none, low, medium or high)"
+        )
     return known[said]
 
 

@@ -68,5 +68,5 @@ def embedding_prompt(engine: Engine, given: str | Sequence[int], truncate: bool)
     else:
         ids = list(given)
         if any(not 0 <= token < engine.info.vocab_size for token in ids):
-            raise BadRequest("input has ids that are no tokens of this model")
+            raise BadRequest("input has ids that are not tokens of this model")
     return ids[: engine.info.context - 1] if truncate else ids

@@ -59,7 +59,7 @@ class Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
-            raise BodyLate("the body does not arrive") from error
+            raise BodyLate("the body did not arrive in time") from error
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
             self._whole = not message.get("more_body", False)

@@ -302,9 +302,9 @@ def test_what_run_refuses_is_said_before(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan prints it as a note, and a server prints it at its start."""
-    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch cannot use it")
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch does not support it")
     monkeypatch.setattr("moeinf.server.serve.run_server", None)
-    words = "Fake GPU is there, but this torch cannot use it"
+    words = "Fake GPU cannot be used: this torch does not support it"
     for line in (["plan", "demo"], ["run", "demo", "--dry-run"]):
         assert answer([*line, "--device", "cuda"]) == 0
         assert f"`run` would refuse: {words}" in capsys.readouterr().err

@@ -315,7 +315,7 @@ def with_gpu(place: Place) -> Any:
 @case("no_kernels")
 def _(place: Place) -> list[str]:
     with_gpu(place)
-    place.patch.setattr(gpus, "missing_for_kernels", lambda: "this torch cannot use it")
+    place.patch.setattr(gpus, "missing_for_kernels", lambda: "this torch does not support it")
     return ON_GPU
 
 

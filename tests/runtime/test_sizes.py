@@ -40,7 +40,7 @@ def test_shares() -> None:
     assert parse_memory("100%").of(7) == 7
     assert parse_memory("6MiB") == MemorySize(bytes=6 << 20)
     assert parse_memory("6MiB").of(1) == 6 << 20
-    with pytest.raises(ValueError, match="more than everything"):
+    with pytest.raises(ValueError, match="at most 100%"):
         parse_memory("101%")
 
 

@@ -35,7 +35,7 @@ def read_file(path: Path, wanted: Wanted) -> list[Item]:
     task or kind. Raises BadDataset, NoSuchDataset.
     """
     if not path.exists():
-        raise NoSuchDataset(f"there is no file {path}")
+        raise NoSuchDataset(f"{path} does not exist")
     items = {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}[path.suffix.lower()](path)
     chosen = (item for item in items if wanted.subset is None or item.task in wanted.subset)
     found = list(islice(chosen, min(wanted.limit, MOST_ROWS)))

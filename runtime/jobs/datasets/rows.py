@@ -107,7 +107,7 @@ def text_of(row: Row, name: str, where: str) -> str:
     """Return a column's text. Raises BadDataset if it is empty, not a text, or too long."""
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise BadDataset(f"{where}: {name} is {'empty' if value in (None, '') else 'no text'}")
+        raise BadDataset(f"{where}: {name} is {'empty' if value in (None, '') else 'not a text'}")
     if len(value) > MOST_CHARACTERS:
         raise BadDataset(f"{where}: {name} has {len(value)} characters")
     return value

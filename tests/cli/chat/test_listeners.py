@@ -200,5 +200,5 @@ def test_run_falls_back_to_its_own_engine(
     assert answer(["run", "demo", "17+25="]) == 0
     said = capsys.readouterr()
     assert said.out == "42\n"
-    assert f"no server of moeinf at http://127.0.0.1:{listener.port}" in said.err
+    assert f"no moeinf server at http://127.0.0.1:{listener.port}" in said.err
     assert answer(["run", "demo", "17+25=", "--server"]) == 1

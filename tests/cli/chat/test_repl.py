@@ -156,7 +156,7 @@ def test_words_that_do_not_fit(terminal: Terminal) -> None:
         assert usage in terminal.ask(line)
     assert "usage: /set parameter NAME VALUE" in terminal.ask("/set parameter top_k")
     assert "No closing quotation" in terminal.ask('/set parameter stop "a')
-    assert "must be a whole number" in terminal.ask("/set parameter num_predict many")
+    assert "must be an integer" in terminal.ask("/set parameter num_predict many")
     assert "usage: /show info|parameters|system|template|cache" in terminal.ask("/show bogus")
     assert "is not a name" in terminal.ask("/save")
     assert "is not a name" in terminal.ask("/load")

@@ -81,7 +81,7 @@ def test_some_requests_of_a_replay(moeinf: Command, tmp_path: Path) -> None:
 
 
 def test_replay_refusals(moeinf: Command, tmp_path: Path) -> None:
-    assert "--hints are those of a --replay" in moeinf("bench", "demo", "--hints", "0.9").err
+    assert "--hints needs --replay" in moeinf("bench", "demo", "--hints", "0.9").err
     absent = moeinf("bench", "demo", "--replay", str(tmp_path / "none.eam"))
     assert (absent.code, "none.eam is not a file" in absent.err) == (2, True)
     trace = TRACES / "qwen3-30b-a3b.route.csv.gz"

@@ -137,7 +137,7 @@ def test_cp_beside_what_others_left(own: Command, tmp_path: Path) -> None:
     left.mkdir(parents=True)
     (left / "journal.jsonl").write_text("{}\n")  # from a pull, whose downloads are kept
     refused = own("cp", "demo", "mine")
-    assert (refused.code, "`moeinf prune` ends it" in refused.err) == (1, True)
+    assert (refused.code, "`moeinf prune` removes it" in refused.err) == (1, True)
     (left / "journal.jsonl").rename(left / "manifest.json")  # from a copy that was killed
     assert own("cp", "demo", "mine").code == 0
     assert own("run", "mine:bf16", "17+25=").out == "42\n"

@@ -97,7 +97,7 @@ def test_memory_from_the_environment(moeinf: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"), [([], "there is no GPU: "), (["--device", "cpu"], "asked for")]
+    ("arguments", "why"), [([], "no GPU: "), (["--device", "cpu"], "asked for")]
 )
 def test_which_device_and_why(arguments: list[str], why: str, moeinf: Command) -> None:
     result = moeinf("run", "demo", "17+25=", "--verbose", *arguments)
@@ -118,9 +118,9 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         (["run", "demo"], 2, "there is no prompt"),
         (["run", "demo", ""], 2, "the prompt is empty"),
         (["run", "dmo", "x"], 1, "demo:bf16, "),
-        (["run", "demo:q9", "x"], 2, "there is no tag 'q9'"),
+        (["run", "demo:q9", "x"], 2, "the tag 'q9' is invalid"),
         (["run", "../demo", "x"], 2, "is not a model name"),
-        (["run", "demo", "x", "--memory", "lots"], 2, "'lots' is not a size"),
+        (["run", "demo", "x", "--memory", "lots"], 2, "'lots' is invalid"),
         (["run", "demo", "x", "--memory", "1%"], 1, "at least 393216 bytes"),
         (["run", "demo", "x", "--ctx", "9999"], 1, "a context of 512 tokens, not 9999"),
         (["run", "demo", "x" * 600], 1, "the prompt has 603 tokens, the context 512"),
@@ -135,7 +135,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         (["plan", "demo", "--device", "cuda"], 1, "--device cpu"),
         (["bench", "demo", "--device", "cuda"], 1, "--device cuda: "),
         (["run", "demo", "x", "--miss", "wait"], 2, "'wait' is not one of auto, compute, fetch"),
-        (["run", "demo", "x", "--device-memory", "50%"], 1, "there is no device whose memory"),
+        (["run", "demo", "x", "--device-memory", "50%"], 1, "--device-memory needs a GPU"),
         (["run", "demo", "x", "--bogus"], 2, "--bogus"),
         (["bogus"], 2, "bogus"),
         (["run"], 2, "MODEL"),

@@ -74,7 +74,7 @@ def test_one_answer(run: Command, served: tuple[Path, str]) -> None:
     assert run("demo", "17+25=", "--quiet").err == ""
     own = run("demo", "17+25=", "--memory", "50%", "--verbose")
     assert own.out == "42\n"
-    assert "--memory asks for an engine of its own: the model runs in this process" in own.err
+    assert "--memory needs an engine of its own: the model runs in this process" in own.err
 
 
 def test_the_same_answers_as_alone(run: Command) -> None:
@@ -93,10 +93,10 @@ def test_what_cannot_be_asked(run: Command) -> None:
     for host in ({}, {"MOEINF_HOST": "127.0.0.1:1"}):
         done = run("demo", "17+25=", "--think", **host)
         assert (done.code, done.out) == (2, "")
-        assert "demo:bf16 cannot think" in done.err
+        assert "demo:bf16 does not support thinking" in done.err
     raw = run("demo", "--raw")
     assert (raw.code, raw.out) == (2, "")
-    assert "--raw is for a prompt" in raw.err
+    assert "--raw needs a prompt" in raw.err
 
 
 def test_documents_and_errors(run: Command) -> None:
@@ -121,8 +121,8 @@ def test_a_server_that_cannot_be_used(run: Command, served: tuple[Path, str]) ->
     assert run("demo", "17+25=", MOEINF_HOST="127.0.0.1:1").err == ""
     for hello, status, line in (
         ("moeinf is running", 200, "is moeinf 0.0.1, this is "),
-        ("Ollama is running", 200, "no server of moeinf at"),
-        ("The listener wants to be asked otherwise.", 401, "no server of moeinf at"),
+        ("Ollama is running", 200, "no moeinf server at"),
+        ("The listener wants to be asked otherwise.", 401, "no moeinf server at"),
     ):
         with _listening(hello, status) as host:
             done = run("demo", "17+25=", "--verbose", MOEINF_HOST=host)

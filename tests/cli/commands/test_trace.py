@@ -153,7 +153,7 @@ def test_mmlu_through_the_hub(home: Path, tmp_path: Path) -> None:
             2,
             "'mmmlu' is not one of bbh, bigbench, demo, flan, mmlu",
         ),
-        (["demo", "--dataset", "gone.jsonl"], 2, "there is no file gone.jsonl"),
+        (["demo", "--dataset", "gone.jsonl"], 2, "gone.jsonl does not exist"),
         (["demo", "--dataset", "demo", "--subset", "sums"], 2, "demo has no subset 'sums'"),
         (["demo", "--dataset", "demo", "--out", "x.csv"], 2, "a file named *.eam"),
         (["demo", "--dataset", "demo", "--out", "/no/x.eam"], 1, "/no"),

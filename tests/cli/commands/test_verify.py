@@ -31,7 +31,7 @@ def damage(folder: Path) -> dict[str, str]:
     (folder / "experts/L005/E031.safetensors").unlink()
     (folder / "config.json").write_text("{}")
     return {
-        "experts/L003/E017.safetensors": "has another content",
+        "experts/L003/E017.safetensors": "has different content",
         "experts/L000/E000.safetensors": "bytes instead of",
         "experts/L005/E031.safetensors": "is missing",
         "config.json": "bytes instead of",
@@ -58,7 +58,7 @@ def test_damage_is_named_and_mended(own: Command, tmp_path: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*.safetensors")}
     mended = own("verify", "demo", "--repair")
     assert mended.code == 0
-    assert mended.out.count(": mended") == 4
+    assert mended.out.count(": repaired") == 4
     changed = [p for p, moment in before.items() if p.stat().st_mtime_ns != moment]
     assert len(changed) <= 2  # intact files are unchanged
     assert own("verify", "demo").code == 0

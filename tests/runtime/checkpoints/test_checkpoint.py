@@ -146,7 +146,7 @@ def test_index_decides_which_copy_counts(tmp_path: Path) -> None:
     ],
 )
 def test_index_cannot_name_files_elsewhere(file: str, tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="names a file that cannot be"):
+    with pytest.raises(BadCheckpoint, match="names an invalid file"):
         open_checkpoint(checkpoint(tmp_path, {"a": file}))
 
 

@@ -199,7 +199,7 @@ def test_a_bus_is_measured_without_page_locking_and_never_without_copies(
 @pytest.mark.parametrize(
     ("available", "capability", "words"),
     [
-        (False, (9, 0), "this torch cannot use it"),
+        (False, (9, 0), "this torch does not support it"),
         (True, (7, 5), "its compute capability is 7.5, and the kernels need 8.0 (Ampere)"),
         (True, (8, 0), None),
         (True, (12, 0), None),
@@ -245,8 +245,10 @@ def test_a_failed_copy_is_an_error_and_the_engine_goes_on(
 def test_no_gpu_no_torch_for_it_and_no_such_budget(
     fake: Fake, demo_home: Path, open_gpu_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch cannot use it")
-    with pytest.raises(DeviceUnavailable, match="Fake GPU is there, but this torch cannot use it"):
+    monkeypatch.setattr(gpus, "missing_for_kernels", lambda: "this torch does not support it")
+    with pytest.raises(
+        DeviceUnavailable, match="Fake GPU cannot be used: this torch does not support it"
+    ):
         open_gpu_engine(8)
     fake.configure("devices=0")
     forget_gpus()
@@ -257,6 +259,6 @@ def test_no_gpu_no_torch_for_it_and_no_such_budget(
     with pytest.raises(DeviceUnavailable, match=r"/nowhere/libcuda\.so\.1"):
         Engine.open(manifest, folder, nowhere, Settings(demo_home))
     share = EngineConfig(device="cpu", device_memory=MemorySize(share=0.5))
-    with pytest.raises(DeviceUnavailable, match="there is no device whose memory"):
+    with pytest.raises(DeviceUnavailable, match="--device-memory needs a GPU"):
         Engine.open(manifest, folder, share, Settings(demo_home))
     assert torch.get_num_threads() > 0

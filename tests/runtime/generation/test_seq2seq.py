@@ -196,7 +196,7 @@ def test_quantised_memory_does_not_matter(nllb: tuple[Settings, dict[str, Manife
     [
         (Languages(), "--tgt fra_Latn"),
         (Languages(target="fra_Latin"), "near: fra_Latn"),
-        (Languages("</s>", "fra_Latn"), "no language '</s>'"),
+        (Languages("</s>", "fra_Latn"), "'</s>' is not a language"),
     ],
 )
 def test_unknown_languages(

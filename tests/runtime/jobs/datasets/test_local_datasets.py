@@ -70,8 +70,8 @@ def test_parquet_reads_only_the_columns_it_needs(tmp_path: Path) -> None:
         ("x.jsonl", b'{"prompt": "a"}\n{', "x.jsonl:2 is not JSON"),
         ("x.jsonl", b"[1]", "neither a JSON object nor a string"),
         ("x.jsonl", b'{"answer": "a"}', "x.jsonl:1 has none of prompt, inputs"),
-        ("x.jsonl", b'{"prompt": 3}', "prompt is no text"),
-        ("x.jsonl", b'{"prompt": " "}', "prompt is no text|empty"),
+        ("x.jsonl", b'{"prompt": 3}', "prompt is not a text"),
+        ("x.jsonl", b'{"prompt": " "}', "prompt is not a text|empty"),
         ("x.jsonl", b"[" * 100_000, "is not JSON"),
         ("x.txt", b"ok\n\xff\xfe", "x.txt:2 is not UTF-8"),
         ("x.txt", b"", "gives no prompts"),
@@ -88,7 +88,7 @@ def test_files_of_another_form(name: str, content: bytes, problem: str, tmp_path
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(NoSuchDataset, match=r"there is no file .*gone\.txt"):
+    with pytest.raises(NoSuchDataset, match=r"gone\.txt does not exist"):
         load(tmp_path / "gone.txt")
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(BadDataset, match="is not a file"):
