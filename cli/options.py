@@ -157,7 +157,7 @@ Threads = Annotated[
 ]
 NoTrace = Annotated[
     bool,
-    typer.Option("--no-trace", help="Record nothing of this use: no experts, no speed, no date."),
+    typer.Option("--no-trace", help="Record nothing of this run: no experts, no speed, no date."),
 ]
 
 

@@ -45,7 +45,7 @@ class OutputFailed(Failure, OSError):
     """Standard output cannot be written: its disk is full, or its device fails."""
 
     code = "output_failed"
-    hint = "the same again after you free some space, or another place to write to"
+    hint = "the same command after you free some disk space, or another output file"
 
     def __str__(self) -> str:
         return str(self.strerror)

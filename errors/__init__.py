@@ -97,7 +97,7 @@ class DiskFull(FileError):
     """A file cannot be written: its disk is full."""
 
     code = "disk_full"
-    hint = "the same again after you free some disk space"
+    hint = "the same command after you free some disk space"
 
 
 class DeviceError(Unavailable, RuntimeError):
@@ -116,8 +116,8 @@ class OutOfDeviceMemory(DeviceError):
     """CUDA_ERROR_OUT_OF_MEMORY, for device or page-locked memory. Raised by native."""
 
     code = "out_of_device_memory"
-    hint = "less --device-memory, --device cpu, or the same again after you free some of the device"
-    serve_hint = "give `moeinf serve` less --device-memory, or free some of the device"
+    hint = "less --device-memory, --device cpu, or the same command after you free device memory"
+    serve_hint = "give `moeinf serve` less --device-memory, or free device memory"
 
 
 def as_moeinf(error: BaseException) -> MoeinfError:

@@ -195,5 +195,5 @@ def _words(figures: dict[str, object]) -> list[tuple[str, str]]:
         how = f"k-means by cosine, silhouette {figures['silhouette']}"
         pairs.append(("groups", f"{len(groups)}, of {sizes} requests ({how})"))
     else:
-        pairs.append(("groups", "none that stand apart"))
+        pairs.append(("groups", "no distinct groups"))
     return pairs

@@ -15,7 +15,7 @@ from moeinf.runtime.sizes import format_bytes
 
 def prune(
     list_partials: Annotated[
-        bool, typer.Option("--list-partials", help="List them, and remove nothing.")
+        bool, typer.Option("--list-partials", help="Only print what would be removed.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

@@ -39,7 +39,7 @@ def pull(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(metavar="NAME[:TAG]", help="Its name here.", show_default=False)
+        str | None, typer.Option(metavar="NAME[:TAG]", help="The model's name.", show_default=False)
     ] = None,
     revision: Revision = None,
     token: Token = None,

@@ -64,7 +64,8 @@ def run(
         float | None, typer.Option(help="Keep the best tokens up to this probability in sum.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens of at least this share of the best.")
+        float | None,
+        typer.Option(help="Keep tokens with this share of the best one's probability."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens at most.")] = None,

@@ -36,7 +36,7 @@ def serve(
     threads: Threads = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="0: any that is free.", show_default=False),
+        typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
     ] = None,
     quiet: Quiet = False,
 ) -> None:

@@ -49,8 +49,8 @@ Misses = Annotated[
     ),
 ]
 BusSpeed = Annotated[int | None, _option("Bytes a second to the device. Default: 25GB.")]
-CpuSpeed = Annotated[int | None, _option("Bytes a second of experts on the CPU. Default: 30GB.")]
-DeviceSpeed = Annotated[int | None, _option("Bytes a second of its memory. Default: 500GB.")]
+CpuSpeed = Annotated[int | None, _option("Bytes a second that the CPU computes. Default: 30GB.")]
+DeviceSpeed = Annotated[int | None, _option("Bytes a second of device memory. Default: 500GB.")]
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class DeviceTier:
         """The slots not page-locked or given up, and why; None: no problem so far."""
         if self.slots < self._planned:
             words = f"the GPU ran out of memory: it holds {self.slots} experts now, "
-            advice = "a smaller --ctx, or what others hold there, leaves it more"
+            advice = "use a smaller --ctx, or free the device memory of other programs"
             return words + f"not {self._planned}; {advice}"
         return None if self._locking is None else self._locking.note
 

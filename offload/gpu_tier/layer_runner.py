@@ -56,7 +56,7 @@ class OutOfMemory(Unavailable, MemoryError):
 
     code = "no_workspace"
     hint = (
-        "a smaller --ctx, --device cpu, or the same again after you free some of the device; "
+        "a smaller --ctx, --device cpu, or the same command after you free device memory; "
         "more --device-memory helps where the device has it free"
     )
 

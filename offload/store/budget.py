@@ -22,7 +22,7 @@ class DoesNotFit(Unavailable, MemoryError):
         )
         self.given_bytes = given_bytes
         self.min_bytes = min_bytes
-        self.hint = f"--memory {min_bytes}, or the same again after you free some memory"
+        self.hint = f"--memory {min_bytes}, or the same command after you free some memory"
 
 
 def _size(count: int) -> str:

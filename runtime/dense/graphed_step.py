@@ -173,9 +173,11 @@ class GraphedStep:
         alone, graphed = (statistics.median(spent) * 1e3 for spent in times)
         same = all(torch.equal(found[0], other) for other in found[1:])
         self.pays = same and graphed < alone
-        words = f"the dense part of a token takes {graphed:.2f} ms so, {alone:.2f} without"
+        words = (
+            f"the dense part of a token takes {graphed:.2f} ms with them, {alone:.2f} ms without"
+        )
         if not same:
-            words = "they do not repeat what was computed without them; please report this"
+            words = "their results differ from those without them; please report this"
         self._tell(words, self.pays)
 
 

@@ -90,8 +90,8 @@ def open_gpu(
 def _words(speeds: Contended) -> str:
     bus, cpu = format_bytes(speeds.bus_bytes_per_s), format_bytes(speeds.cpu_bytes_per_s)
     return (
-        "misses: of each layer so many are fetched, the others computed by the CPU, that both end "
-        f"together (beside each other the bus moves {bus}/s, the CPU reads {cpu}/s)"
+        "misses: each layer fetches some and the CPU computes the others, so both end together "
+        f"(at the same time the bus moves {bus}/s and the CPU reads {cpu}/s)"
     )
 
 

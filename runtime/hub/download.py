@@ -43,7 +43,7 @@ class DownloadFailed(Unavailable, OSError):
     """A file could not be fetched. The message gives its name and the reason."""
 
     code = "download_failed"
-    hint = "the same again: what has arrived is kept"
+    hint = "the same command again: downloaded data is kept"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class PullInProgress(Conflict, RuntimeError):
     """Another process is writing the same model."""
 
     code = "pull_in_progress"
-    hint = "the same again when that pull has ended"
+    hint = "the same command when that pull has ended"
 
 
 class Workplace:

@@ -33,7 +33,7 @@ class DeviceDoesNotFit(Unavailable, MemoryError):
     """--device-memory, or the device's free memory, is below the minimum."""
 
     code = "device_does_not_fit"
-    hint = "more --device-memory, --device cpu, or the same again after you free some of the device"
+    hint = "more --device-memory, --device cpu, or the same command after you free device memory"
 
     def __init__(self, given_bytes: int, min_bytes: int) -> None:
         super().__init__(

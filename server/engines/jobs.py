@@ -13,14 +13,14 @@ class Busy(Unavailable, RuntimeError):
     """The request queue is full."""
 
     code = "busy"
-    hint = "the same again later"
+    hint = "the same request later"
 
 
 class Unloaded(Unavailable, RuntimeError):
     """The model was unloaded, or the server ended, before the answer was complete."""
 
     code = "unloaded"
-    hint = "the same again, which loads the model"
+    hint = "the same request again, which loads the model"
 
 
 @dataclass(eq=False)

@@ -226,7 +226,7 @@ def test_a_rerun_asks_only_for_what_is_missing(machine: Machine, hub: Hub) -> No
     failed = machine("pull", "Org/Demo-MoE")
     assert failed.code == 1
     assert f"{second}: the server answers 404" in failed.err
-    assert "what has arrived is kept" in failed.err
+    assert "downloaded data is kept" in failed.err
     hub.fault = lambda _: None
     hub.requests.clear()
     assert machine("pull", "Org/Demo-MoE").code == 0

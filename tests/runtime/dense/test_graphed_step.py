@@ -109,7 +109,7 @@ def test_the_tokens_are_those_without(
     assert engine.gpu is not None
     assert engine.gpu.dense_math is not None
     said = engine.gpu.dense_math.graphs
-    assert said == "the dense part of a token takes 1.00 ms so, 3.00 without"
+    assert said == "the dense part of a token takes 1.00 ms with them, 3.00 ms without"
     generation = Conversation(engine).ask("1+1=", SamplingOptions(), Limits(max_tokens=2))
     list(generation)
     assert ("CUDA graphs", said) in verbose_lines(engine, generation, 0.0)
@@ -182,7 +182,7 @@ def test_what_is_slower_is_not_used(
     expected = texts(open_engine(graphed=False, slots=30, miss="fetch"))
     assert texts(engine) == expected
     assert engine.take_notes() == [
-        "no CUDA graphs: the dense part of a token takes 1.50 ms so, 1.00 without"
+        "no CUDA graphs: the dense part of a token takes 1.50 ms with them, 1.00 ms without"
     ]
     played = devices[0].writing.played
     assert played == graphed_step._ROUNDS * (engine.info.manifest.layers + 1)
@@ -204,7 +204,7 @@ def test_what_does_not_repeat_itself_is_not_used(
     engine = open_engine()
     texts(engine, 4)
     assert engine.take_notes() == [
-        "no CUDA graphs: they do not repeat what was computed without them; please report this"
+        "no CUDA graphs: their results differ from those without them; please report this"
     ]
 
 

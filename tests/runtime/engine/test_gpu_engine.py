@@ -110,7 +110,7 @@ def of_the_demo(engine: Engine) -> str:
 def test_bandwidths_are_measured_once(open_gpu_engine: Open) -> None:
     engine = open_gpu_engine(8, "auto")
     (line,) = [line for line in engine.info.choices if line.startswith("misses:")]
-    assert "so many are fetched, the others computed by the CPU" in line
+    assert "each layer fetches some and the CPU computes the others" in line
     home = Settings(engine.info.folder.parents[2])
     speeds = remembered_contended(home, "Fake GPU", of_the_demo(engine))
     assert speeds is not None

@@ -32,7 +32,7 @@ _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is los
         (
             OutOfDeviceMemory("none is left"),
             503,
-            "none is left: give `moeinf serve` less --device-memory, or free some of the device",
+            "none is left: give `moeinf serve` less --device-memory, or free device memory",
         ),
         (MemoryError(), 503, "not enough memory"),
         (OSError(28, "No space left on device", "/f"), 500, "/f: No space left on device"),
