@@ -99,8 +99,5 @@ def _offline(repository: str, revision: str | None, note: Callable[[str], None])
         raise RepositoryError(f"HF_HUB_OFFLINE is set and {at} is not in the Hugging Face cache")
     note(f"{repository} is in the Hugging Face cache and is used from there")
     if missing := lacking(cached.folder):
-        note(
-            f"the cache has no {', '.join(missing)}; whether the repository has cannot be known "
-            "offline"
-        )
+        note(f"the cache has no {', '.join(missing)}; offline the hub cannot be asked for it")
     return LocalSource(cached, f"hub:{repository}", cached.folder.name)

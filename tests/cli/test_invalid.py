@@ -18,8 +18,8 @@ from moeinf.runtime.sizes import parse_memory, parse_size
     ("arguments", "words"),
     [
         (["list"], "MOEINF_MEMORY: 'x'"),
-        (["run", "demo", "x", "--temperature", "nan"], "temperature is nan"),
-        (["run", "demo", "x", "--seed", "9" * 30], "seed is 999"),
+        (["run", "demo", "x", "--temperature", "nan"], "temperature must be"),
+        (["run", "demo", "x", "--seed", "9" * 30], "got 999"),
         (["run", "demo", "x", "--format", "{"], "format: "),
         (["run", "demo", "x", "--format", "FILE"], "format: "),
         (["run", "demo", "x", "--threads", "65"], "--threads"),

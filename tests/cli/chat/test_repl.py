@@ -136,7 +136,7 @@ def test_commands(terminal: Terminal, home: Path) -> None:
     assert "12345678901234567891" in terminal.ask("/show parameters")
     assert "top_k" in terminal.ask("/set parameter top_k 1e400")
     assert "unknown parameter 'bogus'" in terminal.ask("/set parameter bogus 1")
-    assert "temperature is -1" in terminal.ask("/set parameter temperature -1")
+    assert "temperature must be from 0" in terminal.ask("/set parameter temperature -1")
     assert "is not a name" in terminal.ask("/save ../evil")
     assert "there is no conversation" in terminal.ask("/load nothing")
     assert "Saved" in terminal.ask("/save sums")

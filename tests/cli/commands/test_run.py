@@ -124,7 +124,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         (["run", "demo", "x", "--memory", "1%"], 1, "at least 393216 bytes"),
         (["run", "demo", "x", "--ctx", "9999"], 1, "a context of 512 tokens, not 9999"),
         (["run", "demo", "x" * 600], 1, "the prompt has 603 tokens, the context 512"),
-        (["run", "demo", "x", "--temperature", "-1"], 2, "temperature is -1"),
+        (["run", "demo", "x", "--temperature", "-1"], 2, "got -1.0"),
         (
             ["run", "demo", "x", "--policy", "best"],
             2,
