@@ -178,8 +178,8 @@ def test_no_memory_between_experts(
         assert engine.store.device.slots == 4
         assert device.limits[2] - device.limits[1] == 5 * manifest.slots.slot_bytes
         assert (
-            "the GPU ran out of memory: it holds 4 experts now, not 9; a smaller --ctx, or what "
-            "others hold there, leaves it more"
+            "the GPU ran out of memory: it holds 4 experts now, not 9; use a smaller --ctx, "
+            "or free the device memory of other programs"
         ) in engine.take_notes()
         device.scarce = 1 << 30
         with pytest.raises(OutOfMemory, match="no device memory is left for a pass"):
