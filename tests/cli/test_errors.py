@@ -134,7 +134,7 @@ def test_a_form_that_a_server_refuses_is_wrong_usage_as_it_is_here() -> None:
 
 def test_a_text_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "_MOST_BYTES", 1000)
-    with pytest.raises(evaluation.Usage, match="more than"):
+    with pytest.raises(evaluation.Usage, match="is too large"):
         evaluation.evaluate_text("demo", Path("/dev/zero"))
 
 

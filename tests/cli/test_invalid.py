@@ -23,7 +23,7 @@ from moeinf.runtime.sizes import parse_memory, parse_size
         (["run", "demo", "x", "--format", "{"], "format: "),
         (["run", "demo", "x", "--format", "FILE"], "format: "),
         (["run", "demo", "x", "--threads", "65"], "--threads"),
-        (["eval", "demo", "--file", "FILE"], "--file "),
+        (["eval", "demo", "--file", "FILE"], "--file: "),
         (["eamc", "show", "demo", "--plot", "x.txt"], "'x.txt' does not end in .png"),
         (["simulate", "x.eam", "--plot", "x.txt"], "'x.txt' does not end in .png"),
     ],
