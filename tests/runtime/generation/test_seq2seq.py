@@ -195,7 +195,7 @@ def test_quantised_memory_does_not_matter(nllb: tuple[Settings, dict[str, Manife
     ("languages", "problem"),
     [
         (Languages(), "--tgt fra_Latn"),
-        (Languages(target="fra_Latin"), "near: fra_Latn"),
+        (Languages(target="fra_Latin"), "nearest: fra_Latn"),
         (Languages("</s>", "fra_Latn"), "'</s>' is not a language"),
     ],
 )

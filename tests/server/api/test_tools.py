@@ -209,7 +209,7 @@ def test_a_call_that_must_be(to_openai: openai.OpenAI) -> None:
             else:
                 assert call.function.name == "sub"
     wrong = {"type": "function", "function": {"name": "mul"}}
-    with pytest.raises(openai.BadRequestError, match="no tool 'mul'"):
+    with pytest.raises(openai.BadRequestError, match="'mul' is invalid"):
         create(to_openai, tools=TOOLS, tool_choice=wrong)
     with pytest.raises(openai.BadRequestError, match="has no tools"):
         create(to_openai, tool_choice="required")
