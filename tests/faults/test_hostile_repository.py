@@ -51,7 +51,7 @@ JUNK = st.recursive(
 
 
 def slowly(every_point: bool) -> settings:
-    many = 2000 if every_point else 60
+    many = 500 if every_point else 60
     return settings(
         max_examples=many, deadline=None, suppress_health_check=list(HealthCheck), database=None
     )

@@ -55,7 +55,7 @@ def test_snapshot_is_independent() -> None:
 
 
 def test_no_capacity() -> None:
-    with pytest.raises(ValueError, match="0 tokens"):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
         KvCache(LAYOUT, 0)
 
 

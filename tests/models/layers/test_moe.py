@@ -29,7 +29,7 @@ def test_groups(rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("bad", [-2, 7])
 def test_ids_out_of_range(bad: int) -> None:
-    with pytest.raises(ValueError, match="7 experts"):
+    with pytest.raises(ValueError, match="must lie in 0 … 6"):
         group(torch.tensor([[0, bad]]), 7)
 
 
