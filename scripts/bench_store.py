@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -33,58 +34,14 @@ from moeinf.offload.store.compute import SlotMath
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.host_tier import HostTier
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.fakes import AtOnce, NoMath
+
 TRACE = Path(__file__).parents[1] / "tests/data/traces/qwen3-30b-a3b.route.csv.gz"
 SHAPE = RoutingShape(16, 64, 8)
 CASES = (("lru", 1.0), ("lru", 0.35), ("adaptive", 0.35))
 ROW = torch.zeros(1, dtype=torch.int64)
-
-
-class AtOnce:
-    """A `Transfer` whose reads have ended when they are asked for."""
-
-    direct_io = False
-    telling_seconds = 0.0
-
-    def __init__(self) -> None:
-        self._tickets, self._ended = 0, list[tuple[int, Exception | None]]()
-
-    def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
-        self._tickets += len(cells)
-        return list(range(self._tickets - len(cells) + 1, self._tickets + 1))
-
-    def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
-        tickets = self.demand(cells, slots)
-        self._ended += [(ticket, None) for ticket in tickets]
-        return tickets
-
-    def ended(self) -> list[tuple[int, Exception | None]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self, ticket: int, cell: int) -> None: ...
-
-    def hasten(self, ticket: int) -> None: ...
-
-    def cancel(self, ticket: int) -> bool:
-        return False
-
-    def may_write(self, slot: int) -> bool:
-        return False
-
-    def bytes_of(self, cell: int) -> int:
-        return 1
-
-    def close(self) -> None: ...
-
-
-class NoMath:
-    """Arithmetic that computes nothing."""
-
-    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
-        return x
-
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return rows[:, 0]
 
 
 def routing(tokens: int) -> NDArray[np.int64]:

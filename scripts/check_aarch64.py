@@ -32,7 +32,7 @@ KERNELS = [
     "kernels/kernels_portable.cpp",
     "kernels/quantise.cpp",
     "kernels/router.cpp",
-    "kernels/thread_pool.cpp",
+    "threads/thread_pool.cpp",
 ]
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         list(pool.map(lambda source: compile_module(source, folder), sources))
         print(f"{len(sources)} files of native/ compile for aarch64")
         run("copy_queue_driver", folder, [])
-        run("thread_pool_driver", folder, ["kernels/thread_pool.cpp"])
+        run("thread_pool_driver", folder, ["threads/thread_pool.cpp"])
         run("simulate_driver", folder, [], "1", "200")
         run("file_reader_driver", folder, ["queue/file_reader.cpp"], str(folder))
         there = run("kernels_driver", folder, KERNELS, "portable")

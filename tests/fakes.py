@@ -1,9 +1,9 @@
-"""Test doubles for models: dense weights from a dict, experts that check the call order."""
+"""Test doubles: dense weights from a dict, experts that check the call order, reads at once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,3 +195,53 @@ class _Watched:
         assert self._owner._outstanding
         self._owner._outstanding = False
         return self._pending.result()
+
+
+class AtOnce:
+    """A `Transfer` whose reads have ended when they are asked for."""
+
+    direct_io = False
+    telling_seconds = 0.0
+
+    def __init__(self) -> None:
+        self._tickets, self._ended = 0, list[tuple[int, Exception | None]]()
+
+    def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
+        self._tickets += len(cells)
+        return list(range(self._tickets - len(cells) + 1, self._tickets + 1))
+
+    def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
+        tickets = self.demand(cells, slots)
+        self._ended += [(ticket, None) for ticket in tickets]
+        return tickets
+
+    def ended(self) -> list[tuple[int, Exception | None]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, ticket: int, cell: int) -> None: ...
+
+    def hasten(self, ticket: int) -> None: ...
+
+    def abandon(self, ticket: int) -> None: ...
+
+    def cancel(self, ticket: int) -> bool:
+        return False
+
+    def may_write(self, slot: int) -> bool:
+        return False
+
+    def bytes_of(self, cell: int) -> int:
+        return 1
+
+    def close(self) -> None: ...
+
+
+class NoMath:
+    """Computes nothing."""
+
+    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
+        return x
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return rows[:, 0]

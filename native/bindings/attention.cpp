@@ -11,9 +11,9 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/attention_step.h"
-#include "kernels/ceilings.h"
-#include "kernels/decode_attention.h"
+#include "attention/attention_step.h"
+#include "measure/ceilings.h"
+#include "attention/decode_attention.h"
 
 namespace py = pybind11;
 

@@ -23,7 +23,7 @@
 #include "bindings/device.h"
 #include "bindings/kernels.h"
 #include "bindings/policy.h"
-#include "kernels/read_loop.h"
+#include "measure/read_loop.h"
 
 namespace py = pybind11;
 using namespace moeinf;

@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/scratch.h"
+#include "threads/scratch.h"
 
 namespace moeinf {
 namespace {

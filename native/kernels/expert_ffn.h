@@ -22,7 +22,7 @@
 
 #include "kernels/activations.h"
 #include "kernels/kernels.h"
-#include "kernels/thread_pool.h"
+#include "threads/thread_pool.h"
 #include "kernels/tiles.h"
 
 namespace moeinf {

@@ -35,7 +35,7 @@
 #include <utility>
 #include <vector>
 
-#include "queue/usage.h"
+#include "policy/usage.h"
 
 namespace moeinf {
 

@@ -1,6 +1,6 @@
 """The default policy: keep the experts that are most probably used next.
 
-native/policy/adaptive_core.h makes its decisions and native/queue/usage.h its estimates. Both
+native/policy/adaptive_core.h makes its decisions and native/policy/usage.h its estimates. Both
 argue them. tests/offload/policy/plain.py is a plain transcription that tests compare them with.
 One decode pass asks of them:
 

@@ -92,7 +92,7 @@ PROGRAMS = (
             ("device_driver", DEVICE_FILES),
             ("file_reader_driver", ("queue/file_reader.cpp",)),
             ("hang_driver", QUEUE_FILES),
-            ("thread_pool_driver", ("kernels/thread_pool.cpp",)),
+            ("thread_pool_driver", ("threads/thread_pool.cpp",)),
         )
     ),
     Program("simulate_driver"),

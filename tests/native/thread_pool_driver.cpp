@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "check.h"
-#include "kernels/thread_pool.h"
+#include "threads/thread_pool.h"
 
 using moeinf::ThreadPool;
 

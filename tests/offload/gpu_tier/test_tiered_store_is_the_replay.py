@@ -38,8 +38,9 @@ from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.stats import StoreStats
 from tests.fake_device import FakeDevice
+from tests.fakes import AtOnce, NoMath
 from tests.native.fake_cuda import Fake
-from tests.offload.store.test_store_is_the_replay import LAYOUT, TRACE, AtOnce, NoMath
+from tests.offload.store.test_store_is_the_replay import LAYOUT, TRACE
 
 SHAPE = RoutingShape(layers=4, experts=16, top_k=2, expert_bytes=1, dense_bytes=4)
 AT_ONCE, LATE = DeviceSpeeds(bus_bytes_per_s=inf), DeviceSpeeds(bus_bytes_per_s=1e-30)

@@ -1,6 +1,6 @@
 """The policy `adaptive` in plain Python and numpy, to be read and to be compared with.
 
-Does not know how to be fast. It follows native/policy/adaptive_core.h and native/queue/usage.h
+Does not know how to be fast. It follows native/policy/adaptive_core.h and native/policy/usage.h
 sentence by sentence, with every float32 sum in the same order, so that its decisions are the same.
 """
 

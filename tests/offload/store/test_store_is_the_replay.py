@@ -8,14 +8,12 @@ store, whose reads are all begun at once, is compared with a replay whose link t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
@@ -29,59 +27,10 @@ from moeinf.offload.simulator.clock import TimeModel
 from moeinf.offload.simulator.replay import Conditions, Replay
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.offload.store.host_tier import HostTier
+from tests.fakes import AtOnce, NoMath
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "qwen3-30b-a3b.route.csv.gz"
 LAYOUT = ExpertLayout(1, 1, "F32")
-
-
-class AtOnce:
-    """A `Transfer` whose reads have ended when they are asked for."""
-
-    direct_io = False
-    telling_seconds = 0.0
-
-    def __init__(self) -> None:
-        self._tickets, self._ended = 0, list[tuple[int, Exception | None]]()
-
-    def demand(self, cells: Sequence[int], slots: Sequence[int]) -> list[int]:
-        self._tickets += len(cells)
-        return list(range(self._tickets - len(cells) + 1, self._tickets + 1))
-
-    def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
-        tickets = self.demand(cells, slots)
-        self._ended += [(ticket, None) for ticket in tickets]
-        return tickets
-
-    def ended(self) -> list[tuple[int, Exception | None]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self, ticket: int, cell: int) -> None: ...
-
-    def hasten(self, ticket: int) -> None: ...
-
-    def abandon(self, ticket: int) -> None: ...
-
-    def cancel(self, ticket: int) -> bool:
-        return False
-
-    def may_write(self, slot: int) -> bool:
-        return False
-
-    def bytes_of(self, cell: int) -> int:
-        return 1
-
-    def close(self) -> None: ...
-
-
-class NoMath:
-    """Computes nothing."""
-
-    def ffn(self, x: Tensor, *weights: Tensor) -> Tensor:
-        return x
-
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return rows[:, 0]
 
 
 @dataclass

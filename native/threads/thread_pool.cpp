@@ -1,5 +1,5 @@
 // Posting, joining and leaving a call; starting, stopping and forking threads.
-#include "kernels/thread_pool.h"
+#include "threads/thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>

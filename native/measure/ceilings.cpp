@@ -1,11 +1,11 @@
 // Loops that wait only for the unit that they measure.
-#include "kernels/ceilings.h"
+#include "measure/ceilings.h"
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 
-#include "kernels/thread_pool.h"
+#include "threads/thread_pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "kernels/decode_attention.h"
+#include "attention/decode_attention.h"
 
 namespace moeinf {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/bf16.h"
-#include "kernels/decode_attention.h"
+#include "attention/decode_attention.h"
 
 namespace moeinf::attention {
 

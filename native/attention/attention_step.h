@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <span>
 
-#include "kernels/decode_attention.h"
+#include "attention/decode_attention.h"
 
 namespace moeinf {
 

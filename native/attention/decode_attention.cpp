@@ -1,5 +1,5 @@
 // Cuts decode attention into tasks, and combines their partials.
-#include "kernels/decode_attention.h"
+#include "attention/decode_attention.h"
 
 #include <algorithm>
 #include <bit>
@@ -7,9 +7,9 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/decode_attention_paths.h"
-#include "kernels/scratch.h"
-#include "kernels/thread_pool.h"
+#include "attention/decode_attention_paths.h"
+#include "threads/scratch.h"
+#include "threads/thread_pool.h"
 
 namespace moeinf {
 namespace {

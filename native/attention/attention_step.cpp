@@ -1,12 +1,12 @@
 // Runs the steps in order and writes the cache's new row.
-#include "kernels/attention_step.h"
+#include "attention/attention_step.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/decode_attention_paths.h"
-#include "kernels/scratch.h"
-#include "kernels/thread_pool.h"
+#include "attention/decode_attention_paths.h"
+#include "threads/scratch.h"
+#include "threads/thread_pool.h"
 
 namespace moeinf {
 namespace {

@@ -12,7 +12,7 @@
 //            one head is broadcast from memory
 //
 // In memory a value sum has its columns in interleaved order; the end of the task restores theirs.
-#include "kernels/decode_attention_paths.h"
+#include "attention/decode_attention_paths.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -1,5 +1,5 @@
 // Updates the estimates and their mixture; usage.h has the formulas.
-#include "queue/usage.h"
+#include "policy/usage.h"
 
 #include <algorithm>
 #include <bit>

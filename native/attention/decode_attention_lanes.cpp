@@ -5,11 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/decode_attention_paths.h"
+#include "attention/decode_attention_paths.h"
 
 #define MOEINF_LANES portable
 #define MOEINF_LANE_FLOATS 4
-#include "kernels/decode_attention_lanes.h"
+#include "attention/decode_attention_lanes.h"
 #undef MOEINF_LANES
 #undef MOEINF_LANE_FLOATS
 
@@ -19,7 +19,7 @@
 #pragma GCC target("avx2,fma")
 #define MOEINF_LANES avx2
 #define MOEINF_LANE_FLOATS 8
-#include "kernels/decode_attention_lanes.h"
+#include "attention/decode_attention_lanes.h"
 #undef MOEINF_LANES
 #undef MOEINF_LANE_FLOATS
 #pragma GCC pop_options
@@ -28,7 +28,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #define MOEINF_LANES avx512
 #define MOEINF_LANE_FLOATS 16
-#include "kernels/decode_attention_lanes.h"
+#include "attention/decode_attention_lanes.h"
 #undef MOEINF_LANES
 #undef MOEINF_LANE_FLOATS
 #pragma GCC pop_options

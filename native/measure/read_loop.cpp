@@ -1,5 +1,5 @@
 // Reads a buffer from start to end on several threads, and takes the time.
-#include "kernels/read_loop.h"
+#include "measure/read_loop.h"
 
 #include <sys/mman.h>
 
