@@ -1,9 +1,9 @@
 """python -m benchmarks.curves: compare a calibrated model's locality with the real traces'.
 
-Runs a forced text through our own engine with every expert resident, records the routing, replays
-recording and traces in the simulator, and prints both curves side by side. A share of experts below
-one token's (K ÷ E) cannot be compared. There LRU has no hits by construction, and K ÷ E differs
-between the shapes.
+Runs a forced text through our own engine with every expert resident, and records the routing.
+Replays the recording and the traces in the simulator, and prints both curves side by side. A share
+of experts below one token's (K ÷ E) cannot be compared. There LRU has no hits by construction, and
+K ÷ E differs between the shapes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Another program in a row of the GPU table: the same weights, text and device bytes.
 
-peers/ and worker.py drive a program. Its weights get the same part of the row's memory as ours: all
-except the bytes planned for CUDA, a prefill chunk and the KV cache
+peers/ and worker.py drive a program. Its weights get the same part of the row's memory as ours.
+That is all memory except the bytes planned for CUDA, a prefill chunk and the KV cache
 (runtime/placement/gpu_plan.py). The device memory that it really held is measured from outside.
 """
 

@@ -1,8 +1,8 @@
 """python -m benchmarks.steered: race policies on a real trace and disk, against the simulator.
 
 The model has random weights; a recording sets the experts of each layer
-(runtime/jobs/forced_routing.py). Several engines with the same memory, one per *way*, take turns
-every few tokens, so that all have the same disk and the same load from other processes:
+(runtime/jobs/forced_routing.py). There are several engines with the same memory, one per *way*.
+They take turns every few tokens. So all have the same disk and the same load from other processes:
 
     lru               the baseline
     adaptive          without hints

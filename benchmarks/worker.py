@@ -18,9 +18,9 @@ each, one token of each per step. It ends early after `limit_s`. `forced`: the a
 fed; a program that chooses its own tokens uses only their number. `first_disk_bytes`: `disk_bytes`
 (see below) when the first step began, where that is known.
 
-Every answer also has its time (`at`), the bytes that the process has read from disk so far
-(`disk_bytes`, page faults included; 0 where the system does not count them), its peak memory
-(`peak_bytes`, likewise), and its processor time (`cpu_s`).
+Every answer also has its time (`at`) and three figures of the process: the bytes read from disk so
+far (`disk_bytes`), the peak memory (`peak_bytes`) and the processor time (`cpu_s`). Page faults
+count as disk bytes. Disk bytes and peak memory are 0 where the system does not count them.
 
 Times are those of time.monotonic(), which all processes of a machine share. A worker without a
 request sleeps, so that two can run on one machine.

@@ -39,7 +39,7 @@ class Pending(Protocol):
 
 
 class Experts(Protocol):
-    """The routed experts of every layer: all that a model knows about offloading."""
+    """The routed experts of every layer: the only interface of a model to offloading."""
 
     @property
     def wants_hints(self) -> bool:

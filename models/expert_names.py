@@ -14,7 +14,7 @@ _INDEX = "(0|[1-9][0-9]{0,8})"
 
 
 class ExpertNames:
-    """How a family names the tensors of its experts."""
+    """The names that a family gives the tensors of its experts."""
 
     def __init__(self, template: str, roles: Mapping[str, Role]) -> None:
         """Take a template: literal text with {layer}, {expert} and {role} in this order."""

@@ -1,1 +1,1 @@
-"""The expert cache: who is where, what to fetch and what to evict. Knows no family."""
+"""The expert cache: residency, fetching and eviction. It is independent of model families."""

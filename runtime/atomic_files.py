@@ -24,7 +24,7 @@ def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
     try:
         descriptor = _open_locked(partial, mode)
     except OSError as error:
-        error.filename = os.fspath(path)  # the caller knows no other name
+        error.filename = os.fspath(path)  # the name that the caller gave
         raise
     try:
         os.ftruncate(descriptor, 0)

@@ -79,9 +79,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How `moeinf serve` listens and shares its engines.
+    """The options of `moeinf serve`: its address, its limits and the sharing of its engines.
 
-    keep_alive_s  seconds that an idle model stays loaded; infinite: for good
+    keep_alive_s  seconds that an idle model stays loaded; infinite: it is never unloaded
     max_queue     requests that may wait for an engine; one more is answered 503
     parallel      requests that decode together, each with a KV cache of its own
     origins       web pages' origins that may call, beside those of this machine; * is any
@@ -165,14 +165,14 @@ def _memory(text: str) -> MemorySize:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How one engine is to run. Built once, in a face.
+    """The options of one engine. Built once, in a face.
 
     memory     RAM for experts, in bytes or as a share of all experts; None: the free memory
     context    tokens of KV cache; None: the model's usual context, if the plan has room for it
     readers    reads in flight, and direct_io whether they bypass the page cache; None: the
                measured best
     parallel   requests that decode together, each with a KV cache of its own
-    trace      whether routing is added to the model's EAMC; otherwise nothing is recorded
+    trace      True: add the routing to the model's EAMC; False: record nothing
     device     the processor that computes experts, device_memory the part of its memory to use
     miss       how an expert outside the device's memory is computed
                (offload/gpu_tier/layer_runner.py)

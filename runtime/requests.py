@@ -13,7 +13,7 @@ from moeinf.runtime.invalid import InvalidValue
 
 Role = Literal["system", "user", "assistant"]
 Form = str | dict[str, Any] | None  # of an answer: None, "json", or a JSON schema
-# The regex engine of tokenizers gives up after 10,000,000 steps, and each character of a run takes
+# The regex engine of tokenizers stops after 10,000,000 steps, and each character of a run takes
 # one. The patterns of Qwen2, Llama-3 and DeepSeek-V3 panic at that many spaces.
 MAX_TEXT_BYTES = 8 << 20
 
@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Limits:
-    """When an answer ends: after max_tokens, or before a `stop` text.
+    """The limits of an answer: it ends after max_tokens, or before a `stop` text.
 
     max_tokens None: at the end of the context.
     """

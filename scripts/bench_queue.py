@@ -1,9 +1,10 @@
 """Compare the copy queue with the drive: random expert-sized reads, floor and ceiling in one run.
 
 Run: python scripts/bench_queue.py [--folder .] [--megabytes 4] [--experts 128] [--rounds 7]
-Floor: one preadv after the other. Ceiling: the best cell of the sweep of `moeinf devices` (plain
-threads and preadv, 1 to 32 in flight, direct and buffered reads), measured again in every round.
-The queue reads with the settings that the sweep chose, with and without each expert's checksum.
+Floor: one preadv after the other. Ceiling: the best cell of the sweep of `moeinf devices`, measured
+again in every round. The sweep uses plain threads and preadv, with 1 to 32 direct or buffered reads
+in flight. The queue reads with the settings that the sweep chose, with and without each expert's
+checksum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compile the native code for 64-bit Arm, and run its portable path there, in an emulator.
 
-It builds no wheel. It shows that the code compiles without x86 features, that the queue's and the
-pool's drivers pass, and that the kernels give the same bits as on this machine.
+It builds no wheel. It shows that the code compiles without x86 features, and that the queue's and
+the pool's drivers pass. The kernels must give the same bits as on this machine.
 
     apt install g++-aarch64-linux-gnu qemu-user-static && python scripts/check_aarch64.py
 """

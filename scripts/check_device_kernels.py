@@ -3,10 +3,10 @@
     python scripts/check_device_kernels.py [--only REGEX] [sm_80 sm_86 sm_90 …]
 
 Triton's wheel holds ptxas and cuobjdump, so this runs anywhere. Prints a line per kernel and
-variant: registers per thread, bytes spilled to local memory, bytes of shared memory, warps; in the
-PTX, products on tensor cores, and copies to shared memory that may be in flight during a wait. It
-measures no speed. Exits with 1 when a kernel spills more than two registers, or when one for many
-rows has no product on tensor cores.
+variant: registers per thread, bytes spilled to local memory, bytes of shared memory, warps. The
+line also counts two things in the PTX: products on tensor cores, and copies to shared memory that
+may be in flight during a wait. It measures no speed. Exits with 1 when a kernel spills more than
+two registers, or when one for many rows has no product on tensor cores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run every row of the fault list and print the faults, the injections and the outcomes.
 
 Run: python scripts/faults.py [--minutes 30] [--soak 60] [--quick] [--only words]
-Runs the tests of a row with every injection point (--quick: with a few, like pytest), the fuzzer
-for --minutes and the server's soak for --soak minutes (0: not run). Prints a table; exits with 1
-when anything is wrong. A row that cannot run here has the reason in the table.
+Runs the tests of a row with every injection point (--quick: with a few, like pytest). Runs the
+fuzzer for --minutes, and the server's soak for --soak minutes (0: not run). Prints a table; exits
+with 1 when anything is wrong. A row that cannot run here has the reason in the table.
 """
 
 from __future__ import annotations

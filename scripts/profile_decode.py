@@ -2,8 +2,8 @@
 
 Run: python scripts/make_checkpoint.py FOLDER --gigabytes 1.7 && moeinf pull FOLDER --name big
      python scripts/profile_decode.py big [--torch] [--context 512] [--tokens 60]
---torch leaves out the native pieces, as if runtime/dense/cpu_fused.py did not exist. The rest is
-Python, additions, the embedding and the store's bookkeeping.
+--torch leaves out the native pieces of runtime/dense/cpu_fused.py. The rest is Python, additions,
+the embedding and the store's bookkeeping.
 """
 
 from __future__ import annotations

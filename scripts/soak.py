@@ -2,11 +2,11 @@
 
 Run: python scripts/soak.py [--minutes 60] [--clients 6] [--seed 0]
 
-Clients ask (and know the answer), hang up in the middle, leave while they wait, send rubbish, half
-requests and huge ones, unload, copy and delete models. The server runs in a process of its own and
-reports its resources every few seconds. Afterwards no request, pin, thread or descriptor may be
-left, and memory must have stayed flat. Every answer must be right or a worded error. Prints a
-table; exits 1 when anything is wrong.
+Clients ask questions with known answers, and disconnect while they wait or read. They send invalid
+data, half requests and huge ones. They unload, copy and delete models. The server runs in a process
+of its own and reports its resources every few seconds. Afterwards no request, pin, thread or
+descriptor may be left, and memory must have stayed flat. Every answer must be right or a worded
+error. Prints a table; exits 1 when anything is wrong.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def by_request(outcome: Outcome, name: str) -> NDArray[np.float64]:
 def sparsity(recording: Recording) -> tuple[float, float, float]:
     """Return three shares of a recording's decoding.
 
-    Experts that a request uses at all; experts that it uses twice or more; the entropy of use over
-    all requests, relative to the maximum.
+    Experts that a request uses at least once; experts that it uses twice or more; the entropy of
+    use over all requests, relative to the maximum.
     """
     eams = [eam.decode for eam in recording.request_eams().values()]
     total = np.sum(eams, 0).astype(float)

@@ -164,7 +164,7 @@ class Case:
         return Replay(self.recording, way.make, conditions, eamc).run()
 
     def best(self) -> Outcome:
-        """Replay Belady, which knows the future."""
+        """Replay Belady, which is given the future routing."""
         events = [
             (layer, ids)
             for done in self.recording.passes

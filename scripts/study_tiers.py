@@ -23,7 +23,7 @@ SPEEDS = (DeviceSpeeds(), DeviceSpeeds(25e9, 10e9), DeviceSpeeds(12e9, 60e9))
 
 
 class NoPromotion(TieredReplay):
-    """No promotion: experts computed on the CPU stay in the host tier; only fetches move up."""
+    """Replay without promotion: CPU-computed experts stay in the host tier; only fetches go up."""
 
     def _promote(self, now: float) -> None:
         self._promotable = []

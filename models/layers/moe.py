@@ -144,8 +144,8 @@ class SparseFfn:
     """One MoE layer: routed experts, and shared ones that run while the routed are in flight.
 
     ahead is the router of the next MoE layer. Its output for this layer's input predicts its
-    output for its own, because the residual stream changes little from layer to layer (Eliseev and
-    Mazur, arXiv 2312.17238, section 3.2).
+    output for its own input. The reason is that the residual stream changes little from layer to
+    layer (Eliseev and Mazur, arXiv 2312.17238, section 3.2).
     """
 
     layer: int  # the flat MoE-layer index

@@ -7,9 +7,9 @@ are kept as marks, and a truncated request goes back to one of them:
     slot      0      1      2      3      4          marks + 2 of them, each of all layers
             [now ][next ][mark ][mark ][mark ]       which is which changes with every pass
 
-A pass of several tokens leaves a mark some tokens before its end. The next turn of a conversation
-differs from this one after that point, because a template closes an answer in another way than it
-opened it. A pass of one token leaves no mark, so a long answer does not evict the mark before it.
+A pass of several tokens leaves a mark some tokens before its end. A template closes an answer in
+another way than it opened it. So the next turn of a conversation differs from this one after that
+point. A pass of one token leaves no mark, so a long answer does not evict the mark before it.
 """
 
 from __future__ import annotations

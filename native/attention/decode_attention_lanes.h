@@ -1,5 +1,5 @@
 // One task of decode attention, and the row operations around it, in vectors of kFloats floats.
-// decode_attention_lanes.cpp includes this once for each kind of processor, with
+// decode_attention_lanes.cpp includes this once for each kind of processor. It defines:
 //
 //   MOEINF_LANES        the namespace
 //   MOEINF_LANE_FLOATS  the number of floats in a vector

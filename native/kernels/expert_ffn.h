@@ -73,8 +73,8 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
 void linear(ThreadPool& pool, const Kernels& kernels, const Matrix& weights, const std::byte* x,
             Dtype x_dtype, std::size_t count, std::byte* out, Dtype out_dtype);
 
-// Computes out[t] = Σ_k weights[t, k] · rows[t, k], with separate multiplications and additions in
-// f32, rounded once. rows [T, K, D] and out [T, D] of `dtype`, weights [T, K] f32.
+// Computes out[t] = Σ_k weights[t, k] · rows[t, k] and rounds it once. Multiplications and
+// additions are separate, in f32. rows [T, K, D] and out [T, D] of `dtype`, weights [T, K] f32.
 void combine(const std::byte* rows, const float* weights, std::size_t count, std::size_t top_k,
              std::size_t width, std::byte* out, Dtype dtype) noexcept;
 

@@ -1,7 +1,7 @@
 // The decisions of the policy `adaptive`: which cells leave, stay and are read ahead.
 // For one thread at a time.
 //
-// A cell is layer · E + expert. Its place, as far as the policy knows:
+// A cell is layer · E + expert. Its place, as the policy records it:
 //
 //            admitted                    more probable than the least kept one
 //   absent ───────────▶ staged ─────────────────────────────▶ kept
@@ -23,8 +23,8 @@
 // An encoder's experts leave first once it has run: outside a pass that encodes they score less
 // than any probability.
 //
-// least_ remembers the least probable kept cell of each layer; a row is searched again when its
-// scores or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
+// least_ stores the least probable kept cell of each layer. A row is searched again when its scores
+// or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
 #pragma once
 
 #include <array>

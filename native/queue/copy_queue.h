@@ -52,7 +52,7 @@
 // Ending cannot fail: it allocates nothing (the constructor makes the cancelled and closed
 // failures). A reader thread catches every exception, so no ticket is lost and no thread dies.
 //
-// Hanging. Each thread that waits, drains or closes looks every kPollSeconds at the running reads.
+// Hanging. Each thread that waits, drains or closes checks the running reads every kPollSeconds.
 // A read that has not ended after hang_seconds is overdue. If it is still overdue at a look
 // kSureSeconds after the first such look, its ticket ends as FAILED (ETIMEDOUT, its file, for how
 // long). Two looks are needed because the clock runs on while the whole process is stopped, reads
@@ -64,9 +64,9 @@
 //
 // Shutdown. close() sets closing_ and ends every queued ticket in one critical section. Readers
 // leave when they next look (a running read ends normally first). close() returns when each reader
-// has left or hangs. True: all are joined. False: some hang, and the core and all that it borrows
-// must stay in place while they hang (copy_queue_files.h does that; the destructor would wait for
-// them). A waiter waits only for tickets that close(), watch() or a reader that left has ended, so
+// has left or hangs. True: all are joined. False: some hang. The core and all that it borrows must
+// then stay in place while they hang. copy_queue_files.h does that; the destructor would wait for
+// them. A waiter waits only for tickets that close(), watch() or a reader that left has ended, so
 // it wakes. Readers never wait for a waiter, nor for Python. The destructor closes, then waits
 // until the blocked callers have left; it must not race with new calls.
 // Reader, Copier and Clock are borrowed and must outlive the queue.

@@ -47,7 +47,7 @@ int usable_cores() noexcept {
 std::atomic<ThreadPool*> process_pool{nullptr};
 
 // Replaces the pool in a forked child: the old pool's threads do not exist in the child, so its
-// flags may stay set for ever. The old pool leaks.
+// flags may stay set permanently. The old pool leaks.
 void begin_anew_in_child() {
     process_pool.store(new ThreadPool(process_pool.load()->threads()));
 }

@@ -152,7 +152,7 @@ def attend_newest(
     k [G, S, W] and v [G, S, V] are a cache with room for S tokens. Tokens up to `position` ([1]
     int64 on the device) are filled. Query head h uses key head h // (H / G). With a window of n,
     the token sees itself and the n - 1 tokens before it. sinks [H]: a logit per head that takes
-    its share of the softmax. bf16 or float32, summed in float32.
+    its share of the softmax. Tensors are bf16 or float32; sums are float32.
     """
     (heads, width), groups, values = q.shape, len(k), v.shape[2]
     assert k.stride(2) == v.stride(2) == 1

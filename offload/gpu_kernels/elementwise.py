@@ -228,8 +228,10 @@ def gqa_heads(
     """Norm, clip and rotate by halves row `row` of q [T, H·W]; the same for k and v [T, G·W].
 
     The queries go to out [T, H, W], key and value to place positions[row] of planes [G, S, W].
-    Values are only clipped. angles: cos and sin [T, A] float32, for the first 2 · A columns of a
-    head. norms: weight [W] and eps, for queries and for keys. wide: see rms_norm.
+    Values are only clipped.
+
+    angles: cos and sin [T, A] float32, for the first 2 · A columns of a head.
+    norms: weight [W] and eps, for queries and for keys. wide: see rms_norm.
     """
     (cos, sin), (keys, values) = angles, planes
     (_, heads, width), groups = out.shape, len(keys)
@@ -260,9 +262,10 @@ def mla_heads(
     """Rotate by pairs row `row` of q [T, H·(nope + rope)] and latent [T, C + rope].
 
     The rope columns of the queries go to the last columns of out [T, H, C + rope]. The latent and
-    the key that all heads share go to place positions[row] of memory [1, S, C + rope]. angles: cos
-    and sin [T, rope / 2] float32. norm: weight [C] and eps of the latent's RMSNorm, which
-    multiplies after the cast.
+    the key that all heads share go to place positions[row] of memory [1, S, C + rope].
+
+    angles: cos and sin [T, rope / 2] float32.
+    norm: weight [C] and eps of the latent's RMSNorm, which multiplies after the cast.
     """
     (cos, sin), (weight, eps) = angles, norm
     heads, kv_lora, rope = out.shape[1], len(weight), 2 * cos.shape[1]

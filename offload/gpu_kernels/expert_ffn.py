@@ -128,10 +128,10 @@ class DeviceMath:
     ) -> None:
         """Fill the rows of pairs whose expert is on the device, and leave the others unchanged.
 
-        x [T, D] bf16 or float32; ids [T, K] int32 or int64, -1 for no expert; rows [T·K, D] of x's
-        type. table, int32: at first_cell + e, the slot of expert e of the layer, or -1 if it is not
-        resident. experts: upper bound on the number of different experts in ids; it saves empty
-        programs.
+        x: [T, D] bf16 or float32. ids: [T, K] int32 or int64, -1 for no expert.
+        rows: [T·K, D] of x's type.
+        table: int32; at first_cell + e, the slot of expert e of the layer, or -1 if not resident.
+        experts: upper bound on the number of different experts in ids; it saves empty programs.
         """
         if self._form == "bf16" or len(x) <= MOST_ROWS:
             self._run_pairs(x, ids, table, first_cell, rows)

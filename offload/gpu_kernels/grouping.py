@@ -1,6 +1,6 @@
 """Sort (token, expert) pairs into blocks that share an expert, without a wait by the host.
 
-Every step is a torch operation whose shape the host knows beforehand:
+Every step is a torch operation whose shape is known on the host beforehand:
 
     slots    1  -  0  1  1  -  0  1     by pair; "-" is not on the device
     order    2  6 | 0  3  4  7 | 1  5   sorted, stable: within an expert by pair

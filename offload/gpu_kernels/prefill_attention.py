@@ -133,7 +133,7 @@ def attend_rows(
     k [G, S, W] and v [G, S, V] may have any strides except the last, which is 1. Keys after the
     last row's token are not read. Query head h uses key head h // (H / G). With a window of n, a
     token sees itself and the n - 1 tokens before it. sinks [H]: a logit per head that takes its
-    share of the softmax. bf16 or float32, summed in float32.
+    share of the softmax. Tensors are bf16 or float32; sums are float32.
     """
     (rows, heads, width), groups, values = q.shape, len(k), v.shape[2]
     assert k.stride(2) == v.stride(2) == 1

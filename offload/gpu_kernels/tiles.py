@@ -1,15 +1,16 @@
 """Triton functions that read weights and compute with them, shared by our kernels.
 
 Imported only where there is a GPU, because it imports Triton. native/kernels/tiles.h draws the
-tiles and defines their arithmetic, kernels.h the order of bf16's sums, activations.h the
-activations.
+tiles and defines their arithmetic. kernels.h defines the order of bf16's sums, and activations.h
+the activations.
 
 Every step gives the bits of the CPU's kernels. Sums within a group are exact integers, in any
 order. Rounded steps follow the CPU's order. So kernels must be launched without contraction into
 fused operations (FUSION below). Divisions are div_rn, and fused operations are written tl.fma.
 
-Letters of shapes: R rows of activations, L lanes, which are rows of weights (outputs), C groups
-that are read at once, V 32-bit words of one row of a group.
+Letters of shapes:
+    R  rows of activations      L  lanes, which are rows of weights (outputs)
+    C  groups read at once      V  32-bit words of one row of a group
 """
 
 # ruff: noqa: N803, N806 (constants of a Triton kernel are written in capitals)

@@ -120,12 +120,12 @@ class DeviceTier:
 
     @property
     def complete(self) -> bool:
-        """True if all experts have arrived, for good."""
+        """True if all experts have arrived and stay resident."""
         return self.all_fit and not self._absent
 
     @property
     def wants_all(self) -> bool:
-        """True if it gains from experts that no layer asked for."""
+        """True if it has a use for experts that no layer asked for."""
         return self.inside and self.all_fit
 
     @property
@@ -207,9 +207,9 @@ class DeviceTier:
             self._arena.end_read(slots)
 
     def slot_table(self, first: int, experts: int) -> Tensor | None:
-        """Return the slots of a layer's cells, int32 on the device, once all are resident for good.
+        """Return the slots of a layer's cells, int32 on the device, once all stay resident.
 
-        None before that, and always where not all experts fit.
+        None before that, and always if not all experts fit.
         """
         if not self.all_fit:
             return None
@@ -325,10 +325,10 @@ class DeviceTier:
         return True
 
     def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
-        """Give memory up for good and return how many slots that took, or None.
+        """Release memory permanently; return the number of slots that this took, or None.
 
-        Torch's part of size_bytes is given up at once, that of slots by evicting all experts.
-        None: no slot would be left, and nothing is given up. Raises like `shrink`.
+        Torch's part of size_bytes is released at once, that of slots by evicting all experts.
+        None: no slot would be left, and nothing is released. Raises like `shrink`.
         """
         before = self.table.slots
         slots = before - -(-of_slots_bytes // self._arena.slot_bytes)

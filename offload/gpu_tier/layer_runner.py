@@ -10,8 +10,7 @@ One layer, in order of time:
                 compute  computed on the CPU in its host slot, while the device computes its own
                 auto     divided so that the later side ends soonest (miss_split.py). Experts of
                          many rows are always fetched: the CPU reads weights once and computes per
-                         row. Where every expert has a slot all are fetched, since none is fetched
-                         again
+                         row. If every expert has a slot, all are fetched: none is fetched again
     result    the device's rows come down, and the K rows of a token are summed in a fixed order
     (after)   while the bus is idle, experts that the CPU computed and the policy would keep are
               promoted: copied into a device slot. The next layers do not wait for them. Where
@@ -23,7 +22,7 @@ The place of the dense weights decides what is copied:
     on the device    x comes down only for experts that the CPU computes, and their rows go up; the
     (`inside`)       sum is queued like everything else, and nothing waits for it. Routing, with it
                      a hint, and that x are read before anything is queued. A layer whose experts
-                     are all there for good does not even read its routing: kernels find them
+                     all stay there does not even read its routing. Kernels find its experts
                      through a table of slots, and its routing is counted when the pass ends
 
 When the device is out of memory, the tier continues with half its slots, all empty. The
@@ -97,7 +96,7 @@ class TierRunner:
         """Return the experts to fetch, and those that the CPU computes in place."""
         if self._miss == "compute":
             return [], experts
-        if self._miss == "fetch" or self.tier.all_fit:  # then a fetched expert stays for good
+        if self._miss == "fetch" or self.tier.all_fit:  # then no fetched expert is evicted
             return experts, []
         fetched = [pair for pair in experts if len(pair[1]) > FEW_ROWS]
         few = [pair for pair in experts if len(pair[1]) <= FEW_ROWS]
@@ -250,7 +249,7 @@ class DeviceWork:
 
 
 class ByTable:
-    """One submitted layer whose experts are all on the device for good: its ids are not read here.
+    """One submitted layer whose experts all stay on the device: its ids are not read here.
 
     While `table` is the same object, its result queues the same kernels and may be replayed without
     asking.

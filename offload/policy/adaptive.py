@@ -36,10 +36,13 @@ from moeinf.offload.routing.trace import Phase
 class AdaptiveKnobs:
     """Tunable numbers of the policy.
 
-    hysteresis: ε of admission. matches: EAMC entries that are averaged. worth: the probability
-    from which a hinted read pays. sure: the probability from which lookahead reads. decays: λ per
-    token of the decayed shares. step: the least distance a token moves the weights of the
-    estimates. prompt: the number of decode tokens a prompt token counts for in the decayed shares.
+    hysteresis: ε of admission.
+    matches: EAMC entries that are averaged.
+    worth: the least probability at which a hinted read pays.
+    sure: the least probability at which lookahead reads.
+    decays: λ per token of the decayed shares.
+    step: the least distance a token moves the weights of the estimates.
+    prompt: the number of decode tokens a prompt token counts for in the decayed shares.
     """
 
     hysteresis: float = 0.25

@@ -1,6 +1,6 @@
 """Follow the routing of each running request, and predict the rest from past requests.
 
-Does not know residency or counts over time. Shared by the policies that read the EAMC.
+The policies that read the EAMC share this module.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RunningRequests:
             self._all[request].routed(layer, ids if len(rows) == len(ids) else ids[rows])
 
     def active(self) -> list[RunningRequest]:
-        """Those of the running (or last) pass that still live."""
+        """Return the requests of the running (or last) pass that have not ended."""
         return [self._all[request] for request in self._rows if request in self._all]
 
     def end(self, request: int) -> None:

@@ -7,7 +7,7 @@ prefetch_gate.py. A replay always prefetches.
 One layer in time (expert_store.py does the same with real bytes):
 
     dense share ─ route ─ hits compute ─ misses compute as they arrive ─▶ next layer
-                    └ demand reads, then what the policy wishes ahead ───▶
+                    └ demand reads, then what the policy prefetches ─────▶
 
 *Stall* is the time of a layer minus its compute time. A *hit* was resident when its layer asked. A
 read in flight is a miss, but is not read again.

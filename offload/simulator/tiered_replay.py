@@ -10,7 +10,7 @@ One layer, four clocks:
     device   dense share │ hits ──────────── what was fetched, batch by batch ─────┐
     bus                  │   batches that are fetched                              │ promotions
     thread               │ the CPU's share of the hosts' hits; then of each miss  ─┴▶ next layer
-    link                 │ what neither memory has ─ what the policy wishes ahead
+    link                 │ what neither memory has ─ what the policy prefetches
 
 The thread is the CPU: it waits for reads, at the end for the device, and never for a promotion. A
 promotion holds the bus, and its host slots, until it has ended. *Stall* is the end of a layer less

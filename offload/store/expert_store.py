@@ -45,7 +45,7 @@ from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
 
 
 class Stopped(Exception):
-    """A running pass was asked to end; it has no effect on the store."""
+    """A running pass was cancelled, without an effect on the store."""
 
 
 class ExpertStore:
@@ -62,11 +62,12 @@ class ExpertStore:
     ) -> None:
         """Set up the store.
 
-        tiers: the host's, and a device's above it. runner: opens the layers, and knows the tiers
-        above; None: the host's tier. wishes: how many the policy is asked for after a layer; 0: it
-        makes no wishes. hints: whether those of a next layer's gate are used while decoding.
-        worth_share: the share of decode time spent waiting from which wishes and hints are used;
-        0: always.
+        tiers: the host's, and a device's above it.
+        runner: opens the layers and uses the tiers above; None: the host's tier opens them.
+        wishes: the most reads ahead that the policy may request after a layer.
+        hints: True if hints of a next layer's gate are used while decoding.
+        worth_share: the least share of decode time spent waiting at which wishes and hints are
+        used; 0: always.
         """
         self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
         self.above = cast("tuple[Upper, ...]", tiers[1:])
@@ -89,7 +90,7 @@ class ExpertStore:
 
     @property
     def wants_hints(self) -> bool:
-        """True while hints are useful; False once a tier above has all experts for good."""
+        """True while hints are useful; False once a tier above holds all experts permanently."""
         wanted = self._hints and self.host.decoding and self._throttle.open
         return wanted and not any(tier.complete for tier in self.above)
 
@@ -157,8 +158,8 @@ class ExpertStore:
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Open a layer and ask for its misses.
 
-        Raises Stopped when asked to end, ExpertReadError when a shard cannot be read, and a
-        device's errors. Then the store is idle.
+        Raises Stopped when the pass is cancelled, ExpertReadError when a shard cannot be read, and
+        a device's errors. Then the store is idle.
         """
         if self.stopped():
             self.abandon()

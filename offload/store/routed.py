@@ -19,9 +19,10 @@ Ids = NDArray[np.integer[Any]]
 class Routed:
     """ids [T, K] of one layer, -1: no expert; the same by cell (layer · E + expert).
 
-    places: per distinct cell its places t·K + k, ascending. cells: the same cells in the order
-    that policies see: in routed order for one row, ascending for several. events: how many ids are
-    experts.
+    places: per distinct cell its places t·K + k, ascending.
+    cells: the same cells in the order that policies see: routed order for one row, ascending for
+    several.
+    events: the number of ids that are experts.
     """
 
     layer: int

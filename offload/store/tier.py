@@ -79,22 +79,22 @@ class Upper(Tier, Protocol):
 
     @property
     def complete(self) -> bool:
-        """True if all experts have arrived, for good."""
+        """True if all experts have arrived and stay resident."""
         ...
 
     @property
     def wants_all(self) -> bool:
-        """True if it gains from experts that no layer asked for."""
+        """True if it has a use for experts that no layer asked for."""
         ...
 
     @property
     def lost(self) -> bool:
-        """True if it has no slot any more; only a new store will have some."""
+        """True if it has lost all its slots; only a new store has slots again."""
         ...
 
     @property
     def note(self) -> str | None:
-        """A line about what it could not do, and why; None: no problem so far."""
+        """A line that describes a problem and its cause; None: no problem so far."""
         ...
 
     def end_copies(self) -> bool:
@@ -102,13 +102,13 @@ class Upper(Tier, Protocol):
         ...
 
     def shrink(self) -> bool:
-        """Give half of the slots back, between layers. False: there is one slot only."""
+        """Release half of the slots, between layers. False: there is only one slot."""
         ...
 
     def give_up(self, size_bytes: int, of_slots_bytes: int) -> int | None:
-        """Give that much memory back for good; return how many slots it took, None if too large.
+        """Release memory permanently; return the number of slots that this took, None if too large.
 
-        of_slots_bytes: the part of it that slots must give.
+        of_slots_bytes: the part of size_bytes that slots must release.
         """
         ...
 

@@ -2,9 +2,9 @@
 
 The zip directory, at the end, gives the offset of every record's header, but not its length. A file
 has as many records as tensors, so this module computes the headers instead of fetching them. torch
-pads each header so that the data begin at a multiple of 64 (getPadding in
-caffe2/serialize/inline_container.cc). The computed headers are written into a stub, a sparse file
-of the same size, which torch_bin.py reads like any other.
+pads each header so that the data begin at a multiple of 64: see getPadding in
+caffe2/serialize/inline_container.cc. The computed headers are written into a stub, a sparse file of
+the same size. torch_bin.py reads the stub like any other file.
 
 One real header is compared at once. `check_table` compares the whole table after the download.
 """

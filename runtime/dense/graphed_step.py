@@ -9,8 +9,8 @@ a tape replays it:
     tape     graph            call   graph            call   graph                call
 
 The seam is called for every token, because the host, the drive and the policy have work there.
-Between the calls no Python of the model runs. The result of a layer whose experts are all on the
-device for good is one more graph.
+Between the calls no Python of the model runs. The result of a layer whose experts all stay on the
+device is one more graph.
 
 A rehearsal comes first: the step runs with experts that answer at once, without and with graphs.
 Logits must agree bit for bit, and the graphs must be faster. Otherwise the machine does not use

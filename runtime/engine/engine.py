@@ -85,8 +85,9 @@ class Engine:
 
         expires_at: when a server will close the engine, in seconds since the epoch.
 
-        Raises DoesNotFit or BadContext for an impossible plan, DamagedModel for files that are not
-        what the manifest says, NoSuchModel when the model goes away meanwhile, OutOfDeviceMemory.
+        Raises DoesNotFit or BadContext for an impossible plan, and OutOfDeviceMemory. Raises
+        DamagedModel for files that differ from the manifest, and NoSuchModel when the model is
+        deleted meanwhile.
         """
         start = time.perf_counter()
         with ExitStack() as opened:

@@ -1,6 +1,6 @@
 """Number the requests of one engine, and append their routing to the model's EAMC.
 
-Does not know models, states or texts.
+It is independent of models, states and texts.
 """
 
 from __future__ import annotations

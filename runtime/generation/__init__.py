@@ -1,1 +1,1 @@
-"""From a request to its tokens: prompts, the scheduler, conversations."""
+"""Turn requests into tokens: prompts, the scheduler, conversations."""

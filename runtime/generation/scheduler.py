@@ -77,7 +77,7 @@ class Scheduler:
         self._prepared: list[Prepared] = []
         self._running: list[Running] = []
         self.closing: Exception | None = None  # the error for requests that were stopped, if set
-        self.lost: Exception | None = None  # the error that ended the engine's GPU, for good
+        self.lost: Exception | None = None  # the error after which the engine's GPU is unusable
         self.tokens = 0  # decoded
 
     @property

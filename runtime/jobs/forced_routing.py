@@ -50,8 +50,8 @@ class Request:
 def fitted(recording: Recording, manifest: Manifest) -> Recording:
     """Return the recording with the model's sizes, cut to the model's layers.
 
-    Raises OtherShape if the experts differ in number, if a token takes more of them than the
-    model's tokens do, if layers are missing, or if a pass cannot be repeated.
+    Raises OtherShape if the experts differ in number, or a token takes more of them than the
+    model's tokens do. It is also raised if layers are missing or a pass cannot be repeated.
     """
     theirs = recording.shape
     if theirs.encoder_layers or any(done.phase == "encode" for done in recording.passes):

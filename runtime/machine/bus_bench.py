@@ -1,7 +1,7 @@
 """Measure how fast experts cross the bus and how fast the CPU computes them.
 
 Both figures are in bytes per second, for experts of one format. Contended figures are measured at
-the same time: copies and CPU kernels then read the same memory, as in a layer that splits its
+the same time. Copies and CPU kernels then read the same memory, like in a layer that splits its
 misses between them.
 """
 

@@ -64,7 +64,7 @@ def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) 
 def keep_heap_small() -> None:
     """Make glibc return freed blocks above 1 MiB at once, and limit new threads to two heaps.
 
-    By default glibc raises that threshold to the largest freed block, up to 32 MiB, and the heap
+    By default glibc raises that threshold to the largest freed block, up to 32 MiB. The heap then
     keeps the holes: 7 to 23 MiB after a long prefill. It also has up to eight heaps per core, each
     of which keeps its peak size (docs/decisions/0010). Other C libraries have no such options.
     """

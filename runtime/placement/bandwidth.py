@@ -114,7 +114,7 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
 
 
 def thorough_drive(swept: Sweep, piece_bytes: int) -> Drive:
-    """Return the entry that `moeinf devices` remembers for a sweep."""
+    """Return the entry that `moeinf devices` stored for a sweep."""
     return Drive(swept.chosen, True, piece_bytes, now(), swept.notes)
 
 

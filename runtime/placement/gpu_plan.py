@@ -45,7 +45,7 @@ class DeviceDoesNotFit(Unavailable, MemoryError):
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """How one engine will use a device's memory, in bytes. gpu: the device's name."""
+    """The division of a device's memory for one engine, in bytes. gpu: the device's name."""
 
     gpu: str
     budget_bytes: int

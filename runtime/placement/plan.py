@@ -36,7 +36,7 @@ class BadContext(Unavailable, ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """How one engine will use memory, in bytes, and one line for each choice.
+    """The memory that one engine will use, in bytes, and one line for each choice.
 
     fallbacks: costly choices, which are always reported.
     """
@@ -211,8 +211,9 @@ def working_bytes(manifest: Manifest) -> int:
 def threads_worth_having(manifest: Manifest) -> int:
     """Return one thread per MiB that a layer reads for a token; more threads would only wait.
 
-    Measured with the demo (0.34 MiB a layer): 1 thread decodes 2.0 times as fast as 2 threads, and
-    some 80 times as fast when another process keeps the second core busy (docs/decisions/0011).
+    Measured with the demo (0.34 MiB a layer): 1 thread decodes 2.0 times as fast as 2 threads. When
+    another process keeps the second core busy, 1 thread is some 80 times as fast
+    (docs/decisions/0011).
     """
     routed = manifest.layers * manifest.top_k * manifest.slots.slot_bytes
     per_layer = (manifest.dense_bytes + routed) // manifest.layers
@@ -232,8 +233,8 @@ def seconds_per_token(
     without a slot is read from disk first. Real routing repeats itself, so hits are more frequent.
     Weights on a device are not read from RAM; the time that the device needs for them is unknown.
     The bus, the CPU, or both at once read the other experts. An unmeasured bus counts as infinitely
-    fast for `fetch`, and as absent for `auto`. 0: so much is on the device that the unknown time
-    decides.
+    fast for `fetch`, and as absent for `auto`. The result is 0 if so much is on the device that the
+    unknown time decides.
     """
     slots, above = manifest.slots, placement.on_device
     routed = manifest.layers * manifest.top_k * slots.slot_bytes

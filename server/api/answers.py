@@ -1,4 +1,4 @@
-"""From a job on an engine's thread to events in the event loop, and errors in an answer's words."""
+"""Pass a job's events from the engine's thread to the event loop, and word its errors."""
 
 from __future__ import annotations
 

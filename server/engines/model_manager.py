@@ -38,8 +38,8 @@ _STUCK = "the engine is in a native call that does not return; restart the serve
 class Loaded:
     """A model with its worker.
 
-    expires_at: seconds since the epoch; infinite if it is never unloaded. users: requests of
-    several jobs in progress, which also need the engine between two jobs.
+    expires_at: seconds since the epoch; infinite if it is never unloaded.
+    users: requests of several jobs in progress, which also need the engine between two jobs.
     """
 
     manifest: Manifest

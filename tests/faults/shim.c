@@ -1,5 +1,5 @@
 // Preloaded: fails reads of expert shards, or large allocations, when it is told to.
-// Does not know moeinf. The process itself arms it, by ctypes.
+// It is independent of moeinf. The process itself arms it, by ctypes.
 //
 //   shim_reads(kind, first, count)   kind 0 none, 1 EIO, 2 short, 3 slow, 4 flipped bit
 //   shim_memory(first)               the first-th large allocation from now on fails; 0 none

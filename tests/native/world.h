@@ -12,7 +12,7 @@
 //
 // The C++ runtime's exception state per thread is swapped along with the stack. A fiber is entered
 // the first time by setcontext, afterwards by longjmp, which makes no system calls.
-// AddressSanitizer is told of every switch, and needs swapcontext for all of them.
+// AddressSanitizer is notified of every switch, and needs swapcontext for all of them.
 #pragma once
 
 #include <cxxabi.h>

@@ -1,4 +1,4 @@
-"""In-process pulls of a small checkpoint from the stand-in for the hub."""
+"""Pull a small checkpoint from the stand-in for the hub, in this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Assertions for an engine with dense weights and KV cache on any GPU.
 
 test_real_gpu.py calls it on a real GPU with the product's kernels. test_dense_on_gpu.py calls it
-with the fake, which shows that the assertions and this file work.
+with the fake. That shows that the assertions and this file work.
 
 Logits are compared with the CPU's engine over the same tokens. Both round after every product, to 8
 bits of mantissa (bfloat16) or 7 (activations of the other formats). The order of operations

@@ -1,4 +1,4 @@
-"""A server whose GPU fails, or runs out of memory for good, on the fake libcuda."""
+"""A server whose GPU fails, or runs out of memory permanently, on the fake libcuda."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.native.fake_cuda import Fake
 
 @pytest.fixture
 def devices(fake: Fake, monkeypatch: pytest.MonkeyPatch, new_to_gpus: None) -> list[FakeDevice]:
-    """Those of the engines, in the order in which they were opened."""
+    """Return the engines' devices, in the order in which they were opened."""
     fake.reset("mode=deferred,seed=5,memory=2000000000")
     found: list[FakeDevice] = []
 

@@ -157,7 +157,7 @@ def through_api(home: Path, model: str, turns: list[Turn]) -> list[str]:
 def check(
     home: Path, model: str, turns: list[Turn], answered: Answered, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
-    """Both faces give the same; return the answers."""
+    """Check that both faces give the same answers, and return them."""
     said = through_run(home, model, turns, monkeypatch)
     here = list(answered)
     answered.clear()

@@ -1,7 +1,7 @@
 """Three tiers against the resident reference, over the fake libcuda: the same bits always.
 
-With the fake the device computes with the CPU's arithmetic, so that not only `fetch` but every way
-with misses must give the reference's bits; what differs is the order in which streams run.
+With the fake the device computes with the CPU's arithmetic. So every way to handle misses, not only
+`fetch`, must give the reference's bits. Only the order in which streams run differs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 
 @pytest.fixture(autouse=True)
 def batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts as small as these go together, too, once they are page-locked."""
+    """Copy page-locked experts in batches, although they are small."""
     slots = partial(DeviceSlots, least_batched_bytes=1)
     monkeypatch.setattr(device_tier, "DeviceSlots", slots)
 
@@ -248,7 +248,7 @@ def test_a_failing_call_is_an_error_with_a_name(
 
 
 def test_no_memory_for_a_computation(rigs: Rigs, shards: Shards) -> None:
-    """The tier goes on with half the slots; if that does not help either, it raises."""
+    """The tier continues with half the slots; if that is not enough, it raises."""
     rig = rigs(6, 6)
     rig.one(0, 1, 1)
     rig.device.no_memory = 1

@@ -1,10 +1,10 @@
 """The tiered store and its replay, event for event: what is simulated is what runs with a device.
 
-The store is the real one, over a fake libcuda that carries out at once what it is given, and reads
-that have ended when they are asked for. A replay whose bus and link take no time must then count
-the same: device hits, host hits, what the CPU computed, copies over the bus, reads from the disk.
-The other extreme is a bus that ends a copy only when it is waited for, so that it is hardly
-ever idle, and copies pin host slots for long. Only the arithmetic is left out.
+The store is the real one. A fake libcuda carries out all work at once, and reads end when they are
+asked for. A replay whose bus and link take no time must then count the same events. These are
+device hits, host hits, experts computed on the CPU, copies over the bus and reads from the disk.
+The other extreme is a bus that ends a copy only when it is waited for. Such a bus is hardly ever
+idle, and copies pin host slots for long. Only the arithmetic is left out.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def test_several_rows_to_an_expert(
 ) -> None:
     """Cover prompts and batches.
 
-    Prompts of 40 rows have experts that `auto` always fetches, batches count every row, and a
-    layer may need more experts than there are slots, some of which are there.
+    Prompts of 40 rows have experts that `auto` always fetches, and batches count every row. A
+    layer may need more experts than there are slots, and some of them are resident.
     """
     recording, case = requests(3, layers), Tiers(policy, device, host, "auto", 0.25)
     prompt = recording.passes[10]
@@ -260,7 +260,7 @@ def test_several_rows_to_an_expert(
 @pytest.mark.parametrize("miss", MISSES)
 @pytest.mark.parametrize("policy", ["adaptive", "eamc"])
 def test_reads_ahead(fake: Fake, policy: str, miss: Miss) -> None:
-    """The host's policy looks ahead, and wishes nothing that the device has."""
+    """The host's policy prefetches no expert that the device has."""
     recording, case = requests(), Tiers(policy, 9, 24, miss, wishes=4)
     assert in_the_store(fake, recording, case) == in_the_replay(recording, case)
 

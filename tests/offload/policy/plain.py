@@ -1,7 +1,7 @@
 """The policy `adaptive` in plain Python and numpy, to be read and to be compared with.
 
-Does not know how to be fast. It follows native/policy/adaptive_core.h and native/policy/usage.h
-sentence by sentence, with every float32 sum in the same order, so that its decisions are the same.
+It is not optimised. It follows native/policy/adaptive_core.h and native/policy/usage.h sentence by
+sentence. Every float32 sum has the same order, so that its decisions are the same.
 """
 
 from __future__ import annotations

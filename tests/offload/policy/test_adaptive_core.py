@@ -157,7 +157,7 @@ def test_real_traces(name: str) -> None:
 
 
 def test_decayed_shares_by_hand() -> None:
-    """λ = 1/2: used 0, 0, 1 -> share of 0: .5, .75, .375; of 1: .5. λ = 0 knows the last alone."""
+    """λ = 1/2: used 0, 0, 1 -> share of 0: .5, .75, .375; of 1: .5. λ = 0: only the last counts."""
     usage = core(1, 3, 1, AdaptiveKnobs(decays=(0.5, 0.0)))
     for chosen in (0, 0, 1):
         usage.begin_decode(9)

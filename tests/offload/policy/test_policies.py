@@ -32,7 +32,7 @@ def ids(*experts: int) -> np.ndarray:
 
 
 def use(policy: Policy, *cells: int) -> None:
-    """One decode pass per cell of the only layer; a new one is admitted."""
+    """Run one decode pass per cell of the only layer."""
     for cell in cells:
         policy.begin_pass(ROW, "decode")
         policy.routed(0, ids(cell))
@@ -46,7 +46,7 @@ def admit(policy: Policy, *cells: int) -> None:
 
 
 def leave(policy: Policy, evictable: Callable[[int], bool] = anyone) -> list[int]:
-    """All victims in order."""
+    """Evict until no cell may leave; return the victims in order."""
     gone = []
     while (victim := policy.victim(evictable)) is not None:
         gone.append(victim)
@@ -263,9 +263,9 @@ def test_a_forgotten_cell_is_no_victim_until_it_is_admitted_again(name: str) -> 
 def test_an_encoder_that_has_run_leaves_first(name: str) -> None:
     """The encoder's experts leave first.
 
-    Layer 0 is the encoder's. Its expert 0 was used most, by every row of the source; from the
-    decoder's prompt on both of its experts leave before those of the decoder, used or not. For the
-    next source they count as their use says again.
+    Layer 0 is the encoder's. Its expert 0 was used most, by every row of the source. After the
+    decoder's prompt has begun, both of its experts leave before those of the decoder, used or not.
+    For the next source their use counts again.
     """
     shape = RoutingShape(layers=2, experts=3, top_k=1, encoder_layers=1)
     policy = POLICIES[name](Setup(shape, 6))

@@ -48,8 +48,8 @@ def replayed(recording: Recording, miss: Miss, device: int = 4, share: float = 0
 def test_fetch() -> None:
     """Token 1 reads all experts, token 2 finds them on the device.
 
-    Token 1, layer 0: dense 0-1; read until 21 and 41, each copied in 4 after it arrives and
-    computed in 1: 46, of which 43 are stall. Layer 1 reads the same two again: 46.
+    Token 1, layer 0: dense 0-1; read until 21 and 41. Each is copied in 4 after it arrives and
+    computed in 1. Sum: 46, of which 43 are stall. Layer 1 reads the same two again: 46.
     Token 2: all four are on the device, 3 s a layer.
     """
     outcome = replayed(decode([[0, 1], [0, 1]], [[0, 1], [0, 1]]), "fetch")

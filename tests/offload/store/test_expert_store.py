@@ -76,7 +76,7 @@ def make_shards(folder: Path) -> Shards:
 
 
 def routing(tokens: int, seed: int, none: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, distinct ids per token (some -1 with probability `none`), weights."""
+    """Return x, distinct ids per token (-1 with probability `none`), and weights."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, D, generator=random)
     ids = torch.rand(tokens, E, generator=random).argsort(1)[:, :K].contiguous()

@@ -85,7 +85,7 @@ class SlotTable(RuleBasedStateMachine):
     @precondition(lambda self: self.resident - set(self.pins))
     @rule(data=st.data(), wished=st.booleans())
     def evict(self, data: st.DataObject, wished: bool) -> None:
-        """For good; or for a read that is cancelled before it begins."""
+        """Evict a cell: permanently, or for a read that is cancelled before it begins."""
         victim = data.draw(st.sampled_from(sorted(self.resident - set(self.pins))))
         slot = self.table.slot_of(victim)
         self.table.evict(victim)

@@ -1,9 +1,9 @@
 """The engine's store and the simulator's replay, event for event: what is simulated is what runs.
 
-The store moves names only here: its transfer has every byte at once, its arithmetic is nothing.
-Without reads ahead neither clock can matter, so that hits, reads and insertions must be equal.
-Hinted reads depend on what the link has time for, and only the simulator has a link: there the
-store, whose reads are all begun at once, is compared with a replay whose link takes no time.
+The store moves only names here: its transfer has every byte at once, and its arithmetic does
+nothing. Without reads ahead neither clock matters, so hits, reads and insertions must be equal.
+Hinted reads depend on the time of the link, and only the simulator has a link. The store begins all
+reads at once. So with hints it is compared with a replay whose link takes no time.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def in_the_replay(
 
 
 def requests() -> Recording:
-    """Twelve requests of their own habits, prompts of several tokens before their answers."""
+    """Return twelve requests of three habits, each a prompt of several tokens and an answer."""
     shape = RoutingShape(layers=4, experts=16, top_k=2, expert_bytes=1, dense_bytes=4)
     recording, random = Recording("requests", shape), np.random.default_rng(5)
     for request in range(12):

@@ -26,7 +26,7 @@ FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
 def fused_family(config: dict[str, Any]) -> Family:
-    """Return the demo's family as if its experts were stored fused."""
+    """Return the demo's family with experts that are stored fused."""
     plain = family_of(config)
 
     def fused(name: str, _config: Any) -> FusedPart | None:
