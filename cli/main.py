@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -82,6 +83,11 @@ def _root(
 ) -> None: ...
 
 
+@cache
+def _command() -> Callable[..., object]:
+    return typer.main.get_command(app)
+
+
 def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: False) -> int:
     """Run one command line and return its exit code: 0, 1, 2 or 130.
 
@@ -93,9 +99,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
             stream.reconfigure(errors="replace")
     out = Output(json="--json" in arguments)
     try:
-        code = typer.main.get_command(app)(
-            args=list(arguments), prog_name="moeinf", standalone_mode=False
-        )
+        code = _command()(args=list(arguments), prog_name="moeinf", standalone_mode=False)
         flush()  # a failure is shown here; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:

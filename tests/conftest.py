@@ -16,11 +16,13 @@ import torch
 from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs import bench
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import LocalSource, repack
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.names import ModelName, parse_name
+from moeinf.runtime.placement import bandwidth
 from moeinf.runtime.sizes import parse_memory
 from tests.native.fake_cuda import Fake, built_fake
 from tests.selection import chosen
@@ -51,6 +53,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             by_default = [0]
         for position in set(range(len(cases))).difference(by_default):
             cases[position].add_marker("full")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt imported modules from garbage collection, which would take 0.3 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_measurements() -> Iterator[None]:
+    """Measure RAM with few bytes: no test needs an exact speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bandwidth, "_RAM_BYTES", 16 << 20)
+        patch.setattr(bench, "_CEILING_BYTES", 16 << 20)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ appear here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -131,8 +131,8 @@ def _marked(found: Any) -> Any:
 def _tensors(of: Any) -> Iterator[Tensor]:
     if isinstance(of, Tensor):
         yield of
-    elif isinstance(of, Mapping):
-        yield from _tensors(of.values())
-    elif isinstance(of, (list, tuple, ValuesView)):
+    elif isinstance(of, dict):
+        yield from _tensors(list(of.values()))
+    elif isinstance(of, (list, tuple)):
         for one in of:
             yield from _tensors(one)

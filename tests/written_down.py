@@ -90,8 +90,9 @@ class WrittenDown(TorchDispatchMode):
 
     def spoil(self) -> None:
         """Overwrite the results with NaN, -1 or False."""
-        for x in self._made.values():
-            x.fill_(torch.nan if x.is_floating_point() else -1 if x.dtype != torch.bool else 0)
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            for x in self._made.values():
+                x.fill_(torch.nan if x.is_floating_point() else -1 if x.dtype != torch.bool else 0)
 
 
 class WritingGraphs:

@@ -116,6 +116,7 @@ def test_llama_cpp_computes_the_same(cache: Path, name: str) -> None:
     assert np.corrcoef(*found)[0, 1] > 0.995
 
 
+@pytest.mark.full
 def test_a_race_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole command, on a shape of two thin layers, without a peer."""
     script = (

@@ -21,6 +21,7 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "SHARES", (30, 100))
 
 
+@pytest.mark.full
 def test_every_curve(tmp_path: Path) -> None:
     options = argparse.Namespace(rounds=1, slice=4, threads=1)
     found = {name: curve(tmp_path, options) for name, curve in scaling.CURVES.items()}

@@ -180,6 +180,7 @@ def test_a_floor_is_not_said_of_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPat
     assert "floor_ms" not in row_module.run(bench, None, Scenario(gpu=35), None)
 
 
+@pytest.mark.full
 def test_the_whole_command(cache: Path) -> None:
     """Every kind of scenario except the enforced limit, without peers; then a second run."""
     rows, said = suite(cache, "--only", "batch", "--stop-after", "1")

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from moeinf.cli.main import answer
+from tests.cli import warm
 
 SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
 COMMAND = [sys.executable, "-c", "from moeinf.cli.entry import main; main()"]
@@ -55,12 +55,13 @@ Command = Callable[..., Result]
 def command_in(home: Path) -> Command:
     """Return a function that runs one command line in this process.
 
-    With an HF_ variable it runs in a new process, because huggingface_hub reads those on import.
+    With an HF_ variable it runs in a process of its own: huggingface_hub reads those on import.
     """
 
     def run(*arguments: str, stdin: str | None = None, **variables: str) -> Result:
         if any(name.startswith("HF_") for name in variables):
-            return _in_a_process(home, arguments, variables)
+            done = warm.run(arguments, {**environment(home), **variables})
+            return Result(done.returncode, done.stdout, done.stderr)
         with ExitStack() as stack:
             given, out, err = (stack.enter_context(_stream()) for _ in range(3))
             given.write(stdin or "")
@@ -78,18 +79,6 @@ def command_in(home: Path) -> Command:
             return Result(code, _written(out), _written(err))
 
     return run
-
-
-def _in_a_process(home: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> Result:
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        env={**environment(home), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def _stream() -> IO[str]:

@@ -18,7 +18,8 @@ import typer
 
 from moeinf.cli.main import app
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from tests.cli.conftest import COMMAND, environment
+from tests.cli import warm
+from tests.cli.conftest import environment
 from tests.hub_server import Hub, serve
 
 ROOT = Path(__file__).parents[2]
@@ -76,17 +77,7 @@ def run(line: str, machine: tuple[Path, dict[str, str]]) -> subprocess.Completed
     words = shlex.split(line)
     assert words[0] == "moeinf"
     text = shlex.split(piped)[1] if piped else None
-    return subprocess.run(
-        [*COMMAND, *words[1:]],
-        cwd=folder,
-        env=variables,
-        input=text,
-        stdin=None if piped else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    return warm.run(words[1:], variables, folder=folder, text=text, merged=True)
 
 
 @pytest.mark.parametrize(("page", "least"), [(README, 7), (REFERENCE, 3)], ids=["README", "cli"])

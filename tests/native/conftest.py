@@ -45,10 +45,14 @@ def make_shard(tmp_path: Path) -> Callable[..., Shard]:
 def drivers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Drivers]:
-    """Return all C++ drivers, built in the background and cached by pytest between runs."""
+    """Return the C++ drivers, cached by pytest between runs.
+
+    If a long test is selected, all are built in the background.
+    """
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("native-drivers") if cache else tmp_path_factory.mktemp("drivers")
     drivers = Drivers(folder)
-    drivers.start(PROGRAMS)
+    if any(item.get_closest_marker("full") for item in request.session.items):
+        drivers.start(PROGRAMS)
     yield drivers
     drivers.close()

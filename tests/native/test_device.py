@@ -208,6 +208,7 @@ def test_what_is_page_locked_goes_together_beside_what_is_not(fake: Fake) -> Non
     assert fake.count("pageable copies") == 1
 
 
+@pytest.mark.first  # each builds a library
 @pytest.mark.parametrize(("version", "batches"), [(12040, 0), (12080, 1), (13000, 1)])
 def test_every_generation_of_the_batched_call(
     version: int, batches: int, tmp_path_factory: pytest.TempPathFactory

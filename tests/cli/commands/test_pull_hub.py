@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.processes import Registry
-from tests.cli.conftest import COMMAND, Result, command_in, environment
+from tests.cli.conftest import Result, command_in, environment
+from tests.cli.warm import Warm
 from tests.hub_server import COMMIT, Answer, Hub, Request, serve
 
 FILES = 3
@@ -70,14 +70,8 @@ class Machine:
     def __call__(self, *arguments: str, **variables: str) -> Result:
         return command_in(self.home)(*arguments, **{**self.variables, **variables})
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*COMMAND, *arguments],
-            env={**environment(self.home), **self.variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    def start(self, *arguments: str) -> Warm:
+        return Warm(arguments, {**environment(self.home), **self.variables})
 
 
 @pytest.fixture
@@ -184,7 +178,7 @@ def test_run_pulls_what_is_absent(machine: Machine) -> None:
     assert "repacking org--demo-moe:q4" in result.err
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3, 0.8, 1.5])
+@pytest.mark.parametrize("pause", [0.0, 0.1, 0.3, 0.6])
 def test_kill_and_rerun(pause: float, machine: Machine, hub: Hub) -> None:
     """The rerun completes a pull that was killed after its first request for weights."""
     process = machine.start("pull", "Org/Demo-MoE")

@@ -9,7 +9,7 @@ import torch
 from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.first  # Triton's interpreter is slow
+pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
 SHAPES = {  # heads, key heads, width, value width
     "grouped": (8, 2, 64, 64),

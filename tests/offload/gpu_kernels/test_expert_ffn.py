@@ -15,7 +15,7 @@ from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
 from tests.native.test_kernels import between, experts_of, relative
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.first  # Triton's interpreter is slow
+pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
 FORMS = ["q4", "q8", "mxfp4", "bf16"]
 UNTOUCHED = 5.0

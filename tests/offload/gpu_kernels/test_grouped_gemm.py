@@ -20,7 +20,7 @@ from tests.offload.gpu_kernels import test_expert_ffn as pairs
 from tests.offload.gpu_kernels.test_expert_ffn import UNTOUCHED, Layer, random
 from tests.offload.gpu_kernels.test_linear import matrix
 
-pytestmark = pytest.mark.first  # Triton's interpreter is slow
+pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
 FORMS = ["q4", "q8", "mxfp4"]
 portable_path = pairs.portable_path

@@ -12,7 +12,7 @@ from moeinf.runtime.dense import cpu_linear as on_cpu
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.first  # Triton's interpreter is slow
+pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
 
 def matrix(form, rows, columns):

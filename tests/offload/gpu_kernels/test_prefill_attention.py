@@ -12,7 +12,7 @@ from moeinf.offload.gpu_kernels.decode_attention import attend_newest
 from moeinf.offload.gpu_kernels.prefill_attention import attend_rows
 from tests.offload.device import DEVICE
 
-pytestmark = pytest.mark.first  # Triton's interpreter is slow
+pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
 SHAPES = {  # heads, key heads, width, value width
     "grouped": (8, 2, 64, 64),
@@ -32,6 +32,13 @@ def drawn(shape, past, rows, capacity, dtype=torch.bfloat16):
     memory[:, : past + rows] = torch.randn(groups, past + rows, width + values, generator=draw)
     q, memory = q.to(DEVICE, dtype), memory.to(DEVICE, dtype)
     return q, memory[..., :width], memory[..., width:]
+
+
+def same_rows(found, expected):
+    """Compare bits on a GPU. In the interpreter numpy's products depend on a row's place."""
+    if DEVICE.type == "cuda":
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-9)
 
 
 def wanted(q, k, v, past, scale, window=None, sinks=None):
@@ -103,7 +110,7 @@ def test_how_a_text_is_cut_and_stored_changes_nothing(window):
     k, v = k[:, :150].clone(), v[:, :150].clone()
     cuts = [0, 1, 18, 83, 150]
     parts = [attend_rows(q[start:stop], k, v, start, 0.2, window) for start, stop in pairwise(cuts)]
-    assert torch.equal(torch.cat(parts), whole)
+    same_rows(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "latent"])

@@ -46,6 +46,7 @@ class KernelDevice(FakeDevice):
         return self.later(DeviceMath(layout, arena, reference))
 
 
+@pytest.mark.full  # Triton's interpreter is slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the fake's memory is not the GPU's")
 @pytest.mark.parametrize("form", ["q4", "bf16"])
 def test_the_cpus_bits_through_the_tier(

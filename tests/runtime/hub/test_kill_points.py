@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_points.py"
 
 
 LEAST_POINTS = {"": 45, "--hub": 95, "--what cp": 20, "--what rm": 20}
-SOME = (("", 16), ("--hub --full", 32), ("--what cp", 8), ("--what rm", 8))
+SOME = (("", 24), ("--what cp", 8), ("--what rm", 8))
 ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
 
 

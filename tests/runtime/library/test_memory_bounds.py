@@ -79,7 +79,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.first
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "memory"),
     [("many", "30%"), ("many", "100%"), ("many", "12MiB"), ("many:f32", "30%"), ("wide", "30%")],

@@ -131,7 +131,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_a_damaged_parquet_file_is_an_error_of_ours(

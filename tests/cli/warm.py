@@ -1,0 +1,182 @@
+"""Run command lines in processes forked from one that has imported torch and the engine.
+
+A start takes milliseconds instead of seconds. huggingface_hub is not imported before the fork,
+because it reads its variables on import.
+
+    test ──(arguments, variables, folder, fds)──▶ server ──fork──▶ keeper ──fork──▶ command
+         ◀────────────── pid, then exit code ─────────────────────────┘
+
+Run as a program, this file is the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+_LARGEST = 1 << 20  # bytes of a request
+_PRELOAD = ("moeinf.cli.main", "moeinf.runtime.engine.engine", "moeinf.runtime.library.repack")
+
+
+class Warm:
+    """A running command line; its attributes and methods are those of subprocess.Popen."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        stdin: IO[Any] | None = None,
+        stdout: IO[Any] | None = None,
+        stderr: IO[Any] | None = None,
+    ) -> None:
+        """Start it. A missing stream is /dev/null."""
+        request = json.dumps([list(arguments), dict(environment), str(folder or Path.cwd())])
+        self._answers, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self.returncode: int | None = None
+        with theirs, Path(os.devnull).open("r+b") as nothing:
+            streams = [(stream or nothing).fileno() for stream in (stdin, stdout, stderr)]
+            data = request.encode()
+            assert len(data) < _LARGEST
+            socket.send_fds(_server(), [data], [theirs.fileno(), *streams])
+        self.pid = int(self._answers.recv(32))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code; negative: the signal that ended it."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            self.returncode = int(self._answers.recv(32))
+            self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def run(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    text: str | None = None,
+    merged: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line to its end. text: its standard input. merged: stderr goes to stdout."""
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+        tempfile.TemporaryFile() as given,
+    ):
+        given.write((text or "").encode())
+        given.seek(0)
+        stdin, stderr = None if text is None else given, out if merged else err
+        code = Warm(arguments, environment, folder, stdin, out, stderr).wait()
+        out.seek(0)
+        err.seek(0)
+        printed = (out.read().decode(), err.read().decode())
+    return subprocess.CompletedProcess(list(arguments), code, *printed)
+
+
+@cache
+def _server() -> socket.socket:
+    """Start the server of this test process. It ends when the socket is closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST)
+    with theirs:
+        number = theirs.fileno()
+        command = [sys.executable, "-P", __file__, str(number)]
+        server = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _serve(control: socket.socket) -> None:
+    for module in _PRELOAD:
+        __import__(module)
+    early = [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]
+    assert not early, early
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no wait
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, _LARGEST, 4)
+        if not data:
+            return
+        if os.fork() == 0:
+            control.close()
+            _keep(json.loads(data), descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _keep(request: list[Any], descriptors: list[int]) -> None:
+    """Fork the command and report its pid and exit code; only the command returns."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    answers = socket.socket(fileno=descriptors[0])
+    pid = os.fork()
+    if pid:
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        answers.sendall(b"%d" % pid)
+        _, status = os.waitpid(pid, 0)
+        answers.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+        os._exit(0)
+    answers.close()
+    _become(*request, descriptors[1:])
+
+
+def _become(
+    arguments: list[str], environment: dict[str, str], folder: str, streams: list[int]
+) -> None:
+    from moeinf.cli.entry import main
+
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+        for number, mode in enumerate(("r", "w", "w"))
+    )
+    for name in os.environ:
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = ["moeinf", *arguments]
+    code: Any = 1
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the interpreter would take 0.7 s to free torch
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
