@@ -187,7 +187,7 @@ class ExpertStore:
             host.policy.hinted(*hint)
         for cell in hits:
             host.table.pin(cell)
-        host.used(routed, hits, sum(len(routed.places[cell]) for cell in hits))
+        host.used(routed, hits, routed.events_of(hits))
         run = self._open = _LayerRun(self, work, hits, misses)
         host.decided(begin)
         run.ask()
@@ -276,16 +276,17 @@ class _LayerRun:
         try:
             coming = self._host.coming
             while self._ready or self._unasked or coming:
-                if not self._ready and not coming:  # copies or reads ahead hold all slots
-                    if not any(tier.end_copies() for tier in self._store.above):
+                if not self._ready:
+                    if coming:
+                        self._compute([self._host.arrive()])
+                    elif not any(tier.end_copies() for tier in self._store.above):
+                        # reads ahead hold all slots
                         self._host.wait_for_slot(self._unasked[0])
-                    self.ask()
-                    continue
-                # While misses lack slots, one by one: each finished expert frees a slot for a
-                # miss.
-                count = 1 if self._unasked else len(self._ready)
-                ready = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
-                self._compute(ready or [self._host.arrive()])
+                elif self._unasked:  # one by one: each finished expert frees a slot for a miss
+                    self._compute([self._ready.popleft()])
+                else:
+                    cells, self._ready = list(self._ready), deque()
+                    self._compute(cells)
                 if self._unasked:
                     self.ask()
         except BaseException:

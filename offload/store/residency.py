@@ -106,11 +106,9 @@ class Residency:
         self._pins[cell] = self._pins.get(cell, 0) + 1
 
     def unpin(self, cell: int) -> None:
-        left = self._pins[cell] - 1
+        left = self._pins.pop(cell) - 1
         if left:
             self._pins[cell] = left
-        else:
-            del self._pins[cell]
 
     def can_evict(self, cell: int) -> bool:
         return cell not in self._pins and self._place[cell] >= 0

@@ -6,6 +6,7 @@ read the lists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,12 @@ class Routed:
             numbers = f"{min(flat)} … {max(flat)}"
             raise ValueError(f"expert ids {numbers} with {experts} experts")
         return cls(layer, ids, places, cells, events)
+
+    def events_of(self, cells: Sequence[int]) -> int:
+        """Return how many ids are one of these cells, which are distinct."""
+        if len(self.places) == self.events:  # one row: each cell has one place
+            return len(cells)
+        return sum(len(self.places[cell]) for cell in cells)
 
     def pairs(self) -> list[tuple[int, list[int]]]:
         """Return (cell, places), ascending."""
