@@ -25,6 +25,7 @@ from moeinf.cli.commands.ps import ps
 from moeinf.cli.commands.pull import pull
 from moeinf.cli.commands.rm import rm
 from moeinf.cli.commands.run import run
+from moeinf.cli.commands.search import search
 from moeinf.cli.commands.serve import serve
 from moeinf.cli.commands.show import show
 from moeinf.cli.commands.simulate import simulate
@@ -52,6 +53,7 @@ app.command("run")(run)
 app.command("pull")(pull)
 app.command("list")(list_models)
 app.command("ls", hidden=True)(list_models)
+app.command("search")(search)
 app.command("show")(show)
 app.command("plan")(plan)
 app.command("bench")(bench)

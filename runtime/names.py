@@ -19,6 +19,31 @@ _DEFAULT_TAGS = {
 }
 _PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
+_HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
+_HUB_END = re.compile(r"(?:/tree/main)?/?(?=:|$)")  # of a page's address
+_LATEST = "latest"
+# Ollama writes a model's size as its tag; the short name here.
+_OLLAMA = {
+    "gpt-oss:20b": "gpt-oss",
+    "gpt-oss:120b": "gpt-oss-120b",
+    "mixtral:8x7b": "mixtral",
+    "mixtral:8x22b": "mixtral-8x22b",
+    "qwen3:30b": "qwen3-30b-a3b",
+    "qwen3:30b-a3b": "qwen3-30b-a3b",
+    "qwen3:235b": "qwen3-235b-a22b",
+    "qwen3:235b-a22b": "qwen3-235b-a22b",
+    "qwen3-coder:30b": "qwen3-coder-30b-a3b",
+    "qwen3.5:35b": "qwen3.5-35b-a3b",
+    "qwen3.5:35b-a3b": "qwen3.5-35b-a3b",
+    "qwen3.6:35b": "qwen3.6-35b-a3b",
+    "qwen3.6:35b-a3b": "qwen3.6-35b-a3b",
+    "deepseek-v2:16b": "deepseek-v2-lite",
+    "deepseek-v2:236b": "deepseek-v2",
+    "deepseek-v3:671b": "deepseek-v3",
+    "deepseek-r1:671b": "deepseek-r1",
+    "granite3.1-moe:1b": "granite-3.1-1b-a400m",
+    "granite3.1-moe:3b": "granite-3.1-3b-a800m",
+}
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
 
 
@@ -50,9 +75,23 @@ def default_tag(name: str) -> str:
     return _DEFAULT_TAGS.get(name, DEFAULT_TAG)
 
 
+def plain(text: str) -> str:
+    """Return another spelling of a model as `name[:tag]` or `org/name[:tag]`, in its case.
+
+    These are the hub's addresses (hf.co/org/name, https://huggingface.co/org/name), Ollama's tag
+    `latest`, and its tags for sizes (gpt-oss:20b).
+    """
+    text = text.strip()
+    if address := _HUB.match(text):
+        text = _HUB_END.sub("", text[address.end() :], count=1)
+    if text.lower().endswith(f":{_LATEST}"):
+        text = text[: -len(_LATEST) - 1]
+    return _OLLAMA.get(text.lower(), text)
+
+
 def parse_name(text: str) -> ModelName:
-    """Parse `name[:tag]` or `org/name[:tag]`. Raises BadName."""
-    whole, colon, tag = text.strip().lower().partition(":")
+    """Parse `name[:tag]` or `org/name[:tag]`, in any spelling of `plain`. Raises BadName."""
+    whole, colon, tag = plain(text).lower().partition(":")
     parts = whole.split("/")
     fine = len(parts) <= 2 and all(
         _PART.fullmatch(p) and p not in _RESERVED and ".." not in p and "--" not in p for p in parts
@@ -60,7 +99,7 @@ def parse_name(text: str) -> ModelName:
     if len(parts) == 1 and "--" in whole:  # the stored form of a hub id, as `list` prints it
         fine = all(_PART.fullmatch(p) for p in whole.split("--")) and ".." not in whole
         fine = fine and whole.count("--") == 1
-    if not fine:
+    if not fine or "/" in tag:
         raise BadName(
             f"{text!r} is not a model name: letters, digits, '.', '_' and '-', "
             "as name[:tag] or org/name[:tag]"

@@ -10,11 +10,12 @@ import typer
 from moeinf.cli.options import Json, Quiet, known_models
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
-from moeinf.runtime.hub.resolve import can_be_had, find_source
+from moeinf.runtime.hub.resolve import DenseModel, can_be_had, find_source
+from moeinf.runtime.hub.suggestions import is_dense, nearest
 from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.staging import PullInProgress
-from moeinf.runtime.names import DEMO, TAGS, ModelName, parse_name
+from moeinf.runtime.names import DEMO, TAGS, BadName, ModelName, parse_name, plain
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -88,15 +89,23 @@ def pull(
 def ensure(model: str, settings: Settings, out: Output) -> tuple[Manifest, Path]:
     """Return the model's manifest and folder; pull a model that is absent and available.
 
-    Without a tag nothing is pulled while another tag of the model is here: NoSuchModel names it.
+    Without a tag nothing is pulled while another tag of the model is here. If there is only one, it
+    is used and a note names it. NoSuchModel names several.
     """
     library = Library(settings)
     try:
         return library.read(model)
+    except BadName:
+        if is_dense(model):  # with a tag of Ollama's
+            raise DenseModel(model) from None
+        raise
     except NoSuchModel as error:
-        another = error.tags and ":" not in model and parse_name(model).name != DEMO
-        if another or not can_be_had(model):
-            raise
+        another = ":" not in plain(model) and parse_name(model).name != DEMO
+        if another and len(error.tags) == 1:
+            out.note(f"{plain(model)}: only {error.tags[0]} is on this machine")
+            return library.read(error.tags[0])
+        if (another and error.tags) or not can_be_had(model):
+            raise NoSuchModel(error.wanted, [*error.nearest, *nearest(model)], error.tags) from None
     wanted, source = find_source(model, None, settings, out.note)
     if library.has(wanted):  # MODEL was another spelling of it
         return library.read(str(wanted))

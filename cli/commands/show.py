@@ -71,7 +71,9 @@ def _show_unpulled(entry: Entry, out: Output) -> None:
     """Print the registry's facts about a model that is not on this machine."""
     sizes = entry.sizes()
     if out.json:
-        about = {key: value for key, value in asdict(entry).items() if key != "aliases"}
+        about = {
+            key: value for key, value in asdict(entry).items() if key not in ("aliases", "bits")
+        }
         out.document({**about, "aliases": list(entry.aliases), "pulled": False, "sizes": sizes})
         return
     out.fields(

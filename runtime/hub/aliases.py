@@ -9,7 +9,7 @@ from importlib import resources
 
 import yaml
 
-from moeinf.runtime.names import DEFAULT_TAG, TAGS
+from moeinf.runtime.names import DEFAULT_TAG, TAGS, plain
 
 # Bits per weight, with the scales of quantised groups, without 8-bit embeddings and headers.
 _BITS = {"f32": 32.0, "bf16": 16.0, "q8": 8.5, "q4": 4.5, "mxfp4": 4.25}
@@ -27,6 +27,17 @@ class Entry:
     aliases: tuple[str, ...] = ()
     revision: str | None = None
     tag: str = DEFAULT_TAG
+    bits: float = 16
+
+    @property
+    def disk_bytes(self) -> int:
+        """The estimated size on disk with the default tag."""
+        return self.sizes()[self.tag]
+
+    @property
+    def download_bytes(self) -> int:
+        """The estimated size of the published weights."""
+        return int(self.parameters * 1e9 * self.bits / 8)
 
     def sizes(self) -> dict[str, int]:
         """Return the estimated size on disk of each tag, in bytes."""
@@ -45,8 +56,8 @@ def registry() -> Mapping[str, Entry]:
 
 
 def entry_of(name: str) -> Entry | None:
-    """Return the entry of `name[:tag]`, or None. The name may be an alias."""
-    wanted = name.partition(":")[0].lower()
+    """Return the entry of `name[:tag]`, or None. The name may be an alias or Ollama's name."""
+    wanted = plain(name).partition(":")[0].lower()
     for entry in registry().values():
         if wanted in (entry.name, *entry.aliases):
             return entry

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from moeinf.errors import NotFound
 from moeinf.runtime.config import Settings
-from moeinf.runtime.hub.aliases import entry_of, registry
+from moeinf.runtime.hub.aliases import Entry, entry_of
+from moeinf.runtime.hub.suggestions import fitting, is_dense, nearest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.staging import downloads_of
-from moeinf.runtime.names import DEMO, ModelName, expand, is_path, parse_name
+from moeinf.runtime.machine.memory import available_bytes
+from moeinf.runtime.names import DEMO, ModelName, expand, is_path, parse_name, plain
+from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from moeinf.runtime.library.repack import Source
@@ -21,13 +24,37 @@ class UnknownSource(NotFound, ValueError):
     """A name is not a short name, a repository or a path."""
 
     code = "unknown_source"
-    hint = "`moeinf pull --help`, which says how models are named"
     exit_code = 2
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model!r} is not a short name, a repository ORG/NAME, or a path ./FOLDER"
+        )
+        near = ", ".join(nearest(model))
+        self.hint = f"{near}, or " if near else ""
+        self.hint += "`moeinf search`, which lists the short names"
+
+
+class DenseModel(NotFound, ValueError):
+    """The named model has no experts."""
+
+    code = "dense_model"
+    exit_code = 2
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"{model} is a dense model; moeinf runs mixture-of-experts models")
+        fit = (f"`moeinf run {e.name}` ({format_bytes(e.disk_bytes)})" for e in _suited())
+        self.hint = f"{' or '.join(fit)}, or `moeinf search`"
+
+
+def _suited() -> list[Entry]:
+    return fitting(available_bytes())
 
 
 def can_be_had(model: str) -> bool:
     """Return whether a name is the demo, ORG/NAME or a short name. Raises BadName."""
-    return parse_name(model).name == DEMO or "/" in model or entry_of(model) is not None
+    own = parse_name(model).name == DEMO
+    return own or "/" in plain(model) or entry_of(model) is not None or is_dense(model)
 
 
 def find_source(
@@ -44,7 +71,7 @@ def find_source(
 
     Once `stop` is set, every request fails with RepositoryError or DownloadFailed.
 
-    Raises UnknownSource, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
+    Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
     from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.library.repack import LocalSource  # both modules import torch
@@ -53,7 +80,9 @@ def find_source(
         folder = expand(model)
         wanted = parse_name(name if name is not None else folder.name)
         return wanted, LocalSource(open_folder(folder), str(folder))
-    asked = parse_name(model)
+    if is_dense(model):
+        raise DenseModel(model)
+    asked, model = parse_name(model), plain(model)
     wanted = parse_name(name) if name is not None else asked
     if asked.name == DEMO:
         return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
@@ -68,10 +97,7 @@ def find_source(
         repository, revision = entry.repo, revision or entry.revision
         wanted = wanted if name is not None else ModelName(entry.name, asked.tag)
     elif "/" not in model:
-        names = ", ".join(sorted(registry()))
-        raise UnknownSource(
-            f"{model!r} is not a short name ({names}), nor ORG/NAME, nor a path (./…)"
-        )
+        raise UnknownSource(model)
     if is_offline():
         return wanted, _offline(repository, revision, note)
     found = look_up(repository, revision, token, stop)

@@ -20,6 +20,7 @@ DOCUMENTS = (
     ("pull", "pull FOLDER --name mine:q8"),
     ("pull", "pull demo"),
     ("list", "list"),
+    ("search", "search qwen3"),
     ("show", "show demo"),
     ("show-registered", "show olmoe"),
     ("plan", "plan demo --memory 30%"),

@@ -26,6 +26,7 @@ from moeinf.models.base import ContextFull
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.hub import resolve
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.library.staging import only_maker
@@ -47,6 +48,7 @@ CASES: dict[str, Case] = {
     "bad_name": lambda _: ["show", "../x"],
     "model_not_found": lambda _: ["show", "dmo"],
     "unknown_source": lambda _: ["pull", "nothing-like-it"],
+    "nothing_found": lambda _: ["search", "zzz"],
     "hub": lambda _: ["pull", "Org/Model"],
     "model_exists": lambda _: ["cp", "demo:bf16", "demo:bf16"],
     "not_running": lambda _: ["stop", "demo"],
@@ -72,6 +74,12 @@ def case(code: str) -> Callable[[Case], Case]:
         return function
 
     return enter
+
+
+@case("dense_model")
+def _(place: Place) -> list[str]:
+    place.patch.setattr(resolve, "available_bytes", lambda: 16 << 30)
+    return ["pull", "llama3:8b"]
 
 
 @case("invalid")

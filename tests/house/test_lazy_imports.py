@@ -55,9 +55,9 @@ def run(code: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["list"], ["run", "--help"]])
-def test_commands(arguments: list[str], tmp_path: Path) -> None:
-    ran = run(COMMAND, tmp_path, *arguments)
+@pytest.mark.parametrize("line", ["--help", "--version", "list", "search", "run --help"])
+def test_commands(line: str, tmp_path: Path) -> None:
+    ran = run(COMMAND, tmp_path, *line.split())
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout
 
