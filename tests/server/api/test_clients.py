@@ -228,3 +228,13 @@ def test_answers_together_are_answers_alone(
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, PROMPTS * 2))
     assert answers == [alone(text) for text in PROMPTS] * 2
+
+
+@pytest.mark.parametrize("model", ["demo", "demo:latest", "Demo:BF16"])
+def test_spellings_of_a_model(
+    model: str, openai_client: openai.OpenAI, ollama_client: ollama.Client
+) -> None:
+    message = {"role": "user", "content": "17+25="}
+    chat = openai_client.chat.completions.create(model=model, messages=[message])  # type: ignore[list-item]
+    assert chat.choices[0].message.content == "42"
+    assert ollama_client.generate(model, "17+25=").response == "42"
