@@ -18,6 +18,7 @@ from moeinf.cli.commands.cp import cp
 from moeinf.cli.commands.devices import devices
 from moeinf.cli.commands.eamc import eamc
 from moeinf.cli.commands.eval import evaluate_text
+from moeinf.cli.commands.help import help_of
 from moeinf.cli.commands.list_models import list_models
 from moeinf.cli.commands.plan import plan
 from moeinf.cli.commands.prune import prune
@@ -44,7 +45,7 @@ _INTERRUPTED = 130
 app = typer.Typer(
     name="moeinf",
     help="Run big Mixture-of-Experts models on machines with little memory.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -69,6 +70,7 @@ app.command("verify")(verify)
 app.command("prune")(prune)
 app.command("devices")(devices)
 app.command("serve")(serve)
+app.command("help")(help_of)
 
 
 def _version(wanted: bool) -> None:
@@ -79,10 +81,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", "-v", callback=_version, is_eager=True, help="The version.")
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @cache
@@ -105,7 +110,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
         flush()  # a failure is shown here; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
-        return tell(out, Usage(error.format_message()))
+        return tell(out, _with_help(Usage(error.format_message()), arguments))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of the output has left, so that no error is shown
@@ -116,7 +121,19 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
     except BaseException as error:  # a Rust panic is not an Exception
         if _debugging():
             out.trace(error)
+        if isinstance(error, Usage):
+            error = _with_help(error, arguments)
         return _INTERRUPTED if interrupted() else tell(out, error)
+
+
+def _with_help(error: Usage, arguments: Sequence[str]) -> Usage:
+    """Return the error with a hint that names the help of its command."""
+    names = {command.name for command in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
+    named = next((word for word in arguments if word in names), None)
+    if named is not None:
+        error.hint = f"`moeinf {named} --help`"
+    return error
 
 
 def _debugging() -> bool:

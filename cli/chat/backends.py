@@ -36,6 +36,11 @@ class Partner(Protocol):
         ...
 
     @property
+    def summary(self) -> str:
+        """One line: the model, where it runs, its context."""
+        ...
+
+    @property
     def choices(self) -> Sequence[str]:
         """Settings chosen for this model, with reasons; known before the first answer."""
         ...

@@ -73,6 +73,16 @@ class LocalPartner:
         return self._engine.info.choices
 
     @property
+    def summary(self) -> str:
+        info = self._engine.info
+        place, experts = info.placement, info.experts
+        where, above = "CPU", place.on_device
+        if above is not None:
+            where = f"{above.gpu} with {min(above.slots, experts)} of {experts} experts"
+        count = "all" if place.slots >= experts else f"{place.slots} of {experts}"
+        return f"{info.name} · {where} · {count} experts in RAM · context {info.context}"
+
+    @property
     def _said_last(self) -> Generation:
         assert self.last is not None  # a question was asked before
         return self.last
@@ -117,6 +127,7 @@ class LocalPartner:
             ("experts", f"{m.layers} MoE layers, {m.experts} experts each, {m.top_k} per token"),
             ("context", f"{info.context} tokens"),
             ("source", m.source),
+            *(("chosen", choice) for choice in info.choices),
         ]
 
     def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:

@@ -115,6 +115,10 @@ class RemotePartner:
             },
         }
 
+    @property
+    def summary(self) -> str:
+        return f"{self.model} · the server at {self._client}"
+
     def notes(self) -> list[str]:
         return []
 

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
+from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from moeinf.cli.chat.backends import Partner, parse_form
@@ -43,6 +44,7 @@ _HELP = (
     ('"""', "begin and end a message of several lines"),
 )
 _FENCE = '"""'
+_PLACEHOLDER = HTML("<ansibrightblack>Send a message (/? for help)</ansibrightblack>")
 
 
 class BadCommand(UnusableInput, ValueError):
@@ -127,7 +129,7 @@ class Repl:
                 if pressed():
                     get_app().exit(exception=KeyboardInterrupt())
 
-            text = self._session.prompt(prompt, pre_run=give_up)
+            text = self._session.prompt(prompt, pre_run=give_up, placeholder=_PLACEHOLDER)
         if pressed():
             raise KeyboardInterrupt
         return text

@@ -51,7 +51,7 @@ Stop = Annotated[
 
 def run(
     model: Model,
-    prompt: Annotated[str | None, typer.Argument(show_default=False)] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", show_default=False)] = None,
     memory: Memory = None,
     device: Device = "auto",
     device_memory: DeviceMemory = None,
@@ -116,6 +116,7 @@ def run(
     if dry_run:
         print_plan(model, config, settings, out)
         return 0
+    prompt = " ".join(words) if words else None
     piped = _piped_text()
     if piped is not None and not raw:
         piped = piped.strip() or None
@@ -155,11 +156,12 @@ def run(
         if not found.reason:  # the server may be on this machine, and have the model now
             found = look(client, model)
     if found.about is not None:
-        out.note(f"using the server at {client}")
+        if not interactive:
+            out.note(f"using the server at {client}")
         with stoppable():
             remote = RemotePartner(client, found.about, settings)
             return _converse(remote, begun, None if interactive else text, ways, settings, out)
-    if interactive or verbose or not found.silent:
+    if verbose or not found.silent:
         reason = found.reason or f"the server at {client} does not serve {model}"
         out.note(f"{reason}: the model runs in this process")
 
@@ -214,11 +216,12 @@ def _converse(
     if partner.think and not (ways.raw or thinks(partner.template())):
         raise Usage(f"--think: {partner.model} does not support thinking")
     notes = partner.notes()  # from loading
-    for note in (*(partner.choices if text is None or ways.verbose else ()), *notes):
+    for note in (*(partner.choices if ways.verbose else ()), *notes):
         out.note(note)
     if text is None:
         from moeinf.cli.chat.repl import Repl
 
+        out.note(partner.summary)
         shown = ways.shows_thinking
         Repl(partner, ways.options, ways.limits, settings, out, ways.verbose, shown).loop()
         return 0

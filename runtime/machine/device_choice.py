@@ -70,7 +70,7 @@ def choose_processor(
         return Processor("cpu", "asked for")
     name = is_there(library)
     if isinstance(name, NoGpu):
-        return Processor("cpu", f"no GPU: {name.why}")
+        return Processor("cpu", f"no GPU: {name.why if name.driver else 'there is no driver'}")
     return Processor("cpu", f"--device cuda would use {name}, which is not chosen by itself yet")
 
 

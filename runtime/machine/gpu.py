@@ -61,9 +61,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NoGpu:
-    """The reason why no GPU can be used, in words."""
+    """The reason why no GPU can be used, in words. driver: False if there is no libcuda."""
 
     why: str
+    driver: bool = True
 
 
 def is_there(library: str | None = None) -> str | NoGpu:
@@ -71,7 +72,7 @@ def is_there(library: str | None = None) -> str | NoGpu:
     try:
         return _driver(library or DRIVER_LIBRARY).info(0)[0]
     except (NoDriver, DeviceError) as error:
-        return NoGpu(str(error))
+        return NoGpu(str(error), driver=not isinstance(error, NoDriver))
 
 
 def all_gpus(library: str | None = None) -> list[tuple[str, int]] | NoGpu:

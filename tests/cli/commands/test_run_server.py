@@ -186,7 +186,7 @@ def terminal(served: tuple[Path, str]) -> Iterator[Callable[[str], str]]:
         dimensions=(40, 200),
     )
     child.expect_exact(">>> ")
-    assert "using the server at" in str(child.before)
+    assert "demo:bf16 · the server at " in str(child.before)
 
     def ask(line: str) -> str:
         child.send(line + "\r")
