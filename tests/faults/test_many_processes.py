@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
+import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
@@ -14,7 +15,8 @@ from moeinf.runtime.library.manifest import read_manifest
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
-from tests.cli.conftest import COMMAND, command_in, environment
+from tests.cli.conftest import command_in, environment
+from tests.cli.warm import Warm
 from tests.faults.conftest import Tally
 
 # Allowed messages of a process that lost a race; any other failure is wrong.
@@ -34,6 +36,12 @@ ACTS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def _text(file: IO[bytes]) -> str:
+    with file:
+        file.seek(0)
+        return file.read().decode()
+
+
 def test_one_model_many_processes(every_point: bool, tmp_path: Path, tally: Tally) -> None:
     rng = random.Random(0)
     first = command_in(tmp_path)(*ACTS[0])
@@ -43,17 +51,16 @@ def test_one_model_many_processes(every_point: bool, tmp_path: Path, tally: Tall
         running = []
         for _ in range(at_once):
             act = rng.choice(ACTS)
-            process = subprocess.Popen(
-                [*COMMAND, *act], env=environment(tmp_path), stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            running.append((act, process, rng.random() < 0.25))
+            printed = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+            process = Warm(act, environment(tmp_path), None, None, *printed)
+            running.append((act, process, printed, rng.random() < 0.25))
             time.sleep(rng.random() * 0.3)
-        for act, process, doomed in running:
+        for act, process, printed, doomed in running:
             if doomed:
                 time.sleep(rng.random())
                 process.kill()
-            out, error = process.communicate(timeout=120)
+            process.wait(timeout=120)
+            out, error = map(_text, printed)
             assert "Traceback" not in error
             if process.returncode == 0:
                 assert act[0] != "run" or out.strip() == "42", (act, out)
