@@ -176,7 +176,7 @@ def test_what_lies_on_the_gpu_is_shown(
         plan = engine.info.placement.on_device
         assert plan is not None
         taken = format_bytes(plan.peak_bytes)
-        assert answer(["ps"]) == 0
+        assert answer(["ps", "--verbose"]) == 0
         assert f" + {taken} GPU" in capsys.readouterr().out
         assert answer(["ps", "--json"]) == 0
         document = json.loads(capsys.readouterr().out)

@@ -14,6 +14,7 @@ import pexpect
 import pytest
 
 from moeinf.runtime.config import Settings
+from moeinf.runtime.sizes import format_bytes
 from tests.cli.conftest import COMMAND, Command, check_document, command_in, environment
 
 BABBLE = ["--temperature", "50", "--top-k", "0", "--top-p", "1", "--seed", "1", "--memory", "30%"]
@@ -55,14 +56,20 @@ def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: P
     assert engine["experts"]["disk"] == 192
     assert engine["bytes"]["host"] == engine["experts"]["host"] * 49152
     heading, row = own("ps").out.splitlines()
-    for column in ("ID", "CONTEXT", "PROCESSOR", "EXPERTS(GPU/RAM/DISK)", "HIT%", "UNTIL"):
-        assert column in heading.split()
+    assert heading.split() == ["NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"]
+    assert max(len(heading), len(row)) <= 90
     (model,) = [m for m in json.loads(own("list", "--json").out)["models"] if m["tag"] == "bf16"]
     assert engine["expires_at"] is None
     assert row.endswith("its process ends")
     assert (engine["digest"], engine["context"]) == (model["digest"], 512)
     assert row.split()[:2] == ["demo:bf16", model["digest"][:12]]
-    assert f"0/{engine['experts']['host']}/192" in row
+    assert engine["size_bytes"] == model["size_bytes"] < engine["peak_bytes"]
+    assert format_bytes(model["size_bytes"]) in row
+    _, verbose = own("ps", "--verbose").out.splitlines()
+    assert verbose.startswith(row)
+    more = verbose.removeprefix(row).split()
+    assert more[0] == str(conversation.pid)
+    assert f"0/{engine['experts']['host']}/192" in more
 
     stopped = own("stop", "demo")
     assert stopped.out == f"stopped demo:bf16 (process {conversation.pid})\n"
