@@ -135,6 +135,7 @@ def _ours(cache: Path) -> Program:
     return Program(command, model.folder("bf16"))
 
 
+@pytest.mark.full
 def test_a_capped_race(cache: Path) -> None:
     """A race against moeinf itself without a limit: the turns, the sums and the table."""
     text = tokens(_LOCAL, 512, 40)

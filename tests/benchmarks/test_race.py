@@ -76,6 +76,7 @@ def ours(model: RaceModel, context: int = 64) -> list[str]:
     return [sys.executable, "-m", "benchmarks.ours", *where, *sizes]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", list(shapes.SHAPES))
 def test_our_worker(cache: Path, name: str) -> None:
     model = tiny(cache, name)

@@ -34,6 +34,7 @@ def test_every_input_is_read_or_refused(name: str, tmp_path: Path, tally: Tally)
         assert came in ("read", "refused"), (came, data[:300])
 
 
+@pytest.mark.full
 def test_the_fuzzer_finds_what_is_planted(tmp_path: Path) -> None:
     """The fuzzer runs on a reader with a planted fault and must report it."""
     planted = """

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Tally
+from tests.faults.conftest import STRIDE, Tally
 
-REST = ("eio thrice", "short", "slow")
+REST = ("eio", "memory", "eio thrice", "short", "slow")
 INSIDE = Path(__file__).with_name("inside.py")
 
 
 @pytest.mark.parametrize(
     "what",
-    ["eio", "flip", "memory", *(pytest.param(what, marks=pytest.mark.full) for what in REST)],
+    ["flip", *(pytest.param(what, marks=pytest.mark.full) for what in REST)],
 )
 def test_a_generation_in_which_something_fails(
     what: str, every_point: bool, shim: Path, demo_home: Path, tally: Tally
 ) -> None:
     """One EIO, short reads and slow reads change nothing; a persistent error names the file."""
-    step = 1 if every_point else 5 if what == "memory" else 41
+    step = STRIDE if every_point else 5 if what == "memory" else 41
     run = subprocess.run(
         [sys.executable, str(INSIDE), str(demo_home), what, str(step)],
         env={**os.environ, "LD_PRELOAD": str(shim)},

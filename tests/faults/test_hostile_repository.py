@@ -28,7 +28,7 @@ from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import parse_memory
 from moeinf.runtime.text.chat_template import TemplateError
 from scripts.make_checkpoint import config, make_checkpoint
-from tests.faults.conftest import Tally
+from tests.faults.conftest import STRIDE, Tally
 
 NAMES = st.one_of(
     st.text(max_size=30),
@@ -51,7 +51,7 @@ JUNK = st.recursive(
 
 
 def slowly(every_point: bool) -> settings:
-    many = 500 if every_point else 60
+    many = 2000 // STRIDE if every_point else 60
     return settings(
         max_examples=many, deadline=None, suppress_health_check=list(HealthCheck), database=None
     )

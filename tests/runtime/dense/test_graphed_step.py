@@ -81,7 +81,7 @@ def texts(engine: Engine, count: int = 12) -> list[list[int]]:
     return found
 
 
-@pytest.mark.matrix
+@pytest.mark.first
 @pytest.mark.parametrize(
     "given",
     [
@@ -116,6 +116,7 @@ def test_the_tokens_are_those_without(
     assert without.take_notes() == ["no CUDA graphs: a test's: nothing is written down"]
 
 
+@pytest.mark.full
 def test_texts_in_turn_keep_apart_and_go_back(open_engine: Open, devices: list[StrictFake]) -> None:
     """Ten conversations, more than there are tapes; each is once truncated into its prompt."""
 
@@ -152,6 +153,7 @@ def test_requests_that_travel_together_go_without(
     assert devices[-1].writing.written == 0
 
 
+@pytest.mark.full
 def test_once_all_are_there_results_are_graphs_until_slots_are_given_up(
     open_engine: Open, devices: list[StrictFake]
 ) -> None:
@@ -208,6 +210,7 @@ def test_what_does_not_repeat_itself_is_not_used(
     ]
 
 
+@pytest.mark.full
 def test_whom_others_keep_from_it_writes_down_later(
     open_engine: Open, devices: list[StrictFake]
 ) -> None:
@@ -223,6 +226,7 @@ def test_whom_others_keep_from_it_writes_down_later(
     assert written.played > 0
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("after", [0, 20])
 def test_a_device_that_cannot_write_down_goes_on_without(
     after: int, open_engine: Open, devices: list[StrictFake]
@@ -250,6 +254,7 @@ def test_a_device_that_cannot_write_down_goes_on_without(
     assert device.writing.forgotten == 1  # with its pools
 
 
+@pytest.mark.full
 def test_hints_come_and_go(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text has two tapes: with the next layer's router and without it."""
     expected = texts(open_engine(graphed=False, slots=30, miss="fetch"))

@@ -125,6 +125,7 @@ def test_plans_count_what_cuda_takes(nvml: str, opened: Opened, fake: Fake) -> N
     assert engine.take_notes() == []
 
 
+@pytest.mark.full
 def test_experts_make_room_for_what_cuda_takes(
     opened: Opened, fake: Fake, open_engine: Open
 ) -> None:

@@ -64,7 +64,8 @@ def answers(engine: Engine) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("tag", "least"), [("q8", 0.99), ("q4", 0.95)])
+@pytest.mark.first
+@pytest.mark.parametrize(("tag", "least"), [("q4", 0.95), ("q8", 0.99)])
 def test_top1_agreement_with_bf16(demos, settings, tag, least):
     with Engine.open(*demos["bf16"], ALL, settings) as engine:
         wanted = answers(engine)
