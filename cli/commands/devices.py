@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moeinf.cli.options import Json, Quiet
+from moeinf.cli.options import Json, Quiet, Usage
 from moeinf.cli.output import Output
 from moeinf.native import DeviceError
 from moeinf.runtime.config import Settings, read_environment
@@ -51,6 +51,8 @@ def devices(
     Example: moeinf devices
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
+    if folder is not None and not folder.is_dir():
+        raise Usage(f"--folder: {folder} is not a folder")
     place = (folder or settings.models).absolute()
     with out.progress("") as update:
         ram = measure_ram(lambda done, total: update("memory", done, total))

@@ -48,3 +48,12 @@ def test_the_table_names_loops_and_ways(home: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("size", ["1", "1GiB", "50%", "huge"])
 def test_sizes_that_cannot_be_are_refused(home: Path, size: str) -> None:
     assert answer(["devices", "--expert-size", size]) == 2
+
+
+def test_a_folder_that_is_missing_is_not_made(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    assert answer(["devices", "--folder", str(gone), "--expert-size", "64KiB"]) == 2
+    assert f"--folder: {gone} is not a folder" in capsys.readouterr().err
+    assert not gone.exists()
