@@ -112,7 +112,9 @@ def test_pull_a_local_folder(own: Command, tmp_path: Path) -> None:
     shutil.copytree(DEMO_CHECKPOINT, folder)
     result = own("pull", str(folder), "--name", "mine:f32", "--json")
     assert json.loads(result.out)["name"] == "mine"
-    other = own("run", "mine", "17+25=")
+    only = own("run", "mine", "17+25=")
+    assert (only.out, only.err) == ("42\n", "mine: only mine:f32 is on this machine\n")
+    other = own("run", "mine:q4", "17+25=")
     assert other.code == 1
     assert "no model 'mine:q4' on this machine, only mine:f32" in other.err
     assert "Try: mine:f32, or `moeinf pull mine:q4`, which adds the other" in other.err
