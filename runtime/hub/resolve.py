@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moeinf.errors import NotFound
 from moeinf.runtime.config import Settings
-from moeinf.runtime.hub.aliases import Entry, entry_of
+from moeinf.runtime.hub.aliases import entry_of
 from moeinf.runtime.hub.suggestions import fitting, is_dense, nearest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.staging import downloads_of
@@ -43,12 +43,9 @@ class DenseModel(NotFound, ValueError):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"{model} is a dense model; moeinf runs mixture-of-experts models")
-        fit = (f"`moeinf run {e.name}` ({format_bytes(e.disk_bytes)})" for e in _suited())
+        found = fitting(available_bytes())
+        fit = (f"`moeinf run {e.name}` ({format_bytes(e.disk_bytes)})" for e in found)
         self.hint = f"{' or '.join(fit)}, or `moeinf search`"
-
-
-def _suited() -> list[Entry]:
-    return fitting(available_bytes())
 
 
 def can_be_had(model: str) -> bool:
