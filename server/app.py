@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
@@ -17,11 +18,41 @@ from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.engines.model_manager import Host
+from moeinf.server.http.json_text import Answer
 from moeinf.server.http.refusals import Refusal, UnknownPath, WrongMethod
+from moeinf.server.http.request_log import RequestLog
 from moeinf.server.http.security import Guard
 from moeinf.server.metrics import Metrics
 
-_LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+# The application's own endpoints, which belong to neither API.
+router = APIRouter()
+
+
+@router.get("/", response_class=PlainTextResponse)
+def root() -> str:
+    return "moeinf is running"
+
+
+@router.head("/", include_in_schema=False)
+def alive() -> Response:
+    return Response()
+
+
+@router.get("/health")
+def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+def metrics(request: Request) -> str:
+    """Return metrics in Prometheus' text format, under vLLM's names where it has them.
+
+    The label `model_name` is on every sample. `request_success_total` also has `kind`
+    (`generation` or `embedding`, one per input) and `finished_reason`. Times are measured by
+    the engine, from when a request reaches a loaded model.
+    """
+    found: Metrics = request.app.state.metrics
+    return found.exposition()
 
 
 def create_app(
@@ -32,7 +63,7 @@ def create_app(
 ) -> FastAPI:
     """Build the application; a request loads the engine that it names.
 
-    say: receives a line per choice or note of an engine.
+    say: receives a line per choice or note of an engine, and per request with server.verbose.
     """
 
     @asynccontextmanager
@@ -53,39 +84,29 @@ def create_app(
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
-    app.include_router(ollama_api.router)
-    app.include_router(openai_api.router)
-    app.include_router(embeddings.router)
-    app.include_router(pull_api.router)
+    for routes in (ollama_api, openai_api, embeddings, pull_api):
+        app.include_router(routes.router)
+    app.include_router(router)
+    _word_errors(app, settings)
+    # Each layer wraps those before it. The Guard has refused every origin that is not allowed.
+    app.add_middleware(
+        CORSMiddleware, allow_origin_regex=".*", allow_methods=["*"], allow_headers=["*"]
+    )
+    app.add_middleware(Guard, settings=server, document=_document)
+    if server.verbose:
+        app.add_middleware(RequestLog, say=say)
+    return app
 
-    @app.get("/", response_class=PlainTextResponse)
-    def root() -> str:
-        return "moeinf is running"
 
-    @app.head("/", include_in_schema=False)
-    def alive() -> Response:
-        return Response()
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    def metrics(request: Request) -> str:
-        """Return metrics in Prometheus' text format, under vLLM's names where it has them.
-
-        The label `model_name` is on every sample. `request_success_total` also has `kind`
-        (`generation` or `embedding`, one per input) and `finished_reason`. Times are measured by
-        the engine, from when a request reaches a loaded model.
-        """
-        found: Metrics = request.app.state.metrics
-        return found.exposition()
+def _word_errors(app: FastAPI, settings: Settings) -> None:
+    """Answer each error in the form of the API that was called."""
 
     @app.exception_handler(RequestValidationError)
     async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return _told(request, BadRequest(f"{where}: {first['msg']}" if where else first["msg"]))
+        names = [str(part) for part in first["loc"] if part != "body"]
+        words = f"{'.'.join(names)}: {first['msg']}" if names else first["msg"]
+        return _told(request, BadRequest(words, names[0] if names else None))
 
     @app.exception_handler(Refusal)
     @app.exception_handler(HTTPException)
@@ -103,16 +124,6 @@ def create_app(
         app.add_exception_handler(kind, tell)
     app.add_exception_handler(Exception, tell)
 
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(server.origins),
-        allow_origin_regex=_LOCAL_ORIGIN,
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
-    app.add_middleware(Guard, settings=server)
-    return app
-
 
 def _refused(request: Request, error: HTTPException) -> MoeinfError:
     """Return the error itself if it is ours, else the refusal that matches its status."""
@@ -125,6 +136,11 @@ def _refused(request: Request, error: HTTPException) -> MoeinfError:
 
 
 def _told(request: Request, error: MoeinfError) -> JSONResponse:
-    if request.url.path.startswith("/v1/"):
-        return openai_api.error_response(error)
-    return ollama_api.error_response(error)
+    return Answer(_document(request.url.path, error), error.http_status)
+
+
+def _document(path: str, error: MoeinfError) -> dict[str, Any]:
+    """Return an error in the form of the API that the path belongs to."""
+    if path.startswith("/v1/"):
+        return openai_api.error_document(error)
+    return ollama_api.error_document(error)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -19,9 +21,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moeinf.errors import MoeinfError, Unavailable
+from moeinf.errors import MoeinfError, Unavailable, problem
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
 from moeinf.runtime.machine.memory import keep_heap_small
+from moeinf.runtime.server_log import keep_small
 from moeinf.server.api.answers import BadRequest
 from moeinf.server.app import create_app
 from moeinf.server.http.log_lines import log_config
@@ -38,7 +41,7 @@ class CannotListen(Unavailable, OSError):
     """The address is in use, or is not one of this machine."""
 
     code = "cannot_listen"
-    hint = "`moeinf serve --port N`, or another address in MOEINF_HOST"
+    hint = "`moeinf stop --all`, which ends a server of yours, or `moeinf serve --port N`"
 
 
 class Deadlines(H11Protocol):
@@ -87,7 +90,32 @@ class Deadlines(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that ends in time after SIGINT or SIGTERM, also where a native call hangs."""
+    """A server that ends in time after SIGINT or SIGTERM, also where a native call hangs.
+
+    unused_s: it also ends after this time without a loaded model and without a request. A finite
+    value means that it runs in the background, with a log as its standard error.
+    """
+
+    def __init__(self, config: uvicorn.Config, unused_s: float) -> None:
+        super().__init__(config)
+        self._unused_s = unused_s
+        self._requests = 0
+        self._used = time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return True when the server must end. Called ten times a second."""
+        if self._unused_s == math.inf:
+            return await super().on_tick(counter)
+        if counter % 10 == 0:
+            keep_small(2)
+        return await super().on_tick(counter) or self._unused()
+
+    def _unused(self) -> bool:
+        state = self.server_state
+        in_use = bool(state.tasks) or self.config.app.state.host.in_use  # type: ignore[union-attr]
+        if in_use or state.total_requests != self._requests:
+            self._requests, self._used = state.total_requests, time.monotonic()
+        return time.monotonic() - self._used >= self._unused_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
@@ -102,8 +130,12 @@ def make_server(
     server: ServerSettings,
     config: EngineConfig,
     tell: Callable[[str], None] = lambda _: None,
+    unused_s: float = math.inf,
 ) -> uvicorn.Server:
-    """Build a server that does not run yet. Port 0 means any free port. tell: see Host."""
+    """Build a server that does not run yet. Port 0 means any free port.
+
+    tell: see Host. unused_s: see _Server.
+    """
     keep_heap_small()  # before the first thread starts
     return _Server(
         uvicorn.Config(
@@ -119,7 +151,8 @@ def make_server(
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=_GOODBYE_SECONDS,
             server_header=False,
-        )
+        ),
+        unused_s,
     )
 
 
@@ -129,8 +162,9 @@ def run_server(
     config: EngineConfig,
     listening: Callable[[str], None],
     tell: Callable[[str], None],
+    unused_s: float = math.inf,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises CannotListen.
+    """Serve until SIGINT or SIGTERM, or until unused for `unused_s`. Raises CannotListen.
 
     listening: receives the address. tell: receives the choices and problems of engines.
     """
@@ -141,10 +175,10 @@ def run_server(
             sock.bind((server.host, server.port))
         except OSError as error:
             where = _address(server.host, server.port)
-            raise CannotListen(f"cannot listen on {where}: {error.strerror}") from error
+            raise CannotListen(f"cannot listen on {where}: {problem(error)}") from error
         sock.listen()  # connections wait from now on, and are not refused
         listening(_address(*sock.getsockname()[:2]))
-        running = make_server(settings, server, config, tell)
+        running = make_server(settings, server, config, tell, unused_s)
         try:
             running.run(sockets=[sock])
         finally:

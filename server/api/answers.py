@@ -15,6 +15,7 @@ from moeinf.runtime.generation.events import Ended, Event, Failed
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
 from moeinf.server.engines.model_manager import Loaded
+from moeinf.server.http.request_log import notes_of
 from moeinf.server.metrics import Metrics
 
 _MOST_WORDS = 2000  # characters: a request's names may have any length
@@ -24,6 +25,11 @@ class BadRequest(InvalidValue):
     """A request is malformed, or asks for something impossible."""
 
     code = "bad_request"
+
+    def __init__(self, words: str, field: str | None = None) -> None:
+        """field: the field of the request that is invalid, if there is one."""
+        super().__init__(words)
+        self.field = field
 
 
 def words_of(error: MoeinfError) -> str:
@@ -66,6 +72,8 @@ async def events(loaded: Loaded, job: Job, request: Request) -> AsyncGenerator[E
     try:
         while True:
             event = await queue.get()
+            if isinstance(event, Ended):
+                notes_of(request).count(event.prompt_tokens, event.tokens)
             yield event
             if isinstance(event, Ended | Failed):
                 return

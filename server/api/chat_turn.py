@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, TokenInfo
@@ -98,6 +99,7 @@ class Chat(Text):
 
     think: False, True, or a level (templates call it reasoning_effort); None: their default.
     strict: whether to refuse `think` for a model that cannot think.
+    variables: more values for the template, from the client.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class Chat(Text):
         think: bool | str | None = None,
         strict: bool = False,
         parallel_calls: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._messages = messages
         self._tools = tools
         self._think = think
         self._strict = strict
+        self._variables = variables
         self._most_calls = None if parallel_calls else 1
         self._speech: Speech | None = None
         self._id_length = 0
@@ -125,7 +129,9 @@ class Chat(Text):
         if self._strict and self._think and not thinks(template):
             raise BadRequest(f"{engine.info.name} does not support thinking")
         refuse_sources(engine)
-        ids = chat_prompt(engine, self._messages, self._tools, self._think)
+        ids = chat_prompt(
+            engine, self._messages, self._tools, self._think, variables=self._variables
+        )
         if template is not None:
             self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)
             form = format_of(template)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from moeinf.runtime.config import parse_duration
 from moeinf.runtime.generation.events import Ended, Failed, Vector
@@ -24,11 +24,13 @@ from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.bounds import Inputs, Tokens
 from moeinf.server.api.ollama_api import sampling
 from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.other_fields import Lenient
 from moeinf.server.api.prompts import embedding_prompt
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import dump
+from moeinf.server.http.request_log import notes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,13 +57,11 @@ class OldOllamaRequest(Said):
     keep_alive: str | int | float | None = None
 
 
-class OpenAIRequest(Said):
-    model_config = ConfigDict(extra="forbid")
+class OpenAIRequest(Lenient):
     model: str
     input: str | Inputs[str] | Tokens | Inputs[Tokens]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    user: str | None = None
 
 
 @router.post("/api/embed")
@@ -92,11 +92,11 @@ async def embed_as_before(asked: OldOllamaRequest, request: Request) -> dict[str
 
 @router.post("/v1/embeddings")
 async def embed_for_openai(asked: OpenAIRequest, request: Request) -> Response:
-    if asked.dimensions is not None:
-        raise BadRequest("dimensions is not supported: a model has one vector length")
+    asked.check_others(request)
     host: Host = request.app.state.host
     inputs = _listed(asked.input)
     loaded = await host.model(asked.model)
+    _check_length(loaded, asked.dimensions)
     vectors, tokens = await _vectors(loaded, request, inputs, truncate=False)
 
     def worded(vector: _Vector) -> list[float] | str:
@@ -130,13 +130,22 @@ def _answer(about: dict[str, Any], name: str, items: Iterable[Any]) -> Response:
 
 
 async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> Loaded:
-    """Load the model. Known options of generation have no effect, unknown ones fail."""
+    """Load the model. Options of generation have no effect, but invalid ones fail."""
     host: Host = request.app.state.host
     sampling(asked.options)
-    if isinstance(asked, OllamaRequest) and asked.dimensions is not None:
-        raise BadRequest("dimensions is not supported: a model has one vector length")
+    notes_of(request).ignore(asked.options)
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
-    return await host.model(asked.model, keep_alive)
+    loaded = await host.model(asked.model, keep_alive)
+    if isinstance(asked, OllamaRequest):
+        _check_length(loaded, asked.dimensions)
+    return loaded
+
+
+def _check_length(loaded: Loaded, dimensions: int | None) -> None:
+    """Raise BadRequest for another vector length than that of the model."""
+    if dimensions not in (None, loaded.manifest.hidden):
+        expected = f"expected {loaded.manifest.hidden}, the length of this model's vectors"
+        raise BadRequest(f"dimensions: {dimensions} is invalid ({expected})", "dimensions")
 
 
 def _listed(given: str | list[str] | list[int] | list[list[int]]) -> list[_Input]:

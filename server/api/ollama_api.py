@@ -6,15 +6,15 @@ import asyncio
 import datetime
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.errors import MoeinfError
-from moeinf.runtime.config import parse_duration
+from moeinf.runtime.config import Settings, parse_duration
 from moeinf.runtime.generation.events import Ended, Failed
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
@@ -32,18 +32,20 @@ from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
 from moeinf.server.http.bodies import JsonRoute
 from moeinf.server.http.json_text import Answer, dump
+from moeinf.server.http.request_log import notes_of
 
 router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None
 
-# Ollama's options for its own engine: accepted, without an effect here.
+# Ollama's options for its own engine, or of its older versions: accepted, without an effect here.
 OF_OTHER_ENGINES = (
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
     "use_mlock", "numa", "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
     "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
     "embedding_only", "num_gqa", "rope_frequency_base", "rope_frequency_scale",
 )  # fmt: skip
-SAMPLING = tuple(field.name for field in fields(SamplingOptions))
+SAMPLING = tuple(option.name for option in fields(SamplingOptions))
+_OTHER_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 class Message(MessageExtras):
@@ -53,8 +55,9 @@ class Message(MessageExtras):
 
 
 class Asked(Said):
-    """The common fields of generate and chat."""
+    """The common fields of generate and chat. Unknown ones are ignored."""
 
+    model_config = ConfigDict(extra="allow")
     model: str
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -99,10 +102,11 @@ class CopyRequest(BaseModel):
 
 
 def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
-    """Parse Ollama's options. Raises BadRequest for an unknown one, by name, and invalid values."""
+    """Parse Ollama's options; ignore unknown ones, as Ollama does. Raises BadRequest."""
     chosen, most = SamplingOptions(), None
     stop: tuple[str, ...] = ()
-    for name, value in options.items():
+    for said, value in options.items():
+        name = _OTHER_NAMES.get(said, said)
         if value is None:
             continue
         try:
@@ -112,11 +116,15 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
                 stop = _stops(value)
             elif name in SAMPLING:
                 chosen = chosen.having(name, value)
-            elif name not in OF_OTHER_ENGINES:
-                raise BadRequest(f"unknown option {name!r}")
         except (OverflowError, TypeError, ValueError) as error:
             raise BadRequest(str(error)) from error
     return chosen, Limits(most, stop)
+
+
+def without_effect(options: dict[str, Any]) -> list[str]:
+    """Return the names of the options that `sampling` ignores."""
+    read = {"num_predict", "stop", *SAMPLING, *_OTHER_NAMES}
+    return [name for name, value in options.items() if value is not None and name not in read]
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -179,19 +187,18 @@ async def _answer(
     """Answer, streamed or whole. Without a prompt the model is only loaded, or unloaded."""
     host: Host = request.app.state.host
     if asked.template:
-        raise BadRequest("template is not supported: the model has its own")
+        raise BadRequest("template is not supported: the model has its own", "template")
     options, limits = sampling(asked.options)
+    notes_of(request).ignore([*(asked.model_extra or ()), *without_effect(asked.options)])
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
-    start = time.perf_counter()
+    form = _Form(asked.model, said)
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
-        about = {"model": asked.model, "created_at": _now(), **said(Reply())}
-        return Answer({**about, "done": True, "done_reason": "unload"})
+        return Answer(form.end("unload"))
     loaded = await host.model(asked.model, keep_alive)
-    load_seconds = time.perf_counter() - start
+    form.load_seconds = time.perf_counter() - form.start
     if nothing_to_say:
-        about = {"model": asked.model, "created_at": _now(), **said(Reply())}
-        return Answer({**about, "done": True, "done_reason": "load"})
+        return Answer(form.end("load"))
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
     count = asked.top_logprobs if asked.logprobs else None
     job = Job(turn.prepare, options, limits, lambda _: None, count, constrain)
@@ -199,34 +206,61 @@ async def _answer(
     first = await anext(answer)
     if isinstance(first, Failed):
         raise first.error
-
-    def line(reply: Reply, found: list[Any], ended: Ended | None = None) -> dict[str, Any]:
-        about = {"model": asked.model, "created_at": _now(), **said(reply), "done": bool(ended)}
-        about |= {"logprobs": found} if found else {}
-        return about if ended is None else {**about, **_figures(ended, start, load_seconds)}
-
-    async def lines() -> AsyncIterator[str]:
-        async for event in heard(first, answer, turn):
-            if isinstance(event, Failed):
-                error = noted(event.error, request.app.state.settings)
-                yield dump(error_document(error)) + "\n"
-            elif isinstance(event, Ended):
-                yield dump(line(Reply(), [], event)) + "\n"
-            else:
-                found = _probabilities(loaded, event)
-                replies = [Reply.of(part) for part in event.parts]
-                for reply in replies or [Reply()] * len(found):
-                    yield dump(line(reply, found)) + "\n"
-                    found = []
-
+    told = heard(first, answer, turn)
     if asked.stream:
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
+        lines = _stream(loaded, told, form, request.app.state.settings)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+    return await _whole(loaded, told, form)
+
+
+@dataclass
+class _Form:
+    """The documents of one answer. said: returns the endpoint's own fields for a part."""
+
+    model: str
+    said: Callable[[Reply], dict[str, Any]]
+    start: float = field(default_factory=time.perf_counter)
+    load_seconds: float = 0.0
+
+    def line(self, reply: Reply, found: list[Any], ended: Ended | None = None) -> dict[str, Any]:
+        """Return a part of the answer. found: its log-probabilities."""
+        about = {"model": self.model, "created_at": _now(), **self.said(reply), "done": bool(ended)}
+        about |= {"logprobs": found} if found else {}
+        return about if ended is None else {**about, **_figures(ended, self)}
+
+    def end(self, reason: str) -> dict[str, Any]:
+        """Return the end of a request without a prompt."""
+        return {**self.line(Reply(), []), "done": True, "done_reason": reason}
+
+
+async def _stream(
+    loaded: Loaded,
+    answer: AsyncIterator[Heard | Ended | Failed],
+    form: _Form,
+    settings: Settings,
+) -> AsyncIterator[str]:
+    async for event in answer:
+        if isinstance(event, Failed):
+            yield dump(error_document(noted(event.error, settings))) + "\n"
+        elif isinstance(event, Ended):
+            yield dump(form.line(Reply(), [], event)) + "\n"
+        else:
+            found = _probabilities(loaded, event)
+            replies = [Reply.of(part) for part in event.parts]
+            for reply in replies or [Reply()] * len(found):
+                yield dump(form.line(reply, found)) + "\n"
+                found = []
+
+
+async def _whole(
+    loaded: Loaded, answer: AsyncIterator[Heard | Ended | Failed], form: _Form
+) -> Response:
     reply, found = Reply(), list[Any]()
-    async for event in heard(first, answer, turn):
+    async for event in answer:
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Ended):
-            return Answer(line(reply, found, event))
+            return Answer(form.line(reply, found, event))
         found += _probabilities(loaded, event)
         for part in event.parts:
             reply.add(part)
@@ -239,12 +273,12 @@ def _probabilities(loaded: Loaded, event: Heard) -> list[dict[str, Any]]:
     return [] if event.info is None or engine is None else [token_words(engine, event.info)]
 
 
-def _figures(ended: Ended, start: float, load_seconds: float) -> dict[str, Any]:
+def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
     ns = 1_000_000_000
     return {
         "done_reason": "stop" if ended.reason == "stop" else "length",
-        "total_duration": round((time.perf_counter() - start) * ns),
-        "load_duration": round(load_seconds * ns),
+        "total_duration": round((time.perf_counter() - form.start) * ns),
+        "load_duration": round(form.load_seconds * ns),
         "prompt_eval_count": ended.prompt_tokens,
         "prompt_eval_duration": round(ended.prefill_seconds * ns),
         "eval_count": ended.tokens,
@@ -323,7 +357,7 @@ def copy(asked: CopyRequest, request: Request) -> Response:
 @router.delete("/api/delete")
 async def delete(asked: ModelRequest, request: Request) -> Response:
     host: Host = request.app.state.host
-    await host.unload(asked.wanted)
+    await host.unload(asked.wanted, only_idle=True)
     await asyncio.to_thread(host.library.remove, asked.wanted)
     return Response()
 
@@ -363,8 +397,3 @@ def _now() -> str:
 def error_document(error: MoeinfError) -> dict[str, str]:
     """Return Ollama's form of an error. `moeinf run` tells errors apart by code, which is ours."""
     return {"error": words_of(error), "code": error.code}
-
-
-def error_response(error: MoeinfError) -> Answer:
-    """Return an answer in Ollama's form of an error."""
-    return Answer(error_document(error), error.http_status)

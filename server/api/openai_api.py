@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.config import Settings
@@ -36,6 +36,7 @@ from moeinf.server.api.openai_format import (
     usage_of,
 )
 from moeinf.server.api.optional_fields import Said
+from moeinf.server.api.other_fields import Lenient
 from moeinf.server.api.prompts import refuse_sources
 from moeinf.server.engines.jobs import Job
 from moeinf.server.engines.model_manager import Host, Loaded
@@ -69,38 +70,47 @@ class ResponseFormat(Said):
     json_schema: JsonSchema | None = None
 
 
-class Asked(Said):
-    """The common fields of both kinds of completions. Unknown non-null parameters are refused."""
+class Asked(Lenient):
+    """The common fields of both kinds of completions.
 
-    model_config = ConfigDict(extra="forbid")
+    max_tokens -1: until the context ends. repetition_penalty is transformers' name: it counts all
+    tokens before, and repeat_penalty the last repeat_last_n.
+    """
+
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=-1)
     min_p: float | None = None
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
     seed: int | None = None
     stop: StopText | Few[StopText] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    n: int | None = Field(1, ge=1, le=1)
-    user: str | None = None
-    logit_bias: dict[str, Any] | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)
 
     def sampling(self) -> SamplingOptions:
-        if self.logit_bias:
-            raise BadRequest("logit_bias is not supported")
         chosen = SamplingOptions()
+        if self.repetition_penalty is not None:
+            chosen = SamplingOptions(repeat_penalty=self.repetition_penalty, repeat_last_n=-1)
         for name in (
             "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-            "frequency_penalty",
+            "frequency_penalty", "repeat_penalty", "repeat_last_n",
         ):  # fmt: skip
             value = getattr(self, name)
+            if name == "top_k" and value == -1:
+                value = 0  # vLLM's name for all tokens
             if value is not None:
                 chosen = chosen.having(name, value)
         return chosen
+
+    def limits(self, most: int | None) -> Limits:
+        """Return the limits of an answer of `most` tokens; None and -1: until the context ends."""
+        return Limits(None if most == -1 else most, self.stops())
 
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -110,7 +120,7 @@ class Asked(Said):
 
 class ChatRequest(Asked):
     messages: Listed[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
@@ -118,17 +128,12 @@ class ChatRequest(Asked):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(Asked):
     prompt: str | Inputs[str] | Tokens
-    echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: str | None = None
-    best_of: int | None = Field(1, ge=1, le=1)
 
 
 @dataclass
@@ -152,6 +157,7 @@ class _Kind:
 
 @router.post("/chat/completions")
 async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+    asked.check_others(request)
     messages = [plain(message) for message in asked.messages]
     tools, must_call = chosen_tools(asked.tools or [], asked.tool_choice)
     turn = Chat(
@@ -159,6 +165,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         tools,
         effort_of(asked.reasoning_effort),
         parallel_calls=asked.parallel_tool_calls is not False,
+        variables=asked.chat_template_kwargs or {},
     )
     form = asked.response_format
     schema: Any = None
@@ -172,8 +179,8 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     most = (
         asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     )
-    limits = Limits(most, asked.stops())
     constrain = call_of_one(tools) if must_call else json_of(schema, tools)
+    limits = asked.limits(most)
     job = Job(turn.prepare, asked.sampling(), limits, lambda _: None, count, constrain)
 
     def probabilities(found: list[Any]) -> Any:
@@ -205,8 +212,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
 
 @router.post("/completions")
 async def completions(asked: CompletionRequest, request: Request) -> Response:
-    if asked.suffix or asked.echo:
-        raise BadRequest("suffix and echo are not supported")
+    asked.check_others(request)
     prompt = asked.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         if len(prompt) > 1:
@@ -222,7 +228,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
             raise BadRequest("prompt has ids that are not tokens of this model")
         return ids
 
-    limits = Limits(16 if asked.max_tokens is None else asked.max_tokens, asked.stops())
+    limits = asked.limits(16 if asked.max_tokens is None else asked.max_tokens)
     job = Job(prepare, asked.sampling(), limits, lambda _: None, asked.logprobs)
 
     words = LegacyWords()
@@ -293,7 +299,7 @@ async def _stream(
         yield _event({**kind.around([kind.piece(_OPENING, [])], chunk=True), **extra})
     async for event in answer:
         if isinstance(event, Failed):
-            yield _event(_error(noted(event.error, settings)))
+            yield _event(error_document(noted(event.error, settings)))
             return
         if isinstance(event, Ended):
             choice = kind.last(reason_of(event, called))
@@ -339,12 +345,9 @@ def _event(document: dict[str, Any]) -> str:
     return f"data: {dump(document)}\n\n"
 
 
-def _error(error: MoeinfError) -> dict[str, Any]:
+def error_document(error: MoeinfError) -> dict[str, Any]:
+    """Return OpenAI's form of an error."""
     kind = "server_error" if error.http_status >= 500 else "invalid_request_error"
     code = _CONTEXT_EXCEEDED if isinstance(error, ContextExceeded) else error.code
-    return {"error": {"message": words_of(error), "type": kind, "param": None, "code": code}}
-
-
-def error_response(error: MoeinfError) -> Answer:
-    """Return an answer in OpenAI's form of an error."""
-    return Answer(_error(error), error.http_status)
+    field = error.field if isinstance(error, BadRequest) else None
+    return {"error": {"message": words_of(error), "type": kind, "param": field, "code": code}}

@@ -151,6 +151,8 @@ def _pull(wanted: str, settings: Settings, say: Callable[[Line], None], client: 
     progress = _Progress(say, client.gone, source.revision or str(name))
     if library.made_of(name, source.origin, source.revision) is None:
         repack(source, library, name, progress, note)
+    else:
+        note(f"{name} is up to date")
 
 
 class _Progress:

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 
 from moeinf.offload.store.budget import DoesNotFit
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.library import Library, ModelInUse
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.memory import return_free_pages
 from moeinf.runtime.names import ModelName
+from moeinf.runtime.placement.decode_speed import remember_prefill, remember_speed
 from moeinf.runtime.placement.gpu_plan import DeviceDoesNotFit
 from moeinf.server.engines.jobs import Unloaded
 
 if TYPE_CHECKING:
     from moeinf.runtime.engine.engine import Engine
+    from moeinf.runtime.generation.events import Ended
     from moeinf.server.engines.worker import Worker
 
 _LOOK_EVERY_S = 1.0
@@ -97,6 +99,11 @@ class Host:
         """True if a closed engine is in a native call that does not return."""
         return any(not worker.close(0) for worker in self._unended)
 
+    @property
+    def in_use(self) -> bool:
+        """True while a model is loaded or is being unloaded."""
+        return bool(self._loaded or self._closing)
+
     def loaded(self) -> list[Loaded]:
         return [one for one in self._loaded.values() if one.worker.failure is None]
 
@@ -128,13 +135,17 @@ class Host:
             return None
         return round(found.expires_at)
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str, only_idle: bool = False) -> bool:
         """End a model's engine and its requests; return False if it is not loaded.
 
-        Raises Unloaded when the engine does not end.
+        Raises Unloaded when the engine does not end. With `only_idle`, raises ModelInUse instead of
+        ending a request.
         """
         key, _ = await asyncio.to_thread(self.library.find, name)
-        found = self._loaded.pop(key, None)
+        found = self._loaded.get(key)
+        if only_idle and found is not None and not found.idle:
+            raise ModelInUse(f"{key} is answering a request")
+        self._loaded.pop(key, None)
         if found is not None and not await self._close(found.worker):
             raise Unloaded(_STUCK)
         return found is not None
@@ -197,6 +208,14 @@ class Host:
                 raise  # the given --memory is too little, or no idle model was there to unload
             return await self._started(key)
 
+    def _remember(self, engine: Engine, ended: Ended) -> None:
+        """Keep the speed of an answer for `moeinf plan`, which reads these figures as the CPU's."""
+        if engine.gpu is None and self._config.trace:
+            about = (self._settings, engine.info.name, engine.info.slots)
+            remember_speed(*about, ended.tokens - 1, ended.decode_seconds)
+            read = ended.prompt_tokens - ended.cached_tokens
+            remember_prefill(*about, read, ended.prefill_seconds)
+
     async def _started(self, key: ModelName) -> tuple[Manifest, Worker]:
         def start() -> tuple[Manifest, Worker]:  # on a thread: the import of torch takes seconds
             from moeinf.runtime.engine.engine import Engine
@@ -212,7 +231,8 @@ class Host:
             def tell(line: str) -> None:
                 self._tell(f"{key}: {line}")
 
-            worker = Worker(make, self._server.parallel, self._server.max_queue, tell)
+            parallel, queue = self._server.parallel, self._server.max_queue
+            worker = Worker(make, parallel, queue, tell, self._remember)
             worker.loaded.wait()
             return manifest, worker
 

@@ -14,6 +14,7 @@ from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
 
+MEASURED_EVERY_S = 60.0
 CLOSE_SECONDS = 8.0  # for an engine's thread to end, unless a native call does not return
 
 
@@ -26,9 +27,15 @@ class Worker:
         parallel: int,
         max_queue: int,
         tell: Callable[[str], None] = lambda _: None,
+        measured: Callable[[Engine, Ended], None] = lambda _, __: None,
     ) -> None:
-        """Start the thread. tell: takes the engine's choices once loaded, and its notes."""
-        self._make, self._tell = make, tell
+        """Start the thread.
+
+        tell: takes the engine's choices once loaded, and its notes. measured: takes an answer whose
+        times are those of a request alone, at most one in MEASURED_EVERY_S seconds.
+        """
+        self._make, self._tell, self._measured = make, tell, measured
+        self._measure_at = 0.0
         self._parallel = parallel
         self._max_queue = max_queue
         self._changed = threading.Condition()
@@ -186,11 +193,15 @@ class Worker:
         for job in gone:
             job.emit(Ended("cancelled", load_seconds=load_seconds))
 
-    def _ended(self) -> None:
+    def _ended(self, ended: Ended | None) -> None:
         """Note that a request has left its place."""
-        self.last_used = time.monotonic()
-        if self.engine is not None:
-            self._say(*self.engine.take_notes())
+        self.last_used = now = time.monotonic()
+        if self.engine is None:
+            return
+        self._say(*self.engine.take_notes())
+        if ended is not None and self._parallel == 1 and now >= self._measure_at:
+            self._measure_at = now + MEASURED_EVERY_S
+            self._measured(self.engine, ended)
 
     def _say(self, *lines: str) -> None:
         for line in lines:

@@ -5,20 +5,23 @@ This is a pure ASGI layer, so that streams pass through unchanged.
 A web page in a user's browser must not reach this server. A request with an Origin that is not
 allowed is refused. So is a request whose Host is a public name, since an attacker may point it at
 this address (DNS rebinding). Accepted are IP addresses, names of this machine, names that cannot be
-registered publicly, and the hosts of allowed origins.
+registered publicly, and the hosts of allowed origins. A server that other machines can reach also
+answers to names without a dot, such as the name of its container.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import socket
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from moeinf.errors import MoeinfError
 from moeinf.runtime.config import ServerSettings
 from moeinf.server.http import bodies
+from moeinf.server.http.json_text import dump
 from moeinf.server.http.refusals import (
     BodyTooLong,
     HeadersTooLong,
@@ -30,19 +33,28 @@ from moeinf.server.http.refusals import (
 )
 
 HEADER_BYTES = 64 << 10  # of a request's line and headers
-_LOCAL = ("localhost", "127.0.0.1", "::1")
+_LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")  # noqa: S104  # names, not an address to bind
+# Ollama's list. A browser never gives a web page one of these origins.
+_APPS = ("app://*", "file://*", "tauri://*", "vscode-file://*", "vscode-webview://*")
 _UNREGISTRABLE = (".localhost", ".local", ".internal")  # RFC 6761, RFC 6762, ICANN in 2024
 _OPEN = ("/health", "/", "/api/version")  # answered without an API key
 
 
 class Guard:
-    """Wrap an ASGI app. Refusals are JSON that clients of both APIs understand."""
+    """Wrap an ASGI app. document: returns an error's JSON in the form of the path's API."""
 
-    def __init__(self, app: Any, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        app: Any,
+        settings: ServerSettings,
+        document: Callable[[str, MoeinfError], dict[str, Any]],
+    ) -> None:
         self._app = app
         self._settings = settings
+        self._document = document
+        self._origins = (*_APPS, *settings.origins)
         own = {*_LOCAL, settings.host.lower(), socket.gethostname().lower()}
-        self._names = own | {_name_of(origin) for origin in settings.origins}
+        self._names = own | {_name_of(origin) for origin in settings.origins} - {"*"}
         self._budget = bodies.Budget()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -55,7 +67,7 @@ class Guard:
         }
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _refuse(send, refusal)
+            await _refuse(send, refusal, self._document(scope["path"], refusal))
             return
         if scope["path"].startswith("/api/"):  # Ollama's clients may send JSON as a form
             others = [pair for pair in scope["headers"] if pair[0].lower() != b"content-type"]
@@ -103,6 +115,8 @@ class Guard:
             return True
         if host and host in self._names:
             return True
+        if host and "." not in host and ":" not in host and not self._settings.on_loopback:
+            return True  # a container's name, or one of the local network
         try:
             ipaddress.ip_address(host)
         except ValueError:
@@ -110,8 +124,11 @@ class Guard:
         return True
 
     def _may(self, origin: str) -> bool:
-        if "*" in self._settings.origins or origin in self._settings.origins:
-            return True
+        for allowed in self._origins:
+            if origin == allowed or allowed == "*":
+                return True
+            if allowed.endswith("://*") and origin.startswith(allowed[:-1]):
+                return True
         return _name_of(origin) in _LOCAL
 
 
@@ -131,8 +148,8 @@ def _name_of(origin: str) -> str:
         return ""
 
 
-async def _refuse(send: Any, error: Refusal) -> None:
-    status, body = error.http_status, json.dumps({"error": str(error), "code": error.code}).encode()
+async def _refuse(send: Any, error: Refusal, document: dict[str, Any]) -> None:
+    status, body = error.http_status, dump(document).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 400:  # the end of this request is unknown
         headers.append((b"connection", b"close"))

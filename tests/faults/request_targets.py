@@ -146,7 +146,7 @@ class _Worker:
 class _Host(Host):
     async def model(self, name: str, keep_alive_s: float | None = None) -> Loaded:
         parse_name(name)
-        manifest: Any = SimpleNamespace(model=name)
+        manifest: Any = SimpleNamespace(model=name, hidden=3)
         worker: Any = _worker()
         return Loaded(manifest, worker, keep_alive_s or 0)
 

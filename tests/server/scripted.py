@@ -43,6 +43,7 @@ class Script:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prompts: list[str] = []
+        self.prompt_ids: list[int] = []  # of the last prompt
         self._tokenizer = Tokenizer(DEMO_CHECKPOINT)
         self._ids: list[int] = []
         monkeypatch.setattr(scheduler, "Sampler", lambda *_: self._begin())
@@ -58,6 +59,7 @@ class Script:
         return _Chosen(self, list(self._ids))
 
     def saw(self, ids: list[int]) -> None:
+        self.prompt_ids = list(ids)
         self.prompts.append(self._tokenizer._tokenizer.decode(ids, skip_special_tokens=False))
 
 

@@ -64,7 +64,12 @@ async def last(loaded: Loaded) -> Event:
     heard: queue.Queue[Event] = queue.Queue()
     greedy = SamplingOptions(temperature=0)
     loaded.worker.submit(
-        Job(lambda e: e.tokenizer.encode_text("17+25="), greedy, Limits(8), heard.put)
+        Job(
+            lambda e: e.tokenizer.encode_text("<|user|>17+25=<|assistant|>"),
+            greedy,
+            Limits(8),
+            heard.put,
+        )
     )
     while isinstance(event := await asyncio.to_thread(heard.get, timeout=20), Piece):
         pass

@@ -77,7 +77,8 @@ def test_an_api_key(demo_home: Path) -> None:
             assert right.status_code == 200
         for other in ("Basic secret", "secret", "Bearersecret", "Bearer", "Bearer Bearer secret"):
             refused = httpx.get(f"{address}/v1/models", headers={"Authorization": other})
-            assert (refused.status_code, refused.json()["code"]) == (401, "invalid_api_key")
+            code = refused.json()["error"]["code"]
+            assert (refused.status_code, code) == (401, "invalid_api_key")
         assert httpx.get(f"{address}/health").status_code == 200
 
 

@@ -35,7 +35,7 @@ _FAILED = "if that goes on, restart `moeinf serve`: a GPU that has failed is los
             "none is left: give `moeinf serve` less --device-memory, or free device memory",
         ),
         (MemoryError(), 503, "not enough memory"),
-        (OSError(28, "No space left on device", "/f"), 500, "/f: No space left on device"),
+        (OSError(28, "No space left on device", "/f"), 500, "/f: the disk is full"),
         (RuntimeError("oh"), 500, "this is a bug in moeinf: RuntimeError: oh"),
         (KeyError("oh"), 500, "this is a bug in moeinf: KeyError: 'oh'"),
     ],

@@ -75,10 +75,13 @@ def test_what_is_refused_and_what_is_cut(address: str) -> None:
     assert ask("/v1/embeddings", input=[1 << 30]).status_code == 400
     assert ask("/v1/embeddings", input=[]).status_code == 400
     assert ask("/v1/embeddings", input="").status_code == 400
-    assert ask("/v1/embeddings", input="x", dimensions=8).status_code == 400
+    for path in ("/v1/embeddings", "/api/embed"):
+        assert ask(path, input="x", dimensions=8).status_code == 400
+        assert ask(path, input="x", dimensions=128).status_code == 200
     assert ask("/v1/embeddings", input=[[3, 4], [5]]).json()["usage"]["prompt_tokens"] == 3
     assert ask("/api/embed", input=[]).json()["embeddings"] == []
-    assert ask("/api/embed", input="x", options={"foo": 1}).status_code == 400
+    assert ask("/api/embed", input="x", options={"foo": 1}).status_code == 200
+    assert ask("/api/embed", input="x", options={"temperature": -1}).status_code == 400
 
 
 @pytest.mark.parametrize("path", ["/api/embed", "/v1/embeddings"])

@@ -51,6 +51,8 @@ def test_a_model_comes_answers_and_goes(empty: tuple[str, Library]) -> None:
     assert client.pull("demo").status == "success"  # up to date
     options = {"temperature": 0}
     assert client.generate("demo", "17+25=", options=options).response == "42"
+    again = [line.status for line in client.pull("demo", stream=True)]  # while it is loaded
+    assert again == ["pulling manifest", "demo:bf16 is up to date", "success"]
     client.copy("demo", "second")
     assert {m.model for m in client.list().models} == {"demo:bf16", "second:bf16"}
     client.delete("demo")  # the model is loaded: it is unloaded first

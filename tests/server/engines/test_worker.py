@@ -43,7 +43,7 @@ class Asked:
     def _prepare(self, engine: Engine) -> list[int]:
         self.begun.set()
         assert self.may.wait(20)
-        return engine.tokenizer.encode_text("17+25=")
+        return engine.tokenizer.encode_text("<|user|>17+25=<|assistant|>")
 
     def last(self) -> Event:
         while isinstance(event := self.heard.get(timeout=20), Piece):
