@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.shapes import shape, tensors_of
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import LocalSource, prospects
+from moeinf.runtime.library.repack import prospects
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.bandwidth import Speeds
-from moeinf.runtime.placement.plan import Placement, place, seconds_per_token
+from moeinf.runtime.placement.bounds import seconds_per_token, without_misses
+from moeinf.runtime.placement.plan import Placement, place
 
 # The slowest memory and the drive that docs/performance.md and docs/decisions name.
 SPEEDS = Speeds(33e9, 2.9e9, "docs/performance.md", "moeinf devices")
@@ -68,7 +70,7 @@ def published(name: str) -> Published:
 
 def tokens_per_s(manifest: Manifest, placement: Placement) -> tuple[float, float]:
     """Return tokens per second with uniformly random routing, and without any cache miss."""
-    hits = replace(placement, slots=manifest.slots.experts)
+    hits = without_misses(placement, manifest)
     least = 1 / seconds_per_token(placement, manifest, SPEEDS)
     return least, 1 / seconds_per_token(hits, manifest, SPEEDS)
 

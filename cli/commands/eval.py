@@ -44,16 +44,7 @@ def evaluate_text(
     from moeinf.runtime.jobs.evaluate import WINDOW, evaluate
 
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    try:
-        with file.open("rb") as source:
-            data = source.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise Usage(
-                f"--file: {file} is too large (expected at most {format_bytes(_MOST_BYTES)})"
-            )
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Usage(f"--file: {file} is invalid (expected UTF-8 text)") from error
+    text = _text(file)
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
     with ExitStack() as opened:
         engines = [
@@ -62,7 +53,9 @@ def evaluate_text(
             if name is not None
         ]
         reference = engines[1] if against is not None else None
-        score = evaluate(engines[0], reference, text)
+        score = evaluate(
+            engines[0], reference, text, lambda tokens: out.counting(f"evaluating {model}", tokens)
+        )
     if json:
         out.document({"model": model, "against": against, **asdict(score)})
         return
@@ -74,3 +67,15 @@ def evaluate_text(
             ("top-1 agreement", f"{score.top1_agreement:.2%}"),
         ]
     out.fields(rows)
+
+
+def _text(file: Path) -> str:
+    """Read a text of bounded size. Raises Usage."""
+    with file.open("rb") as source:
+        data = source.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise Usage(f"--file: {file} is too large (expected at most {format_bytes(_MOST_BYTES)})")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Usage(f"--file: {file} is invalid (expected UTF-8 text)") from error

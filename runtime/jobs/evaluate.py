@@ -10,7 +10,8 @@ Logits are compared a few rows at a time, so memory does not grow with the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,6 +24,7 @@ from moeinf.runtime.engine.engine import Engine
 
 WINDOW = 512  # maximum tokens per window; a begin-of-text token also starts a new one
 _ROWS = 64  # logits rows at once
+Advance = Callable[[int], None]
 
 
 class CannotCompare(InvalidInput, ValueError):
@@ -63,10 +65,20 @@ class _Sums:
             self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
 
 
-def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
+def _uncounted(_tokens: int) -> AbstractContextManager[Advance]:
+    return nullcontext(lambda _done: None)
+
+
+def evaluate(
+    engine: Engine,
+    reference: Engine | None,
+    text: str,
+    counting: Callable[[int], AbstractContextManager[Advance]] = _uncounted,
+) -> Score:
     """Score `engine` on a text, against `reference` if given. Raises CannotCompare.
 
-    Special tokens in the text count as special tokens.
+    Special tokens in the text count as special tokens. counting: receives the number of tokens and
+    gives the function that is told of tokens done.
     """
     if any(one is not None and one.info.reads_sources for one in (engine, reference)):
         raise CannotCompare("an encoder-decoder answers texts, it does not continue them")
@@ -79,8 +91,9 @@ def evaluate(engine: Engine, reference: Engine | None, text: str) -> Score:
     window = min(WINDOW, *(one.info.context for one in engines))
     sums = _Sums()
     begin = engine.tokenizer.token_id(engine.tokenizer.bos) if engine.tokenizer.bos else None
-    for piece in _pieces(ids, begin, window):
-        _score_window(engines, piece, sums)
+    with counting(len(ids)) as advance:
+        for piece in _pieces(ids, begin, window):
+            _score_window(engines, piece, sums, advance)
     count = sums.tokens
     perplexity = math.exp(sums.loss / count)
     if reference is None:
@@ -97,7 +110,10 @@ def _pieces(ids: Sequence[int], begin: int | None, most: int) -> Iterator[Sequen
             yield ids[first : min(first + most, stop)]
 
 
-def _score_window(engines: Sequence[Engine], ids: Sequence[int], sums: _Sums) -> None:
+def _score_window(
+    engines: Sequence[Engine], ids: Sequence[int], sums: _Sums, advance: Advance
+) -> None:
+    advance(1)  # the first token of a window is not predicted
     states = [engine.new_state() for engine in engines]
     for first in range(0, len(ids) - 1, _ROWS):
         rows = ids[first : min(first + _ROWS, len(ids) - 1)]
@@ -108,3 +124,4 @@ def _score_window(engines: Sequence[Engine], ids: Sequence[int], sums: _Sums) ->
         for logits in found:
             check_logits(logits.numpy())
         sums.add(found[0], found[1] if len(found) > 1 else None, targets)
+        advance(len(rows))

@@ -1,4 +1,4 @@
-"""Measure how fast RAM and a model's drive can be read, or return remembered figures.
+"""Measure how fast this machine reads RAM and a drive and multiplies, or return remembered figures.
 
 `moeinf devices` measures thoroughly. A first load or a plan reads some of the model's own shards,
 in well under a second, for an estimate.
@@ -6,12 +6,14 @@ in well under a second, for an estimate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeinf.native import read_bandwidth
+from moeinf.native._native import _measure_products
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.disk_bench import FileRange, Progress, Sweep, sweep, written_files
@@ -24,22 +26,32 @@ from moeinf.runtime.machine.measurements import (
     remembered_ram,
 )
 from moeinf.runtime.machine.memory import core_count
+from moeinf.runtime.sizes import format_bytes
 
 _RAM_BYTES = 256 << 20  # far above any cache
 _RAM_ROUNDS = 8
 _QUICK_BYTES = 64 << 20  # a smaller sample gives no figure for the drive
 _QUICK_IN_FLIGHT = (2, 8)
 _QUICK_PIECE_BYTES = 4 << 20  # at most, so that the buffers stay within a load's scratch
+_FLOAT32_PATH = "avx512"  # or the best slower one: float32 products
+_PRODUCT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes per second of each tier, and the provenance of each figure."""
+    """Bytes per second of each tier, and the provenance of each figure.
+
+    disk_bytes_per_s   infinite if the drive could not be measured
+    products_per_s     float32 products of all threads; None if it was not measured
+    has_amx            the processor multiplies bfloat16 in tiles
+    """
 
     ram_bytes_per_s: float
     disk_bytes_per_s: float
     ram_provenance: str
     disk_provenance: str
+    products_per_s: float | None = None
+    has_amx: bool = False
 
 
 def measure_ram(progress: Progress) -> Ram:
@@ -102,15 +114,31 @@ def measure(settings: Settings, folder: Path, manifest: Manifest) -> Speeds:
         cores = core_count()
         ram_speed = read_bandwidth(_RAM_BYTES, cores, True, True, 3)
         ram_how = f"measured now: read loop over {_RAM_BYTES >> 20} MiB on {cores} threads"
-    drive = drive_of(settings, folder, manifest) if manifest.files else drive_at(settings, folder)
+    try:
+        here = bool(manifest.files)
+        drive = drive_of(settings, folder, manifest) if here else drive_at(settings, folder)
+    except OSError as error:  # for example if the disk is full
+        return Speeds(ram_speed, math.inf, ram_how, f"not measured: {error.strerror or error}")
     if drive is None:  # a small model: use its own shards
         drive = _quick_drive(_some_shards(folder, manifest))
         size = sum(piece.size_bytes for piece in _some_shards(folder, manifest))
-        disk_how = f"measured now: only {size} bytes of expert shards; "
+        disk_how = f"measured now: only {format_bytes(size)} of expert shards; "
         disk_how += "`moeinf devices` measures the drive"
     else:
         disk_how = str(drive)
     return Speeds(ram_speed, drive.reading.bytes_per_s, ram_how, disk_how)
+
+
+def with_products(speeds: Speeds) -> Speeds:
+    """Measure how many float32 products all cores compute per second, in some 10 ms."""
+    best = max(_measure_products(_FLOAT32_PATH) for _ in range(_PRODUCT_ROUNDS))
+    return replace(speeds, products_per_s=best, has_amx=_has_amx())
+
+
+def _has_amx() -> bool:
+    with suppress(OSError):
+        return " amx_bf16" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def thorough_drive(swept: Sweep, piece_bytes: int) -> Drive:

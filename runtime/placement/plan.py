@@ -1,21 +1,18 @@
-"""Decide where a model's parts go on this machine, and estimate the resulting speed.
+"""Decide where a model's parts go on this machine.
 
-This module loads nothing. Sizes come from the manifest; speeds are measured here or remembered.
+This module loads nothing: sizes come from the manifest. bounds.py has the speed that a plan allows.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
-from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.store.budget import DoesNotFit, SlotBudget
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
-from moeinf.runtime.placement.bandwidth import Speeds
 from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
 from moeinf.runtime.sizes import format_bytes
 
@@ -23,7 +20,6 @@ HEADROOM_BYTES = 1 << 30  # left to other processes by the default budget
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
 _LEAST_CONTEXT = 16  # the minimum for --ctx
-_DEVICE_FASTER = 32  # a device reads its own memory at most this many times as fast as RAM or a bus
 _CONTEXT_SHARE = 0.25  # of the memory that --memory leaves: the KV cache, unless --ctx is given
 
 
@@ -218,37 +214,3 @@ def threads_worth_having(manifest: Manifest) -> int:
     routed = manifest.layers * manifest.top_k * manifest.slots.slot_bytes
     per_layer = (manifest.dense_bytes + routed) // manifest.layers
     return max(1, per_layer >> 20)
-
-
-def seconds_per_token(
-    placement: Placement,
-    manifest: Manifest,
-    speeds: Speeds,
-    miss: Miss = "auto",
-    bus_bytes_per_s: float | None = None,
-) -> float:
-    """Return the seconds per decoded token from memory traffic alone, with uniform random routing.
-
-    Every byte of the dense weights and of L·K experts is read from RAM. The share of the experts
-    without a slot is read from disk first. Real routing repeats itself, so hits are more frequent.
-    Weights on a device are not read from RAM; the time that the device needs for them is unknown.
-    The bus, the CPU, or both at once read the other experts. An unmeasured bus counts as infinitely
-    fast for `fetch`, and as absent for `auto`. The result is 0 if so much is on the device that the
-    unknown time decides.
-    """
-    slots, above = manifest.slots, placement.on_device
-    routed = manifest.layers * manifest.top_k * slots.slot_bytes
-    disk = routed * (1 - placement.slots / slots.experts) / speeds.disk_bytes_per_s
-    inside = above is not None and above.inside
-    ram = 0.0 if inside else manifest.dense_bytes / speeds.ram_bytes_per_s
-    if above is None:
-        return ram + routed / speeds.ram_bytes_per_s + disk
-    below = 1 - above.slots / slots.experts
-    bus = bus_bytes_per_s or (math.inf if miss == "fetch" else 0.0)
-    cpu = 0.0 if miss == "fetch" else speeds.ram_bytes_per_s
-    rate = cpu if miss == "compute" else bus + cpu
-    seconds = ram + routed * below / rate + disk * below
-    on_device = routed * (1 - below) + (manifest.dense_bytes if inside else 0)
-    if on_device > _DEVICE_FASTER * speeds.ram_bytes_per_s * seconds:
-        return 0.0  # the device's own time decides, and it is not measured
-    return seconds

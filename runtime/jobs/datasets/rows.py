@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from moeinf.errors import problem
 from moeinf.runtime.jobs.datasets.footer import can_be_walked
 from moeinf.runtime.jobs.datasets.items import MOST_CHARACTERS, BadDataset
 
@@ -29,7 +30,7 @@ def check_size(path: Path) -> None:
             raise BadDataset(f"{path} is not a file")
         size = path.stat().st_size
     except OSError as error:
-        raise BadDataset(f"{path}: {error.strerror}") from error
+        raise BadDataset(f"{path}: {problem(error)}") from error
     if size > _MAX_FILE_BYTES:
         raise BadDataset(f"{path} has {size >> 20} MiB; at most {_MAX_FILE_BYTES >> 20} are read")
 
@@ -51,7 +52,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError as error:
         raise BadDataset(f"{path}:{number} is not UTF-8 text") from error
     except OSError as error:
-        raise BadDataset(f"{path}: {error.strerror}") from error
+        raise BadDataset(f"{path}: {problem(error)}") from error
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, Row]]:

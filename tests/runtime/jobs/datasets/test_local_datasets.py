@@ -24,9 +24,9 @@ def load(dataset: str | Path, **wanted: object) -> list[Item]:
 
 
 def test_the_demo_deals_its_kinds_in_turn() -> None:
-    items = load("demo", limit=28)
+    items = load("demo", limit=32)
     assert set(Counter(item.task for item in items).values()) == {2}
-    assert len({item.task for item in items}) == 14
+    assert len({item.task for item in items}) == 16
     assert {item.task for item in load("demo", subset=("sort", "add"))} == {"sort", "add"}
     with pytest.raises(NoSuchDataset, match="demo has no subset 'sorting'"):
         load("demo", subset=("sorting",))

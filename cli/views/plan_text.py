@@ -1,0 +1,195 @@
+"""Print the outlook of a model: a verdict, the figures behind it, and what other memory gives.
+
+Measured figures and bounds have columns of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeinf.cli.output import Output
+from moeinf.cli.views.gpu_plan import device_fields
+from moeinf.runtime.hub.suggestions import fitting
+from moeinf.runtime.placement.decode_speed import Seen
+from moeinf.runtime.placement.outlook import Outlook
+from moeinf.runtime.sizes import format_bytes, format_bytes_up
+
+Rows = Mapping[str, Outlook]  # by tag
+
+
+def verdict(found: Outlook) -> str:
+    """Return one line: whether the model runs here, how fast, and what a pull takes."""
+    name, size = str(found.manifest.model), format_bytes
+    if found.problems:
+        return f"{name} does not run here: {'; '.join(found.problems.values())}"
+    parts = [f"{name} runs here: {_speed(found)}"]
+    if found.pull is not None:
+        free = size(found.machine.free_disk_bytes)
+        fetched = found.pull.download_bytes
+        parts.append(f"download {size(fetched)}" if fetched else "nothing to download")
+        parts.append(f"disk {size(found.model_bytes)} of {free} free")
+    return "; ".join(parts)
+
+
+def remedy(found: Outlook, rows: Rows) -> str:
+    """Return commands or options that run where this plan does not; empty if it runs."""
+    if not found.problems:
+        return ""
+    if "GPU" in found.problems:
+        return "--device cpu"
+    tries = []
+    if found.fit is not None and "disk" not in found.problems:
+        tries.append(f"--memory {_option(found.fit)}")
+    name = found.manifest.name
+    tries += [f"the tag {row.manifest.tag}" for row in rows.values() if not row.problems][:1]
+    if not tries:
+        machine = found.machine
+        room = min(max(0, machine.free_ram_bytes), machine.free_disk_bytes)
+        others = (e for e in fitting(room) if e.disk_bytes <= room and e.name != name)
+        tries += [f"`moeinf plan {entry.name}`" for entry in others]
+    lacking = " and ".join(found.problems)
+    return " or ".join([*tries, f"the same command after you free some {lacking}"])
+
+
+def print_outlook(
+    found: Outlook, rungs: Sequence[Outlook], rows: Rows, sizes: str, out: Output
+) -> None:
+    """Print the text of `moeinf plan`. sizes: the provenance of the sizes."""
+    out.line(verdict(found))
+    if hint := remedy(found, rows):
+        out.line(f"Try: {hint}")
+    out.line()
+    out.fields([*_memory(found, sizes), *_speeds(found)])
+    out.line()
+    prompt = f"prefill: {found.prompt_tokens:,} tokens"
+    out.line(f"With other memory for experts (bounds: random routing; {prompt}):")
+    columns = ["EXPERTS", "MEMORY", "FITS", "DECODE AT MOST", "MEASURED", "PREFILL AT LEAST"]
+    out.table(columns, [_rung(rung) for rung in rungs])
+    if rows:
+        out.line()
+        columns = ["TAG", "ON DISK", "LEAST --memory", "EXPERTS IN RAM", "AT MOST", "FITS"]
+        out.table(columns, [_row(tag, row) for tag, row in rows.items()])
+    for note in found.notes:
+        out.note(note)
+
+
+def _speed(found: Outlook) -> str:
+    """Return the measured speed, or else the bounds, in words."""
+    gpu = found.placement.on_device
+    memory = f"with {format_bytes(found.placement.experts_bytes)} for experts"
+    if found.measured is not None:
+        return f"measured {found.measured.tokens_per_s:.1f} tokens/s {memory}"
+    if gpu is not None:
+        memory = f"with {format_bytes(gpu.peak_bytes)} of {gpu.gpu}"
+    if found.bound is None or found.most is None:
+        return f"its speed is unknown {memory}"
+    most, random = _figure(found.most), _figure(found.bound)
+    if most == random:
+        return f"at most about {most} tokens/s (a bound, not measured) {memory}"
+    bounds = f"{most} tokens/s, {random} if routing is random"
+    return f"at most about {bounds} (bounds, not measured), {memory}"
+
+
+def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
+    size, placement, slots = format_bytes, found.placement, found.manifest.slots
+    machine, gpu = found.machine, found.placement.on_device
+    free = size(max(0, machine.free_ram_bytes))
+    needed = f"{size(placement.peak_bytes)} needed, {free} free of {size(machine.ram_bytes)}"
+    disk = f"{size(machine.free_disk_bytes)} free of {size(machine.disk_bytes)}"
+    return [
+        ("sizes", sizes),
+        ("RAM", needed),
+        ("disk", f"{size(found.model_bytes)}{_pulled(found)}, {disk}"),
+        (
+            "experts in RAM",
+            f"{placement.slots} of {slots.experts}, {size(placement.experts_bytes)}",
+        ),
+        ("experts on disk", f"{slots.experts}, {size(slots.max_bytes)}"),
+        ("least --memory", format_bytes_up(placement.min_memory_bytes)),
+        *([] if gpu is None else device_fields(gpu, found.miss, found.bus)),
+        ("dense weights", size(placement.dense_bytes)),
+        ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens"),
+        ("scratch", f"at most {size(placement.scratch_bytes)}"),
+        ("threads", str(placement.threads)),
+    ]
+
+
+def _pulled(found: Outlook) -> str:
+    if found.pull is None:
+        return " taken"
+    extra = found.pull.extra_bytes
+    return f" and {format_bytes(extra)} during the pull" if extra else " needed"
+
+
+def _speeds(found: Outlook) -> list[tuple[str, str]]:
+    speeds, gpu = found.machine.speeds, found.placement.on_device
+    disk = speeds.disk_provenance
+    if found.machine.disk_is_measured:
+        disk = f"{format_bytes(speeds.disk_bytes_per_s)}/s ({disk})"
+    decode = "unknown: nearly everything is on the GPU, whose own time was not measured"
+    if found.bound is not None and found.most is not None:
+        what = (
+            "memory traffic alone" if gpu is None else "RAM, bus and disk; not the GPU's own time"
+        )
+        most, random = _figure(found.most), _figure(found.bound)
+        both = f" without a cache miss, {random} with random routing" if most != random else ""
+        decode = f"at most {most} tokens/s{both} ({what})"
+    fields = [
+        ("RAM reads", f"{format_bytes(speeds.ram_bytes_per_s)}/s ({speeds.ram_provenance})"),
+        ("disk reads", disk),
+        ("decode, bound", decode),
+        ("decode, measured", _seen(found.measured)),
+    ]
+    if found.prefill_s is None:
+        return fields
+    bound = f"at least {_seconds(found.prefill_s)} for {found.prompt_tokens:,} tokens"
+    seen = _seen(found.prefill_measured)
+    if found.prefill_measured is not None:
+        seconds = found.prompt_tokens / found.prefill_measured.tokens_per_s
+        seen = f"{_seconds(seconds)} for {found.prompt_tokens:,} tokens at {seen}"
+    return [*fields, ("prefill, bound", bound), ("prefill, measured", seen)]
+
+
+def _seen(seen: Seen | None) -> str:
+    if seen is None:
+        return "no; `moeinf run` remembers the speed of an answer"
+    prompt = f"a prompt of {seen.tokens} tokens and " if seen.tokens else ""
+    how = f"with {prompt}{seen.slots} experts in RAM, {seen.measured_at}"
+    return f"{seen.tokens_per_s:.1f} tokens/s {how}"
+
+
+def _rung(rung: Outlook) -> list[str]:
+    share = rung.placement.slots / rung.manifest.slots.experts
+    return [
+        f"{share:.0%}",
+        format_bytes(rung.placement.experts_bytes),
+        "no" if "RAM" in rung.problems else "yes",
+        "-" if rung.bound is None else f"{_figure(rung.bound)} tokens/s",
+        "-" if rung.measured is None else f"{rung.measured.tokens_per_s:.1f}",
+        "-" if rung.prefill_s is None else _seconds(rung.prefill_s),
+    ]
+
+
+def _row(tag: str, row: Outlook) -> list[str]:
+    placement = row.placement
+    return [
+        tag,
+        format_bytes(row.model_bytes),
+        format_bytes_up(placement.min_memory_bytes),
+        f"{placement.slots} of {row.manifest.slots.experts}",
+        "-" if row.bound is None else f"{_figure(row.bound)}/s",
+        "yes" if not row.problems else f"no: {'/'.join(row.problems)}",
+    ]
+
+
+def _figure(speed: float) -> str:
+    return f"{speed:.1f}" if speed < 1000 else f"{speed:.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _option(count: int) -> str:
+    """Return bytes as a value of --memory that is not larger."""
+    return f"{count >> 20}MiB" if count >= 1 << 30 else str(count)
