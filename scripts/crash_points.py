@@ -47,7 +47,8 @@ from moeinf.runtime.generation.saved_chats import load_conversation, save_conver
 from moeinf.runtime.library.clone import copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest
-from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
 from scripts.make_checkpoint import config, make_checkpoint

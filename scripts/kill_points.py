@@ -3,7 +3,8 @@
 Run: python scripts/kill_points.py [--what pull|cp|rm] [--hub] [--full] [--every 1]
 For K = 1, 2, … the action is killed (SIGKILL) at its K-th such call; half of a write succeeds. Then
 every model must be absent or complete, never half, and a copy's origin complete. A rerun must reach
-the state of the whole action, with the same files, and leave no other files. Prints the points and
+the state of the whole action, with the same files, and leave no other files. It must not write a
+shard again that the journal calls finished. Prints the points and
 the outcomes; exits with 1 when anything is wrong. Each action runs in a forked child.
 """
 
@@ -35,8 +36,9 @@ from moeinf.runtime.hub.repository import HubSource
 from moeinf.runtime.library.clone import ModelExists, copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest
-from moeinf.runtime.library.repack import LocalSource, Source, repack
-from moeinf.runtime.library.staging import downloads_of
+from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.sources import LocalSource, Source
+from moeinf.runtime.library.staging import JOURNAL, downloads_of, partial_folder, read_lines
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
 from scripts.make_checkpoint import config, make_checkpoint
@@ -170,7 +172,7 @@ def main() -> int:
 
 def pull_from(checkpoint: Path) -> Prepare:
     """Return an action that pulls from a folder."""
-    return lambda _: _pulling(LocalSource(open_checkpoint(checkpoint), str(checkpoint)))
+    return lambda _: _pulling(LocalSource.watched(open_checkpoint(checkpoint), str(checkpoint)))
 
 
 def pull_from_hub(settings: Settings) -> Action:
@@ -232,9 +234,14 @@ def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare
             wrong.append(f"point {at}: the origin is {state(home)[0]}")
         if what == "cp" and kind == "complete" and not learned(home, COPY):
             wrong.append(f"point {at}: the copy lacks what its origin has learned")
+        finished = finished_files(home) if what.startswith("pull") else {}
         status, _ = act(home, action, None)
         kind, found = state(home, changed)
         left = strangers(home)
+        folder = Library(Settings(home)).folder(NAME)
+        if again := [name for name, before in finished.items() if written(folder / name) != before]:
+            wrong.append(f"point {at}: written again: {again}")
+        outcomes["kept files"] += len(finished)
         if status != 0 or (kind, found) != aim or left:
             other = sorted(set(found.items()) ^ set(aim[1].items()))
             wrong.append(f"point {at}: rerun ended with {status}, {kind}, left {left}, {other}")
@@ -245,6 +252,20 @@ def try_all(place: Path, options: argparse.Namespace, what: str, action: Prepare
     print(f"{what}: {points} points, {how} at every {every}: {told}")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong else 0
+
+
+def written(path: Path) -> tuple[int, int]:
+    """Return the inode of a file and the time of its last write."""
+    about = path.stat()
+    return about.st_ino, about.st_mtime_ns
+
+
+def finished_files(home: Path) -> dict[str, tuple[int, int]]:
+    """Return, with `written`, the files of weights that the journal of a pull calls finished."""
+    partial = partial_folder(Library(Settings(home)).folder(NAME))
+    lines = read_lines(partial / JOURNAL)
+    names = [line.file.path for line in lines if line.file is not None]
+    return {name: written(partial / name) for name in names if name.endswith(".safetensors")}
 
 
 def learned(home: Path, name: ModelName) -> bool:

@@ -13,13 +13,13 @@ from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.hub.resolve import DenseModel, can_be_had, find_source
 from moeinf.runtime.hub.suggestions import is_dense, nearest
 from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
-from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.manifest import Manifest, storable
 from moeinf.runtime.library.staging import PullInProgress
 from moeinf.runtime.names import DEMO, TAGS, BadName, ModelName, parse_name, plain
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from moeinf.runtime.library.repack import Source
+    from moeinf.runtime.library.sources import Source
 
 Revision = Annotated[
     str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.", show_default=False)
@@ -77,6 +77,9 @@ def pull(
     if manifest is not None:
         out.note(f"{wanted} is up to date")
     else:
+        before = library.source_of(wanted)
+        if before not in (None, storable(source.origin)):
+            out.note(f"{wanted} was made from {before}; this pull replaces it")
         manifest = _pull(wanted, source, settings, out, allow_nan)
     if json:
         sizes = {"size_bytes": manifest.size_bytes, "files": len(manifest.files)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moeinf.errors import UnusableInput
+from moeinf.errors import UnusableInput, problem
 from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
 from moeinf.runtime.bounded_json import MOST_NODES, BadJson, parse_json
 from moeinf.runtime.regular_files import NotRegular, check_regular, read_contained
@@ -221,9 +221,9 @@ def _explained(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
     except NotRegular as error:
-        raise BadCheckpoint(f"{path} is refused: {error.strerror}") from error
+        raise BadCheckpoint(f"{path} is refused: {problem(error)}") from error
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        raise BadCheckpoint(f"{path} cannot be read: {problem(error)}") from error
 
 
 def read_header(path: Path) -> dict[str, SourceTensor]:

@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, Checkpoint
 from moeinf.runtime.checkpoints.torch_bin import open_folder
-from moeinf.runtime.library.repack import CONVERTED_FILES, KEPT_FILES
+from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES
 from moeinf.runtime.text.tokenizer import TOKENIZER
 
 

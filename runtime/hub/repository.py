@@ -53,7 +53,7 @@ from moeinf.runtime.hub.download import (
     is_promised,
 )
 from moeinf.runtime.hub.listing import Repository
-from moeinf.runtime.library.repack import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
+from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
@@ -87,7 +87,7 @@ class HubSource:
     through a link in `folder`. Raises BadCheckpoint, DownloadFailed.
     """
 
-    keeps_progress = True
+    fetched = True
 
     def __init__(
         self,

@@ -13,11 +13,11 @@ from moeinf.runtime.hub.suggestions import fitting, is_dense, nearest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.staging import downloads_of
 from moeinf.runtime.machine.memory import available_bytes
-from moeinf.runtime.names import DEMO, ModelName, expand, is_path, parse_name, plain
+from moeinf.runtime.names import DEMO, ModelName, check_not_demo, expand, is_path, parse_name, plain
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from moeinf.runtime.library.repack import Source
+    from moeinf.runtime.library.sources import Source
 
 
 class UnknownSource(NotFound, ValueError):
@@ -71,18 +71,20 @@ def find_source(
     Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
     """
     from moeinf.runtime.checkpoints.torch_bin import open_folder
-    from moeinf.runtime.library.repack import LocalSource  # both modules import torch
+    from moeinf.runtime.library.sources import LocalSource  # both modules import torch
 
     if is_path(model):
         folder = expand(model)
         wanted = parse_name(name if name is not None else folder.name)
-        return wanted, LocalSource(open_folder(folder), str(folder))
+        check_not_demo(wanted)
+        return wanted, LocalSource.watched(open_folder(folder), str(folder))
     if is_dense(model):
         raise DenseModel(model)
     asked, model = parse_name(model), plain(model)
     wanted = parse_name(name) if name is not None else asked
     if asked.name == DEMO:
-        return wanted, LocalSource(open_folder(DEMO_CHECKPOINT), DEMO)
+        return wanted, LocalSource.watched(open_folder(DEMO_CHECKPOINT), DEMO)
+    check_not_demo(wanted)
 
     from moeinf.runtime.hub.hf_cache import cached_snapshot
     from moeinf.runtime.hub.listing import is_offline, look_up
@@ -114,7 +116,7 @@ def _offline(repository: str, revision: str | None, note: Callable[[str], None])
     """Return a repository in the Hugging Face cache. Raises RepositoryError if it is absent."""
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # imports torch
     from moeinf.runtime.hub.listing import RepositoryError
-    from moeinf.runtime.library.repack import LocalSource
+    from moeinf.runtime.library.sources import LocalSource
 
     cached = cached_checkpoint(repository, revision)
     if cached is None:

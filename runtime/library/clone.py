@@ -14,7 +14,7 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import write_manifest
 from moeinf.runtime.library.staging import JOURNAL, discard, only_maker, partial_folder
-from moeinf.runtime.names import BadName, ModelName, parse_name
+from moeinf.runtime.names import BadName, ModelName, check_not_demo, parse_name
 
 
 class ModelExists(Conflict, FileExistsError):
@@ -40,6 +40,7 @@ def copy_model(settings: Settings, source: str, target: str) -> ModelName:
     with only_maker(folder, library.locks):
         if library.has(name):
             raise ModelExists(f"{name} exists already; `moeinf rm {name}` removes it")
+        check_not_demo(name)
         work = partial_folder(folder)
         if (work / JOURNAL).exists():
             raise ModelExists(f"{name} has an unfinished pull; `moeinf prune` removes it")

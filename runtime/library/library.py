@@ -10,10 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeinf.errors import Conflict, NotFound
+from moeinf.errors import Conflict, NotFound, reason
 from moeinf.runtime.atomic_files import sync_folder
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library.manifest import MANIFEST, DamagedModel, Manifest, read_manifest
+from moeinf.runtime.library.manifest import (
+    MANIFEST,
+    DamagedModel,
+    Manifest,
+    read_manifest,
+    storable,
+)
 from moeinf.runtime.library.processes import LiveEngine, Registry
 from moeinf.runtime.library.staging import (
     OLD,
@@ -112,7 +118,7 @@ class Library:
                     (manifest.stat().st_mtime, Installed(name, folder, read_manifest(folder)))
                 )
             except (DamagedModel, OSError) as error:
-                found.append((0.0, Installed(name, folder, None, str(error))))
+                found.append((0.0, Installed(name, folder, None, reason(error))))
         return [entry for _, entry in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
 
     def find(self, text: str) -> tuple[ModelName, Path]:
@@ -154,8 +160,15 @@ class Library:
                     return None
         except (OSError, DamagedModel):
             return None
-        same = revision is not None and (manifest.source, manifest.revision) == (source, revision)
+        made_of = (manifest.source, manifest.revision)
+        same = revision is not None and made_of == (storable(source), revision)
         return manifest if same else None
+
+    def source_of(self, name: ModelName) -> str | None:
+        """Return the source of an installed model, or None if it is absent or damaged."""
+        with suppress(OSError, DamagedModel):
+            return read_manifest(self.folder(name)).source
+        return None
 
     def partials(self) -> list[Partial]:
         """Return the remains of unfinished work, including pulls that still run."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from moeinf.errors import Failure
+from moeinf.errors import Failure, problem
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
 from moeinf.offload.format.shards import Bytes, FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
@@ -63,7 +63,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     tag: str
     family: str
     source: str
-    revision: str | None
+    revision: str | None  # the hub's commit, or a hash over the files of a folder
     created_at: str
     layers: _Count  # MoE layers
     experts: _Count  # routed experts per MoE layer
@@ -139,6 +139,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return [by_path[path] for path in wanted]
 
 
+def storable(origin: str) -> str:
+    """Return a source's name as a manifest stores it: bytes outside UTF-8 are replaced."""
+    return origin.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest durably. After this the folder is a complete model."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -159,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
         _check(manifest)
         return manifest
     except NotRegular as error:
-        raise DamagedModel(f"{shown}: {MANIFEST} is damaged ({error.strerror})") from error
+        raise DamagedModel(f"{shown}: {MANIFEST} is damaged ({problem(error)})") from error
     except DamagedModel:
         raise
     except (ValueError, RecursionError) as error:

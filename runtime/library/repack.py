@@ -14,26 +14,20 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from moeinf.errors import UnusableInput
 from moeinf.models import family_of
 from moeinf.offload.format.layout import LAYOUT_VERSIONS
 from moeinf.offload.format.shards import FileRecord, write_file
-from moeinf.runtime.checkpoints import sentencepiece
-from moeinf.runtime.checkpoints.checkpoint import (
-    CONFIG,
-    BadCheckpoint,
-    Checkpoint,
-    parse_object,
-    read_small,
-)
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_object, read_small
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.inventory import Inventory, take_inventory
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.manifest import Manifest, write_manifest
+from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
 from moeinf.runtime.library.shard_writer import Assembler, all_targets
+from moeinf.runtime.library.sources import KEPT_FILES, MAX_KEPT_BYTES, Source
 from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
 from moeinf.runtime.machine.memory import keep_heap_small
 from moeinf.runtime.names import ModelName
@@ -42,93 +36,7 @@ from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
 
 DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
-KEPT_FILES = (
-    CONFIG,
-    "generation_config.json",
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-CONVERTED_FILES = sentencepiece.NAMES  # read only without a tokenizer.json
-MAX_KEPT_BYTES = 64 << 20
-
 Note = Callable[[str], None]
-
-
-class Source(Protocol):
-    """A checkpoint whose files are local, or are fetched on request."""
-
-    checkpoint: Checkpoint  # headers are complete, the tensors' bytes may not be local yet
-    origin: str
-    revision: str | None
-    keeps_progress: bool  # keep an unfinished model after a failure
-
-    def identity(self) -> Mapping[str, object]:
-        """Return the values that must match to continue an unfinished model."""
-        ...
-
-    def download_bytes(self) -> int:
-        """Return the bytes of weights that a pull would fetch."""
-        ...
-
-    def space_bytes(self) -> int:
-        """Return the most disk space that source files take in the workplace, in bytes."""
-        ...
-
-    def small_files(self) -> Path:
-        """Fetch config, tokenizer and other small files, and return their folder."""
-        ...
-
-    def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
-        """Yield each source file that `work` still needs, once it is local and checked."""
-        ...
-
-    def is_here(self, path: Path) -> bool:
-        """Return whether a source file can be read now."""
-        ...
-
-    def release(self, path: Path) -> None:
-        """Release a file that is not needed again."""
-        ...
-
-
-@dataclass
-class LocalSource:
-    """A checkpoint folder of the user, which is read in place and never changed."""
-
-    checkpoint: Checkpoint
-    origin: str
-    revision: str | None = None
-    keeps_progress: bool = False
-
-    def identity(self) -> Mapping[str, object]:
-        files = {}
-        for path in self._paths():
-            about = path.stat()
-            files[path.name] = [about.st_size, about.st_mtime_ns]
-        return {"folder": str(self.checkpoint.folder), "files": files}
-
-    def download_bytes(self) -> int:
-        return 0
-
-    def space_bytes(self) -> int:
-        return 0
-
-    def small_files(self) -> Path:
-        return self.checkpoint.folder
-
-    def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
-        return [path for path in self._paths() if path.name not in work.done]
-
-    def is_here(self, path: Path) -> bool:
-        return True
-
-    def release(self, path: Path) -> None:
-        """Do nothing: the user owns the file."""
-
-    def _paths(self) -> list[Path]:
-        return sorted({tensor.path for tensor in self.checkpoint.tensors.values()})
 
 
 def repack(
@@ -174,8 +82,8 @@ def repack(
                     f"NaN or infinity in {_first_of(work.broken)}: this model may fail at any token"
                 )
             remove_strangers(target, (file.path for file in manifest.files))
-        except BaseException:
-            if not source.keeps_progress:
+        except UnusableInput:
+            if not source.fetched:  # a rerun would be refused as well
                 discard(target)
             raise
     return manifest
@@ -310,7 +218,7 @@ def _manifest(
         name=name.name,
         tag=name.tag,
         family=inventory.family.model_type,
-        source=source.origin.encode(errors="surrogateescape").decode(errors="replace"),
+        source=storable(source.origin),
         revision=source.revision,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         layers=moe.layers,

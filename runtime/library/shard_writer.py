@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -45,6 +46,7 @@ from moeinf.runtime.regular_files import check_regular
 
 _DENSE_ALIGNMENT = 64  # bytes; alignment of matrices and tiles in the dense buffer
 _WORKERS = 4
+_COMMIT_S = 5.0  # a killed pull repeats the work of this time at most
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,9 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
     return padded_header(header, SHARD_DATA_OFFSET), order
 
 
+_Jobs = dict[Future[FileRecord | dict[int, int]], Target]
+
+
 class Assembler:
     """The writer of all targets. It takes source files in any order."""
 
@@ -171,7 +176,7 @@ class Assembler:
         work = self._work
         open_targets = [t for t in self._touched[path] if t.name not in work.files]
         with ThreadPoolExecutor(_WORKERS) as pool:
-            jobs: dict[Future[FileRecord | dict[int, int]], Target] = {}
+            jobs: _Jobs = {}
             for target in open_targets:
                 here = [n for n in range(len(target.parts)) if self._readable(target, n, available)]
                 aside = [n for n in range(len(target.parts)) if (target.name, n) in work.parts]
@@ -181,20 +186,30 @@ class Assembler:
                 here = [n for n in here if n not in aside and path in files_of(target.parts[n])]
                 if here:
                     jobs[pool.submit(self._write_parts, target, here)] = target
-            waiting = set(jobs)
             try:
-                while waiting:
-                    ended, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
-                    for job in ended:
-                        self._note(jobs[job], job.result())
-                    progress()
+                self._collect(jobs, progress)
             except BaseException:
                 for job in jobs:
                     job.cancel()
                 raise
+        self._commit()
+
+    def _collect(self, jobs: _Jobs, progress: Callable[[], None]) -> None:
+        """Record the results of the jobs as they end, and commit them now and then."""
+        waiting, committed = set(jobs), time.monotonic()
+        while waiting:
+            ended, waiting = wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
+            for job in ended:
+                self._note(jobs[job], job.result())
+            if time.monotonic() - committed >= _COMMIT_S:
+                self._commit()
+                committed = time.monotonic()
+            progress()
+
+    def _commit(self) -> None:
         for name in self._check.found:
-            work.add_broken(name)
-        work.commit()
+            self._work.add_broken(name)
+        self._work.commit()
 
     def spent(self, path: Path) -> bool:
         """Return whether the source file `path` will not be needed again."""

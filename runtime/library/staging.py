@@ -111,7 +111,7 @@ class Workplace:
     def _resume(self, making: Mapping[str, object]) -> bool:
         """Read the journal of an earlier attempt. Return False if it is absent or different."""
         try:
-            lines = _read_lines(self.folder / JOURNAL)
+            lines = read_lines(self.folder / JOURNAL)
             if not lines or lines[0].making != dict(making):
                 return False
             for line in lines[1:]:
@@ -124,7 +124,7 @@ class Workplace:
         """Return whether an earlier attempt, with other values, used the same repository."""
         before: Mapping[str, Any] | None = None
         with suppress(ValueError):
-            before = next(iter(_read_lines(self.folder / JOURNAL, most=1)), _Line()).making
+            before = next(iter(read_lines(self.folder / JOURNAL, most=1)), _Line()).making
         places = [
             source.get("repository")
             for about in (making, before)
@@ -173,7 +173,7 @@ class Workplace:
         return file in self.files or unfinished.exists()
 
 
-def _read_lines(path: Path, most: int | None = None) -> list[_Line]:
+def read_lines(path: Path, most: int | None = None) -> list[_Line]:
     """Return the complete lines of a journal, up to the first torn one.
 
     Raises ValueError for a line with fields of other types.

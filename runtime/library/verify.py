@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from moeinf.errors import Failure
+from moeinf.errors import Failure, problem
 from moeinf.models import family_of
 from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.atomic_files import sync_filesystem
@@ -87,7 +87,8 @@ def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]
     """Hash every file again, and return those that are missing, truncated or changed."""
     total, done = manifest.size_bytes, 0
     found: list[Damage] = []
-    with ThreadPoolExecutor(_WORKERS) as pool:
+    pool = ThreadPoolExecutor(_WORKERS)
+    try:
         for record, damage in zip(
             manifest.files, pool.map(lambda r: _check(folder, r), manifest.files), strict=True
         ):
@@ -95,6 +96,8 @@ def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]
                 found.append(damage)
             done += record.size_bytes
             progress("verifying", done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C: do not hash the other files first
     return found
 
 
@@ -108,7 +111,7 @@ def _check(folder: Path, record: FileRecord) -> Damage | None:
     except FileNotFoundError:
         return Damage(record.path, "is missing")
     except OSError as error:
-        return Damage(record.path, f"cannot be read: {error.strerror}")
+        return Damage(record.path, f"cannot be read: {problem(error)}")
     return None if now == record else Damage(record.path, "has different content")
 
 

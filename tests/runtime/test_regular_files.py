@@ -14,7 +14,8 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.verify import LocalRepair
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.regular_files import NotRegular, read_regular

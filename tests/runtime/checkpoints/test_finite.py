@@ -18,7 +18,8 @@ from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs.evaluate import evaluate
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.names import parse_name
 from moeinf.runtime.sampling.sampler import SamplingOptions
@@ -225,7 +226,7 @@ def test_a_broken_pull_goes_on_only_with_the_wish(tmp_path: Path) -> None:
         if phase == "repacking" and done == total:
             raise Stopped
 
-    source = LocalSource(open_checkpoint(tmp_path / "two"), "two", keeps_progress=True)
+    source = LocalSource(open_checkpoint(tmp_path / "two"), "two")
     library = Library(Settings(tmp_path / "home"))
     with pytest.raises(Stopped):
         repack(source, library, parse_name("x:bf16"), stop, ignore, allow_nan=True)

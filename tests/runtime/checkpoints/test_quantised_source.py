@@ -19,7 +19,7 @@ from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.hub.listing import look_up
 from moeinf.runtime.hub.repository import HubSource
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.library.repack import LocalSource, Source
+from moeinf.runtime.library.sources import LocalSource, Source
 from tests.hub_server import Hub, serve
 
 NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}

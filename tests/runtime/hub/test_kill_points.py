@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_points.py"
 
 
 LEAST_POINTS = {"": 45, "--hub": 95, "--what cp": 20, "--what rm": 20}
-SOME = (("--what cp", 8), ("--what rm", 8))
+SOME = (("", 24), ("--what cp", 8), ("--what rm", 8))
 ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
 
 
@@ -42,3 +42,7 @@ def test_every_outcome_is_absent_or_complete(what: str, every: int) -> None:
     assert points >= least_points
     assert sum(counts) >= len(range(1, points, every))
     assert len(counts) >= 2
+    if what in ("", "--hub"):
+        kept = re.search(r"(\d+) kept files", run.stdout)  # which the rerun did not write again
+        assert kept is not None
+        assert int(kept[1]) >= 10

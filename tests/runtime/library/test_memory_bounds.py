@@ -23,7 +23,8 @@ from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
 from moeinf.runtime.names import parse_name
-from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.sources import LocalSource
 imported = rss_bytes()
 source = LocalSource(open_checkpoint(Path(sys.argv[1])), "x")
 library = Library(Settings(Path(sys.argv[2])))

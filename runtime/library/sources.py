@@ -1,0 +1,142 @@
+"""Define the source of a model: a checkpoint whose files are local, or are fetched on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from moeinf.runtime.checkpoints import sentencepiece
+from moeinf.runtime.checkpoints.checkpoint import (
+    BIN_INDEX,
+    CONFIG,
+    INDEX,
+    QUANTISED,
+    BadCheckpoint,
+    Checkpoint,
+)
+from moeinf.runtime.library.staging import Workplace
+from moeinf.runtime.sizes import Progress
+from moeinf.runtime.text.tokenizer import TOKENIZER
+
+KEPT_FILES = (
+    CONFIG,
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+CONVERTED_FILES = sentencepiece.NAMES  # read only without a tokenizer.json
+MAX_KEPT_BYTES = 64 << 20
+
+
+class Source(Protocol):
+    """A checkpoint whose files are local, or are fetched on request."""
+
+    checkpoint: Checkpoint  # headers are complete, the tensors' bytes may not be local yet
+    origin: str
+    revision: str | None  # of the files: the hub's commit, or a hash
+    fetched: bool  # over a network: keep the files of a model that is refused
+
+    def identity(self) -> Mapping[str, object]:
+        """Return the values that must match to continue an unfinished model."""
+        ...
+
+    def download_bytes(self) -> int:
+        """Return the bytes of weights that a pull would fetch."""
+        ...
+
+    def space_bytes(self) -> int:
+        """Return the most disk space that source files take in the workplace, in bytes."""
+        ...
+
+    def small_files(self) -> Path:
+        """Fetch config, tokenizer and other small files, and return their folder."""
+        ...
+
+    def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
+        """Yield each source file that `work` still needs, once it is local and checked."""
+        ...
+
+    def is_here(self, path: Path) -> bool:
+        """Return whether a source file can be read now."""
+        ...
+
+    def release(self, path: Path) -> None:
+        """Release a file that is not needed again."""
+        ...
+
+
+@dataclass
+class LocalSource:
+    """A checkpoint folder of the user, which is read in place and never changed.
+
+    Raises BadCheckpoint if the files change between the constructor and the end of `bring`.
+    """
+
+    checkpoint: Checkpoint
+    origin: str
+    revision: str | None = None
+    fetched: bool = False
+    _files: dict[str, list[int]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._files = self._look()
+
+    @classmethod
+    def watched(cls, checkpoint: Checkpoint, origin: str) -> LocalSource:
+        """Return a source whose revision changes with any of its files."""
+        source = cls(checkpoint, origin)
+        source.revision = source._fingerprint()
+        return source
+
+    def identity(self) -> Mapping[str, object]:
+        return {"files": self._fingerprint()}
+
+    def download_bytes(self) -> int:
+        return 0
+
+    def space_bytes(self) -> int:
+        return 0
+
+    def small_files(self) -> Path:
+        return self.checkpoint.folder
+
+    def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
+        yield from (path for path in self._paths() if path.name not in work.done)
+        for name, about in self._look().items():
+            if self._files.get(name) != about:
+                error = BadCheckpoint(f"{self.checkpoint.folder / name} changed during the pull")
+                error.hint = "the same command when the files no longer change"
+                raise error
+
+    def is_here(self, path: Path) -> bool:
+        return True
+
+    def release(self, path: Path) -> None:
+        """Do nothing: the user owns the file."""
+
+    def _paths(self) -> list[Path]:
+        return sorted({tensor.path for tensor in self.checkpoint.tensors.values()})
+
+    def _look(self) -> dict[str, list[int]]:
+        """Return size and times of every file that a model is made from."""
+        folder, found = self.checkpoint.folder, {}
+        small = (*KEPT_FILES, *CONVERTED_FILES, INDEX, BIN_INDEX, QUANTISED)
+        for path in (*self._paths(), *(folder / name for name in small)):
+            with suppress(FileNotFoundError):
+                about = path.stat()
+                found[path.name] = [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+        return found
+
+    def _fingerprint(self) -> str:
+        """Return one hash over the folder's path, its files' sizes and times, and all headers."""
+        tensors = self.checkpoint.tensors.values()
+        headers = [[t.name, t.dtype, t.shape, t.path.name, t.offset] for t in tensors]
+        about = [str(self.checkpoint.folder), self._files, headers]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
