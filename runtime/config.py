@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -85,6 +86,8 @@ class ServerSettings:
     max_queue     requests that may wait for an engine; one more is answered 503
     parallel      requests that decode together, each with a KV cache of its own
     origins       web pages' origins that may call, beside those of this machine; * is any
+    autostart     True: `run` starts a server in the background when none listens at the address
+    verbose       write a line per request
     """
 
     host: str = "127.0.0.1"
@@ -94,6 +97,16 @@ class ServerSettings:
     parallel: int = 1
     origins: tuple[str, ...] = ()
     api_key: str | None = None
+    autostart: bool = True
+    verbose: bool = False
+
+    @property
+    def on_loopback(self) -> bool:
+        """True if no other machine or container can reach the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
 
 
 def read_server_environment(environment: Mapping[str, str] | None = None) -> ServerSettings:
@@ -115,6 +128,7 @@ def read_server_environment(environment: Mapping[str, str] | None = None) -> Ser
         parallel=parallel,
         origins=tuple(o.strip() for o in env.get("MOEINF_ORIGINS", "").split(",") if o.strip()),
         api_key=env.get("MOEINF_API_KEY") or None,
+        autostart=env.get("MOEINF_NO_SERVER", "") in ("", "0"),
     )
 
 

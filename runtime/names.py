@@ -11,6 +11,7 @@ from moeinf.errors import InvalidInput
 TAGS = ("q4", "q8", "mxfp4", "bf16", "f32")
 DEFAULT_TAG = "q4"
 DEMO = "demo"  # the model in the package
+DEMO_EXAMPLES = ("17+25=", "sort dog, cat, cow", "spell ollama")
 _NATIVE_MXFP4 = ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b")  # as published: 4.25 bits per weight
 _DEFAULT_TAGS = {
     DEMO: "bf16",  # it is small, and bf16 is the trained format
@@ -110,6 +111,14 @@ def parse_name(text: str) -> ModelName:
     if name == MACHINE_STATE:
         raise BadName(f"{text!r} is not a model name: moeinf has a file of that name")
     return ModelName(name, tag or default_tag(name))
+
+
+def check_not_demo(name: ModelName) -> None:
+    """Raise BadName for the name of the model in the package."""
+    if name.name == DEMO:
+        error = BadName(f"{DEMO} is the model inside the package; no other model takes its name")
+        error.hint = "another name; `moeinf pull` takes it as --name NAME"
+        raise error
 
 
 def expand(text: str) -> Path:

@@ -19,7 +19,8 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.jobs import bench
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.library.repack import LocalSource, repack
+from moeinf.runtime.library.repack import repack
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.placement import bandwidth
@@ -31,6 +32,7 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job: children inherit the ignored signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["MOEINF_NO_SERVER"] = "1"  # no test leaves a server; those of this feature unset it
 # Triton reads it when a kernel is defined, whichever test defines it
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

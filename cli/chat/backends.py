@@ -24,6 +24,7 @@ class Partner(Protocol):
     think: bool | None
     form: Form
     messages: list[Message]
+    reading: Callable[[int, int], None]  # takes the read and all tokens of a prompt, if known
 
     @property
     def dropped(self) -> int:
@@ -60,6 +61,22 @@ class Partner(Protocol):
         """Remove every turn; the system message stays."""
         ...
 
+    def load(self, model: str) -> None:
+        """Change to another installed model, and remove every turn.
+
+        If that fails, the model stays. Raises NoSuchModel, or ServerError with its code.
+        """
+        ...
+
+    def resize(self, context: int) -> None:
+        """Change the context to that many tokens; the turns stay. Raises InvalidValue."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """False after a change of models that has left none: no answer is possible."""
+        ...
+
     def verbose(self) -> Fields:
         """Return the timings and counters of the last answer."""
         ...
@@ -79,6 +96,14 @@ class Partner(Protocol):
     def template(self) -> str | None: ...
 
     def cache(self) -> Fields: ...
+
+
+def cut_off(partner: Partner, limit: str) -> list[str]:
+    """Return a note if a limit has cut off the last answer. limit: the name of the user's limit."""
+    if partner.finish_reason != "length":
+        return []
+    note = f"the answer ends here because of {limit} or the context's length"
+    return [note if partner.form is None else f"{note}: its JSON is incomplete"]
 
 
 def parse_form(text: str) -> Form:

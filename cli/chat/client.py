@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeinf.errors import Unavailable, reason
-from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.library.processes import LiveServer, Registry
 from moeinf.runtime.sampling.schema_limits import BadFormat
 
 _GOODBYE_SECONDS = 1.0
@@ -36,7 +36,7 @@ class ServerError(Unavailable, RuntimeError):
     """
 
     code = "server"
-    hint = "the same without that server: end `moeinf serve`, or set MOEINF_HOST"
+    hint = "`moeinf stop --all`, which ends that server, or `moeinf run --no-server`"
 
     def __init__(self, message: str, said: str = "", status: int = 0) -> None:
         super().__init__(message)
@@ -72,6 +72,12 @@ class Client:
                 return cls(here, port, api_key, server.address, registry, trusted)
         return cls(host, port, api_key, None, registry, trusted)
 
+    @classmethod
+    def at(cls, server: LiveServer, api_key: str | None, registry: Registry) -> Client:
+        """Return the client of a live server."""
+        host, _, port = server.address.rpartition(":")
+        return cls.of(host.strip("[]"), int(port), api_key, registry)
+
     @property
     def proved(self) -> bool:
         """True while a live process of this home listens at the address."""
@@ -84,9 +90,15 @@ class Client:
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Send a JSON document and return the answer's. Raises ServerError, OSError."""
+        return self.ask("POST", path, body, timeout)
+
+    def ask(
+        self, method: str, path: str, body: dict[str, Any], timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Send a JSON document and return the answer's. Raises ServerError, OSError."""
         connection = self.connection(timeout)
         try:
-            found = json.loads(self.sent(connection, "POST", path, body).read())
+            found = json.loads(self.sent(connection, method, path, body).read() or b"{}")
         except (http.client.HTTPException, ValueError, RecursionError) as error:
             raise ServerError(
                 f"{self} does not answer in HTTP and JSON: {reason(error)}"
@@ -166,6 +178,12 @@ class Client:
         if response.status >= 400:
             raise _error(response.read(_MOST_LINE_BYTES), response.status)
         return response
+
+
+def serving(registry: Registry, model: str) -> list[LiveServer]:
+    """Return the servers that have an engine of the model."""
+    pids = {engine.pid for engine in registry.engines() if engine.model == model}
+    return [server for server in registry.servers() if server.pid in pids]
 
 
 def _names_of(host: str) -> tuple[str, ...]:

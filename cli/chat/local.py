@@ -3,27 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from moeinf.cli.chat.backends import Fields, Pieces
+from moeinf.cli.chat.signals import Leave
+from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.report import statistics, verbose_lines
+from moeinf.runtime.generation.seq2seq import Languages, converse
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.text.reasoning import thinks
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Open an engine with the options of the command line."""
+
+    config: EngineConfig
+    settings: Settings
+    now: str | None = None  # the date that templates see
+    languages: Languages | None = None
+
+    def open(self, manifest: Manifest, folder: Path) -> tuple[Conversation, Engine]:
+        """Load a model and begin a conversation. Raises as Engine.open, and BadLanguage."""
+        engine = Engine.open(manifest, folder, self.config, self.settings)
+        try:
+            return converse(engine, now=self.now, languages=self.languages), engine
+        except BaseException:
+            engine.close()
+            raise
 
 
 class LocalPartner:
-    """A `Partner` that answers with an engine of this process."""
+    """A `Partner` that answers with an engine of this process. Close it after use."""
 
-    def __init__(self, conversation: Conversation, engine: Engine) -> None:
-        self._conversation = conversation
-        self._engine = engine
+    def __init__(self, conversation: Conversation, engine: Engine, opener: Opener) -> None:
+        """Take an open engine. opener: opens the engines that replace it."""
+        self._take(conversation, engine, opener)
+
+    def _take(self, conversation: Conversation, engine: Engine, opener: Opener) -> None:
+        self._opener = opener
+        self._opened: tuple[Conversation, Engine] | None = conversation, engine
         self.model = engine.info.name
         self._load_seconds = engine.info.load_seconds  # added to the first answer
         self.last: Generation | None = None
+
+    def close(self) -> None:
+        """Release the engine and its memory."""
+        if self._opened is not None:
+            engine, self._opened, self.last = self.engine, None, None  # the KV cache goes first
+            engine.close()
+
+    def __enter__(self) -> LocalPartner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def ready(self) -> bool:
+        return self._opened is not None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._opened is not None
+        return self._opened[1]
+
+    @property
+    def _conversation(self) -> Conversation:
+        assert self._opened is not None
+        return self._opened[0]
+
+    def load(self, model: str) -> None:
+        manifest, folder = Library(self._opener.settings).read(model)
+        if manifest.model != self.model:
+            self._reopen(self._opener, manifest, folder)
+        self.clear()
+        if not thinks(self.template()):
+            self.think = None
+
+    def resize(self, context: int) -> None:
+        config = replace(self._opener.config, context=context)
+        info = self.engine.info
+        self._reopen(replace(self._opener, config=config), info.manifest, info.folder)
+
+    def _reopen(self, opener: Opener, manifest: Manifest, folder: Path) -> None:
+        """Load a model in place of this one, and keep the turns.
+
+        The old engine is closed first, because there may be no memory for both. If the new one
+        fails, the old one is opened again.
+        """
+        old, info = self._opener, self.engine.info
+        held = self._conversation
+        turns = held.system, held.think, held.form, held.messages, held.dropped
+        del held
+        self.close()
+        try:
+            self._take(*opener.open(manifest, folder), opener)
+        except Leave:
+            raise
+        except BaseException:
+            self._take(*old.open(info.manifest, info.folder), old)
+            raise
+        finally:
+            if self._opened is not None:
+                held = self._conversation
+                held.system, held.think, held.form, held.messages, held.dropped = turns
 
     @property
     def system(self) -> str:
@@ -50,6 +142,14 @@ class LocalPartner:
         self._conversation.form = form
 
     @property
+    def reading(self) -> Callable[[int, int], None]:
+        return self._conversation.reading
+
+    @reading.setter
+    def reading(self, reading: Callable[[int, int], None]) -> None:
+        self._conversation.reading = reading
+
+    @property
     def messages(self) -> list[Message]:
         return self._conversation.messages
 
@@ -70,11 +170,11 @@ class LocalPartner:
 
     @property
     def choices(self) -> Sequence[str]:
-        return self._engine.info.choices
+        return self.engine.info.choices
 
     @property
     def summary(self) -> str:
-        info = self._engine.info
+        info = self.engine.info
         place, experts = info.placement, info.experts
         where, above = "CPU", place.on_device
         if above is not None:
@@ -103,7 +203,7 @@ class LocalPartner:
             yield "answer" if kind == "answer" else "thinking", piece
 
     def verbose(self) -> Fields:
-        return verbose_lines(self._engine, self._said_last, self._load_seconds)
+        return verbose_lines(self.engine, self._said_last, self._load_seconds)
 
     def document(self) -> dict[str, Any]:
         answer = self._said_last
@@ -112,14 +212,14 @@ class LocalPartner:
             "prompt_tokens": answer.prompt_tokens,
             "tokens": len(answer.tokens),
             "token_ids": answer.tokens,
-            "stats": statistics(self._engine, answer),
+            "stats": statistics(self.engine, answer),
         }
 
     def notes(self) -> list[str]:
-        return self._engine.take_notes()
+        return self.engine.take_notes()
 
     def info(self) -> Fields:
-        info = self._engine.info
+        info = self.engine.info
         m = info.manifest
         return [
             ("model", str(info.name)),
@@ -131,14 +231,15 @@ class LocalPartner:
         ]
 
     def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:
-        chosen = options.over(self._engine.info.sampling)
-        return [(f.name, getattr(chosen, f.name)) for f in fields(chosen)]
+        chosen = options.over(self.engine.info.sampling)
+        found = [(f.name, getattr(chosen, f.name)) for f in fields(chosen)]
+        return [*found, ("num_ctx", self.engine.info.context)]
 
     def template(self) -> str | None:
-        return self._engine.tokenizer.chat_template
+        return self.engine.tokenizer.chat_template
 
     def cache(self) -> Fields:
-        store, info = self._engine.store, self._engine.info
+        store, info = self.engine.store, self.engine.info
         used = format_bytes(store.resident * info.slot_bytes)
         total = format_bytes(info.experts_bytes)
         experts = info.experts

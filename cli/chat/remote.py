@@ -5,17 +5,22 @@ Imports no torch, because the model is loaded in the server.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Literal
 
 from moeinf.cli.chat.backends import Fields, Pieces
 from moeinf.cli.chat.client import Client, ServerError
 from moeinf.runtime.config import Settings
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.processes import Figures, Registry
 from moeinf.runtime.names import ModelName, parse_name
 from moeinf.runtime.requests import Form, Limits, Message, PromptTooLong, SamplingOptions
 from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.text.reasoning import thinks
 
 _NS = 1e9
 _OF_AN_ENGINE = (
@@ -25,11 +30,23 @@ _OF_AN_ENGINE = (
 
 
 class RemotePartner:
-    """A `Partner` on a server. about: the document of /api/show for the model."""
+    """A `Partner` on a server.
 
-    def __init__(self, client: Client, about: dict[str, Any], settings: Settings) -> None:
-        self._client = client
+    ready: returns a client before each question. about: the document of /api/show for the model.
+    keep_alive_s: how long the server keeps the model; None: the server's default.
+    """
+
+    def __init__(
+        self,
+        ready: Callable[[], Client],
+        about: dict[str, Any],
+        settings: Settings,
+        keep_alive_s: float | None = None,
+    ) -> None:
+        self._ready = ready
+        self._client = ready()
         self._about = about
+        self._keep_alive = -1 if keep_alive_s == math.inf else keep_alive_s
         self._settings = settings  # a server on this machine registers in settings.run
         self.model: ModelName = parse_name(str(about["model"]))
         self.system = ""
@@ -39,7 +56,22 @@ class RemotePartner:
         self.dropped = 0
         self.finish_reason = ""
         self.choices: Sequence[str] = ()
+        self.ready = True
+        # Never called: the API does not tell how much of a prompt is read.
+        self.reading: Callable[[int, int], None] = lambda _read, _all: None
         self._figures: dict[str, Any] = {}
+
+    def preload(self) -> None:
+        """Make the server load the model while the user types. The first answer shows problems."""
+        if self._keep_alive == 0:  # such a request would unload it
+            return
+
+        def load() -> None:
+            body = {"model": str(self.model), "keep_alive": self._keep_alive}
+            with suppress(ServerError, OSError):
+                self._client.post("/api/generate", body)
+
+        threading.Thread(target=load, daemon=True).start()
 
     def clear(self) -> None:
         self.messages.clear()
@@ -57,6 +89,7 @@ class RemotePartner:
 
         Raises ServerError.
         """
+        self._client = self._ready()
         body = self._body(options, limits)
         if raw:
             yield from self._stream("/api/generate", {**body, "prompt": text, "raw": True}, stopped)
@@ -77,6 +110,24 @@ class RemotePartner:
                 continue
             self.messages += [question, Message("assistant", answer)]
             return
+
+    def load(self, model: str) -> None:
+        """Change to another model of the server, which loads it. Raises ServerError, BadName."""
+        about = self._client.post("/api/show", {"model": model})
+        name = parse_name(str(about.get("model")))
+        if "completion" not in (about.get("capabilities") or ()):
+            raise ServerError(f"{name} is an encoder-decoder: it needs an engine of its own")
+        self._client.post("/api/generate", {"model": str(name), "stream": False})
+        self._about, self.model, self._figures = about, name, {}
+        self.clear()
+        if not thinks(self.template()):
+            self.think = None
+
+    def resize(self, context: int) -> None:
+        """Refuse: `moeinf serve --ctx` fixes the context of all clients. Raises InvalidValue."""
+        error = InvalidValue(f"num_ctx is fixed by the server at {self._client}")
+        error.hint = f"`moeinf run {self.model} --ctx {context}`, which loads an engine of its own"
+        raise error
 
     def verbose(self) -> Fields:
         f = self._figures
@@ -169,6 +220,8 @@ class RemotePartner:
         body: dict[str, Any] = {"model": str(self.model), "options": said}
         if self.form is not None:
             body["format"] = self.form
+        if self._keep_alive is not None:
+            body["keep_alive"] = self._keep_alive
         return body if self.think is None else {**body, "think": self.think}
 
     def _stream(self, path: str, body: dict[str, Any], stopped: Callable[[], bool]) -> Pieces:

@@ -30,22 +30,27 @@ def ps(
 ) -> None:
     """Show which models run, and until when they stay loaded.
 
-    SIZE is the model's. With --verbose MEMORY is the most that its process holds.
+    SIZE is the model's. With --verbose MEMORY is the most that its process holds. A line on stderr
+    names each server.
 
     Example: moeinf ps --verbose
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
-    engines = Registry(settings.run).engines()
+    registry = Registry(settings.run)
+    engines, servers = registry.engines(), registry.servers()
     sizes = [_size(engine, Library(settings)) for engine in engines]
     if json:
         documents = map(_as_json, engines, sizes)
-        out.document({"engines": list(documents)})
+        listening = [{"pid": server.pid, "address": server.address} for server in servers]
+        out.document({"engines": list(documents), "servers": listening})
         return
     rows = [
         _row(engine, size) + (_more(engine) if verbose else [])
         for engine, size in zip(engines, sizes, strict=True)
     ]
     out.table(_COLUMNS + (_MORE if verbose else ()), rows)
+    for server in servers:
+        out.note(f"process {server.pid} is the server at http://{server.address}")
 
 
 def _size(engine: LiveEngine, library: Library) -> int | None:

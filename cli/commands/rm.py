@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
+from moeinf.cli.chat.client import Client, ServerError, serving
 from moeinf.cli.options import Json, Quiet, installed_models
 from moeinf.cli.output import Output
-from moeinf.runtime.config import read_environment
-from moeinf.runtime.library.library import Library
+from moeinf.runtime.config import read_environment, read_server_environment
+from moeinf.runtime.library.library import Library, ModelInUse
+from moeinf.runtime.library.processes import Registry
+
+_REMOVE_S = 60.0
 
 
 def rm(
@@ -22,15 +26,41 @@ def rm(
 ) -> None:
     """Delete models; refuse while one is in use.
 
+    A server that keeps an idle model loaded unloads it first.
+
     Example: moeinf rm demo
     """
     out = Output(json=json, quiet=quiet)
-    library = Library(read_environment())
-    for model in models:
-        library.find(model)  # all of them exist, or none is deleted
-    gone = [str(library.remove(model)) for model in models]
+    settings = read_environment()
+    library, registry = Library(settings), Registry(settings.run)
+    names = [str(library.find(model)[0]) for model in models]  # all exist, or none is deleted
+    gone = []
+    for name in names:
+        if not _removed_by_server(name, registry):
+            library.remove(name)
+        gone.append(name)
     if json:
         out.document({"deleted": gone})
         return
     for name in gone:
         out.done(f"deleted '{name}'")
+
+
+def _removed_by_server(model: str, registry: Registry) -> bool:
+    """Let the server that has the model loaded delete it; return False if none has.
+
+    Raises ModelInUse while the model answers a request, ServerError.
+    """
+    servers = serving(registry, model)
+    if not servers:
+        return False
+    client = Client.at(servers[0], read_server_environment().api_key, registry)
+    try:
+        client.ask("DELETE", "/api/delete", {"model": model}, _REMOVE_S)
+    except ServerError as error:
+        if error.said == ModelInUse.code:
+            raise ModelInUse(str(error)) from error
+        raise
+    except ConnectionError:  # it has just ended
+        return False
+    return True

@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.chat.backends import Partner, parse_form
-from moeinf.cli.chat.client import Client, ServerError
+from moeinf.cli.chat.backends import Partner, cut_off, parse_form
+from moeinf.cli.chat.background import Service
+from moeinf.cli.chat.client import ServerError
 from moeinf.cli.chat.remote import RemotePartner
 from moeinf.cli.chat.server_check import Found, look
 from moeinf.cli.chat.signals import interruptible, stoppable
+from moeinf.cli.chat.waiting import awaited
 from moeinf.cli.commands.plan import print_plan
 from moeinf.cli.commands.pull import ensure
 from moeinf.cli.options import (
@@ -22,6 +24,7 @@ from moeinf.cli.options import (
     Device,
     DeviceMemory,
     Json,
+    KeepAlive,
     Memory,
     Model,
     NoTrace,
@@ -37,8 +40,8 @@ from moeinf.cli.options import (
 from moeinf.cli.output import Output
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import Settings, read_environment, read_server_environment
-from moeinf.runtime.library.processes import Registry
-from moeinf.runtime.placement.decode_speed import remember_speed
+from moeinf.runtime.names import DEMO, DEMO_EXAMPLES
+from moeinf.runtime.placement.decode_speed import remember_prefill, remember_speed
 from moeinf.runtime.requests import Form, Limits, SamplingOptions
 from moeinf.runtime.text.reasoning import thinks
 
@@ -88,13 +91,22 @@ def run(
     hidethinking: Annotated[
         bool, typer.Option("--hidethinking", help="Show only the answer.")
     ] = False,
+    nowordwrap: Annotated[
+        bool, typer.Option("--nowordwrap", help="Do not wrap words at a terminal's edge.")
+    ] = False,
     now: Annotated[str | None, typer.Option(hidden=True, help="The date templates see.")] = None,
     threads: Threads = None,
     no_trace: NoTrace = False,
     server: Annotated[
-        bool,
-        typer.Option("--server", help="Trust the server at MOEINF_HOST: it gets MOEINF_API_KEY."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--server/--no-server",
+            help="Trust the server at MOEINF_HOST with MOEINF_API_KEY, or run the model in this "
+            "process. Default: a server of yours, which is started if none listens.",
+            show_default=False,
+        ),
+    ] = None,
+    keepalive: KeepAlive = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Timings, hit rate, bytes read.")
     ] = False,
@@ -106,9 +118,13 @@ def run(
 ) -> int:
     """Run a model: answer PROMPT (or piped text) once, or hold a conversation.
 
+    A server in the background keeps the model loaded for the next run, and ends when it is idle.
+    Options that need an engine of their own, such as --memory, run the model in this process.
+
     Example: moeinf run demo --memory 30% --verbose "17+25="
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
+    out.wordwrap = not nowordwrap
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
     config = engine_config(
         settings, memory, ctx, policy, threads, not no_trace, device, device_memory, miss
@@ -140,56 +156,59 @@ def run(
         "--src": src, "--tgt": tgt,
         "--policy": None if policy == DEFAULT_POLICY else policy,
         "--no-trace": no_trace or None,
+        "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]
-    if server and asked:
-        raise Usage(f"{asked[0]} and --server cannot be combined: it needs an engine of its own")
-    client = _client(settings, server)
+    for name, given in (("--server", bool(server)), ("--keepalive", keepalive is not None)):
+        if given and asked:
+            raise Usage(f"{asked[0]} and {name} cannot be combined: it needs an engine of its own")
+    service = Service(settings, read_server_environment(), bool(server), out)
     if asked:
         found = Found(reason=f"{asked[0]} needs an engine of its own", silent=True)
     else:
-        found = look(client, model)
+        found = look(service.client, model)
+    started = False
     if found.about is None:
         if server and found.reason:
-            raise ServerError(found.reason)
+            refused = ServerError(found.reason)
+            refused.hint = "the same without --server"
+            raise refused
         manifest, folder = ensure(model, settings, out)
-        if not found.reason:  # the server may be on this machine, and have the model now
-            found = look(client, model)
+        named = str(manifest.model)
+        if not asked and found.silent and service.may_start and not manifest.encoder_layers:
+            problem = service.start(note=not interactive)  # the summary names it
+            started = not problem
+            found = look(service.client, named) if started else Found(reason=problem)
+        elif not found.reason:  # the server may be on this machine, and have the model now
+            found = look(service.client, named)
     if found.about is not None:
-        if not interactive:
-            out.note(f"using the server at {client}")
+        if not (interactive or started):
+            out.note(f"using the server at {service.client}")
         with stoppable():
-            remote = RemotePartner(client, found.about, settings)
+            remote = RemotePartner(service.ready, found.about, settings, keepalive)
+            if interactive:
+                remote.preload()
             return _converse(remote, begun, None if interactive else text, ways, settings, out)
     if verbose or not found.silent:
-        reason = found.reason or f"the server at {client} does not serve {model}"
+        reason = found.reason or f"the server at {service.client} does not serve {model}"
         out.note(f"{reason}: the model runs in this process")
 
-    from moeinf.cli.chat.local import LocalPartner  # imports torch and the tokenizer
-    from moeinf.runtime.engine.engine import Engine
-    from moeinf.runtime.generation.seq2seq import Languages, converse
+    with stoppable():
+        with out.spinner(f"loading {manifest.model}"):
+            from moeinf.cli.chat.local import LocalPartner, Opener  # imports torch
+            from moeinf.runtime.generation.seq2seq import Languages
 
-    with stoppable(), Engine.open(manifest, folder, config, settings) as engine:
-        partner = LocalPartner(converse(engine, now=now, languages=Languages(src, tgt)), engine)
-        code = _converse(partner, begun, None if interactive else text, ways, settings, out)
-        answer = partner.last
-        alone = engine.gpu is None  # `plan` reads these figures as the CPU's
-        if config.trace and alone and not interactive and answer is not None:
-            remember_speed(
-                settings,
-                manifest.model,
-                engine.info.slots,
-                answer.decode_steps,
-                answer.decode_seconds,
-            )
-        return code
-
-
-def _client(settings: Settings, trusted: bool) -> Client:
-    """Return a client of the address in MOEINF_HOST, where a server may or may not listen."""
-    server = read_server_environment()
-    registry = Registry(settings.run)
-    return Client.of(server.host, server.port, server.api_key, registry, trusted)
+            opener = Opener(config, settings, now, Languages(src, tgt))
+            partner = LocalPartner(*opener.open(manifest, folder), opener)
+        with partner:
+            code = _converse(partner, begun, None if interactive else text, ways, settings, out)
+            answer = partner.last
+            alone = partner.engine.gpu is None  # `plan` reads these figures as the CPU's
+            if config.trace and alone and not interactive and answer is not None:
+                about = (settings, manifest.model, partner.engine.info.slots)
+                remember_speed(*about, answer.decode_steps, answer.decode_seconds)
+                remember_prefill(*about, answer.prefilled_tokens, answer.prefill_seconds)
+            return code
 
 
 @dataclass(frozen=True)
@@ -222,18 +241,27 @@ def _converse(
         from moeinf.cli.chat.repl import Repl
 
         out.note(partner.summary)
+        if partner.model.name == DEMO:
+            out.note(f"Try: {'   '.join(DEMO_EXAMPLES)}")
         shown = ways.shows_thinking
         Repl(partner, ways.options, ways.limits, settings, out, ways.verbose, shown).loop()
         return 0
     said = {"answer": "", "thinking": ""}
-    with interruptible() as stopped:
-        for kind, piece in partner.say(text, ways.options, ways.limits, stopped, ways.raw):
-            said[kind] += piece
-            if kind == "answer" and not out.json:
-                out.text(piece)
-            elif kind == "thinking" and ways.shows_thinking and not (out.json or out.quiet):
-                out.thinking(piece)
+    try:
+        with interruptible() as stopped:
+            answer = partner.say(text, ways.options, ways.limits, stopped, ways.raw)
+            for kind, piece in awaited(answer, partner, out, ways.shows_thinking):
+                said[kind] += piece
+                if kind == "answer" and not out.json:
+                    out.text(piece)
+                elif kind == "thinking" and ways.shows_thinking and not (out.json or out.quiet):
+                    out.thinking(piece)
+    except Exception:
+        out.end_answer()  # the error begins a line
+        raise
     later = partner.notes()
+    if partner.form is not None or ways.limits.max_tokens is None:  # else the user wants it short
+        later += cut_off(partner, "--max-tokens")
     if out.json:
         thought = {"thinking": said["thinking"]} if said["thinking"] else {}
         about = {**thought, **partner.document(), "notes": notes + later}

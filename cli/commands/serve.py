@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Annotated
@@ -20,10 +21,30 @@ from moeinf.cli.options import (
     engine_config,
 )
 from moeinf.cli.output import Output
+from moeinf.errors import problem
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment, read_server_environment
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import check_usable, choose_processor
+
+# The end of the help text. \b keeps its lines as they are.
+ENVIRONMENT = """\b
+Environment:
+  MOEINF_HOST          address: HOST, HOST:PORT or :PORT (127.0.0.1:11435)
+  MOEINF_API_KEY       a key that every request must carry
+  MOEINF_ORIGINS       web pages that may call, and further names of the
+                       server, separated by commas; * allows all
+  MOEINF_KEEP_ALIVE    unload a model after this time without a request
+                       (5m); negative: never
+  MOEINF_NUM_PARALLEL  requests that are answered together (1)
+  MOEINF_MAX_QUEUE     requests that may wait for a model (512)
+  MOEINF_MEMORY        the default of --memory
+  MOEINF_HOME          the folder of models and logs (~/.moeinf)
+  MOEINF_DEBUG         1: print a traceback with an error
+  MOEINF_LIBCUDA       the path of libcuda, if the system does not find it
+  HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE
+                       for pulls, as in huggingface_hub
+"""
 
 
 def serve(
@@ -38,6 +59,18 @@ def serve(
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
     ] = None,
+    background: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            hidden=True,
+            metavar="SECONDS",
+            help="Run as `moeinf run` starts it: end after this time without a model or a request.",
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print a line per request on stderr.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Answer over HTTP until Ctrl-C, at MOEINF_HOST (127.0.0.1:11435 by default).
@@ -49,8 +82,7 @@ def serve(
     Example: moeinf serve --memory 4GiB
     """
     out, settings, server = Output(quiet=quiet), read_environment(), read_server_environment()
-    if port is not None:
-        server = replace(server, port=port)
+    server = replace(server, port=server.port if port is None else port, verbose=verbose)
     # Refuse an unusable device now, not at the first request.
     processor = choose_processor(device, device_memory, settings.libcuda)
     if processor.gpu is not None:
@@ -74,9 +106,9 @@ def serve(
         try:  # `run` and `stop` find this server by its entry
             opened.callback(Registry(settings.run).register_server(address).close)
         except OSError as error:
-            out.note(f"{settings.run} cannot be written ({error.strerror}): `run` needs --server")
+            out.note(f"{settings.run} cannot be written ({problem(error)}): `run` needs --server")
         out.note(f"listening on http://{address} (Ctrl-C ends it)")
-        if server.api_key is None and server.host not in ("127.0.0.1", "::1", "localhost"):
+        if server.api_key is None and not server.on_loopback:
             out.note("other machines can use this address without a key: MOEINF_API_KEY sets one")
 
     def tell(line: str) -> None:
@@ -84,4 +116,6 @@ def serve(
             out.note(line)
 
     with opened:
-        run_server(settings, server, replace(config, parallel=server.parallel), listening, tell)
+        config = replace(config, parallel=server.parallel)
+        unused_s = math.inf if background is None else background
+        run_server(settings, server, config, listening, tell, unused_s=unused_s)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.chat.client import Client, ServerError
+from moeinf.cli.chat.client import Client, ServerError, serving
 from moeinf.cli.options import Json, Quiet, Usage, installed_models
 from moeinf.cli.output import Output
 from moeinf.errors import NotFound
@@ -52,7 +52,7 @@ def stop(
     else:
         name = str(Library(settings).find(model)[0])
         key = read_server_environment().api_key
-        unloaded = _serving(registry, name)
+        unloaded = serving(registry, name)
         for server in unloaded:
             _unload(registry, server, name, key)
         pids = registry.stop(name)
@@ -67,21 +67,14 @@ def stop(
     out.done(f"stopped {name or 'everything'} ({', '.join(words)})")
 
 
-def _serving(registry: Registry, model: str) -> list[LiveServer]:
-    """Return the servers that have an engine of the model."""
-    pids = {engine.pid for engine in registry.engines() if engine.model == model}
-    return [server for server in registry.servers() if server.pid in pids]
-
-
 def _unload(registry: Registry, server: LiveServer, model: str, api_key: str | None) -> None:
     """Make a server unload a model, and return when it has. Raises ServerError, NotStopped.
 
     The request is repeated while the engine lives: an engine that is loading cannot be unloaded.
     """
-    host, _, port = server.address.rpartition(":")
-    client = Client.of(host.strip("[]"), int(port), api_key, registry)
+    client = Client.at(server, api_key, registry)
     deadline = time.monotonic() + _UNLOAD_S
-    while server in _serving(registry, model):
+    while server in serving(registry, model):
         left = deadline - time.monotonic()
         if left <= 0:
             raise NotStopped(server.pid, _UNLOAD_S)

@@ -31,6 +31,7 @@ class Conversation:
         self.form: Form = None  # the required form of answers
         self.messages: list[Message] = []
         self.dropped = 0  # messages that no longer fit the context, since the last clear
+        self.reading: Callable[[int, int], None] = lambda _read, _all: None  # see Request
 
     @property
     def cached_tokens(self) -> int:
@@ -120,7 +121,14 @@ class Conversation:
                 self.messages += [question, Message("assistant", said)]
 
         constrain = json_of(self.form)
-        request = Request(lambda _: ids, options, limits, constrain=constrain, stopped=stopped)
+        request = Request(
+            lambda _: ids,
+            options,
+            limits,
+            constrain=constrain,
+            stopped=stopped,
+            reading=self.reading,
+        )
         return self._generation(request, settle)
 
     def _generation(self, request: Request, settle: Callable[[Generation], None]) -> Generation:

@@ -127,6 +127,7 @@ class Request:
     embed: the result is the prompt's Vector, without an answer.
     source: the encoder-decoder's input; the prompt is the beginning of its answer.
     stopped: returns True once the answer is to end, at the next layer.
+    reading: takes the tokens of the prompt that are read, and all, before each chunk is read.
     """
 
     prepare: Callable[[Engine], list[int]]
@@ -138,4 +139,5 @@ class Request:
     embed: bool = False
     source: Sequence[int] = ()
     stopped: Callable[[], bool] = lambda: False
+    reading: Callable[[int, int], None] = lambda _read, _all: None
     times: Times = field(default_factory=Times)

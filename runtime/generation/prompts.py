@@ -9,12 +9,13 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.request_json import parse
 from moeinf.runtime.requests import MAX_TEXT_BYTES, PromptTooLong
-from moeinf.runtime.text.chat_template import TemplateError
+from moeinf.runtime.text.chat_template import TemplateError, check_variables
 from moeinf.runtime.text.reasoning import is_harmony, thinking_variables
 
 if TYPE_CHECKING:
@@ -34,18 +35,22 @@ def chat_prompt(
     tools: Sequence[Any] = (),
     think: bool | str | None = None,
     now: str | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Return token ids that end where the assistant's answer begins.
 
-    think: the value for templates with a thinking switch; now: their date, today if None. Raises
-    TemplateError, PromptTooLong, TokenizerFailed.
+    think: the value for templates with a thinking switch; now: their date, today if None;
+    variables: more values for the template, stronger than think. Raises TemplateError,
+    InvalidValue for a variable, PromptTooLong, TokenizerFailed.
     """
-    _check(engine, *_texts([*messages, *tools]))  # before any of them is tokenised
+    check_variables(variables)
+    _check(engine, *_texts([*messages, *tools, variables]))  # before any of them is tokenised
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
         text = "\n\n".join(str(message.get("content") or "") for message in messages)
         return tokenizer.encode_text(text, plain=True)
-    extra: dict[str, Any] = {**thinking_variables(think), **({"now": now} if now else {})}
+    chosen = {name: _guarded(value, tokenizer) for name, value in variables.items()}
+    extra: dict[str, Any] = {**thinking_variables(think), **chosen, **({"now": now} if now else {})}
     if tools:
         extra["tools"] = _guarded(list(tools), tokenizer)
     extra |= {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}

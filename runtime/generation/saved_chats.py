@@ -1,15 +1,17 @@
-"""Conversations on disk: /save and /load. One JSON file each, readable by its owner only."""
+"""Keep conversations on disk, one JSON file each, readable by its owner only."""
 
 from __future__ import annotations
 
+import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 from msgspec import Struct
 
-from moeinf.errors import UnusableInput
+from moeinf.errors import UnusableInput, problem
 from moeinf.runtime.atomic_files import make_folder_durably, write_bytes_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.names import ModelName
@@ -17,6 +19,7 @@ from moeinf.runtime.regular_files import NotRegular, read_regular
 from moeinf.runtime.requests import Message
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_MOST_BYTES = 64 << 20
 
 
 class Conversation(Protocol):
@@ -48,6 +51,16 @@ class BadConversation(UnusableInput, ValueError):
     hint = "/save NAME, which keeps a conversation under that name"
 
 
+@dataclass(frozen=True)
+class SavedChat:
+    """One saved conversation. A damaged file has no model, and `problem` says why."""
+
+    name: str
+    model: str = ""
+    messages: int = 0
+    problem: str = ""
+
+
 def save_conversation(
     settings: Settings, name: str, model: ModelName, conversation: Conversation
 ) -> None:
@@ -61,20 +74,54 @@ def save_conversation(
 
 
 def load_conversation(settings: Settings, name: str, conversation: Conversation) -> str:
-    """Replace the turns of `conversation`; return the name of the model that it used."""
-    path = _path(settings, name)
-    try:
-        saved = msgspec.json.decode(read_regular(path), type=_Saved)
-    except FileNotFoundError:
-        raise BadConversation(f"there is no conversation {name!r}") from None
-    except NotRegular as error:
-        raise BadConversation(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadConversation(f"{path} is not a conversation: {error}") from error
+    """Replace the turns of `conversation`; return the name of the model that it used.
+
+    Raises BadConversation.
+    """
+    saved = _read(_path(settings, name))
     conversation.clear()
     conversation.system = saved.system
     conversation.messages = [Message(turn.role, turn.content) for turn in saved.messages]
     return saved.model
+
+
+def is_saved(settings: Settings, name: str) -> bool:
+    """Return True if a conversation has that name."""
+    return bool(_NAME.fullmatch(name)) and os.path.lexists(_path(settings, name))
+
+
+def saved_conversations(settings: Settings) -> list[SavedChat]:
+    """Return every saved conversation in the order of names, damaged ones included."""
+    found = []
+    for path in sorted(settings.conversations.glob("*.json")):
+        if not _NAME.fullmatch(path.stem):
+            continue
+        try:
+            saved = _read(path)
+            found.append(SavedChat(path.stem, saved.model, len(saved.messages)))
+        except (BadConversation, OSError) as error:
+            found.append(SavedChat(path.stem, problem=str(error)))
+    return found
+
+
+def delete_conversation(settings: Settings, name: str) -> None:
+    """Remove a saved conversation, also a damaged one. Raises BadConversation, OSError."""
+    try:
+        _path(settings, name).unlink()
+    except FileNotFoundError:
+        raise BadConversation(f"there is no conversation {name!r}") from None
+
+
+def _read(path: Path) -> _Saved:
+    """Return the content of a file. Raises BadConversation."""
+    try:
+        return msgspec.json.decode(read_regular(path, _MOST_BYTES), type=_Saved)
+    except FileNotFoundError:
+        raise BadConversation(f"there is no conversation {path.stem!r}") from None
+    except NotRegular as error:
+        raise BadConversation(f"{path} cannot be read: {problem(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadConversation(f"{path} is not a conversation: {error}") from error
 
 
 def _path(settings: Settings, name: str) -> Path:

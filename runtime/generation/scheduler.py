@@ -62,12 +62,12 @@ class Scheduler:
         engine: Engine,
         places: int = 1,
         shared: bool = True,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[Ended | None], None] = lambda _: None,
     ) -> None:
         """Allocate the places. Raises OutOfMemory.
 
         shared: unrelated requests follow each other in a place. ended: called when a request has
-        left its place.
+        left its place, with its last event; None if it failed.
         """
         self._engine = engine
         self._shared = shared
@@ -209,6 +209,7 @@ class Scheduler:
                     engine.encode(state, one.request.source)
                     one.encoded = True
                 at = state.length
+                one.request.reading(at, one.prompt_tokens)
                 chunk = one.answer.history[at : min(at + PREFILL_CHUNK, one.prompt_tokens)]
                 if one.request.embed:
                     self._embed(one, chunk)
@@ -312,16 +313,18 @@ class Scheduler:
                 if rest := one.answer.rest():
                     one.request.emit(Piece(rest))
         ended = one.ended(reason, self._engine.info.load_seconds)
-        self._leave(one)
-        one.request.emit(ended)
+        try:
+            self._leave(one, ended)
+        finally:  # a fault of ours must not keep a client waiting
+            one.request.emit(ended)
 
     def _fail(self, one: Running, error: Exception) -> None:
-        self._leave(one)
+        self._leave(one, None)
         if self.lost is None and isinstance(error, DeviceError | MemoryError) and self._engine.lost:
             self.lost = error
         one.request.emit(Failed(error))
 
-    def _leave(self, one: Running) -> None:
+    def _leave(self, one: Running, ended: Ended | None) -> None:
         """Free the place, and record the routing of the request."""
         place = one.place
         self._running.remove(one)
@@ -331,7 +334,7 @@ class Scheduler:
             place.reusable = one.answer.history[: place.state.length]
         with suppress(Exception):  # an answer matters more than its record
             self._engine.end_request(one.number, counts=one.prefilled)
-        self._ended()
+        self._ended(ended)
 
 
 def _told(error: BaseException) -> Exception:

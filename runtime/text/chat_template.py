@@ -5,12 +5,23 @@ Jinja's sandbox alone does not stop `'a' * 10**9`. So a limited process renders 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from moeinf.errors import UnusableInput
+from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.limited_process import LimitedProcess, LimitExceeded, Refused
 
 RENDER_SECONDS = 1.0
+MOST_VARIABLES, MOST_NAME = 64, 64  # variables from a client, and characters of a name
+MOST_VARIABLES_BYTES = 64 << 10  # of all of them as JSON
+MOST_VARIABLES_DEPTH = 16
+# The names of the values that the server sets. Special tokens are bos_token and the like.
+_OURS = frozenset(
+    """self messages tools template chat_template now add_generation_prompt continue_final_message
+    raise_exception strftime_now""".split()
+)
 
 
 class TemplateError(UnusableInput, ValueError):
@@ -18,6 +29,33 @@ class TemplateError(UnusableInput, ValueError):
 
     code = "bad_template"
     hint = "--raw, which sends the prompt without the template"
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Check the variables that a client gives to a template (chat_template_kwargs).
+
+    Raises InvalidValue for the names of values that the server sets, and beyond the limits.
+    """
+    if len(variables) > MOST_VARIABLES:
+        raise InvalidValue(f"chat_template_kwargs: at most {MOST_VARIABLES} values are possible")
+    for name in variables:
+        if not name.isidentifier() or len(name) > MOST_NAME:
+            shown = name[:MOST_NAME]
+            raise InvalidValue(f"chat_template_kwargs: {shown!r} is not the name of a variable")
+        if name in _OURS or name.endswith(("_token", "_tokens")):
+            raise InvalidValue(f"chat_template_kwargs: {name!r} is set by the server")
+    if _depth(variables) > MOST_VARIABLES_DEPTH:
+        raise InvalidValue(f"chat_template_kwargs: more than {MOST_VARIABLES_DEPTH} levels")
+    if len(json.dumps(dict(variables))) > MOST_VARIABLES_BYTES:
+        raise InvalidValue(f"chat_template_kwargs: more than {MOST_VARIABLES_BYTES} bytes")
+
+
+def _depth(value: Any) -> int:
+    """Return the levels of objects and lists; requests have 100 at most."""
+    if not isinstance(value, Mapping | list):
+        return 0
+    inner = value.values() if isinstance(value, Mapping) else value
+    return 1 + max(map(_depth, inner), default=0)
 
 
 class TemplateWorker:

@@ -138,7 +138,7 @@ def test_commands(terminal: Terminal, home: Path) -> None:
     assert "unknown parameter 'bogus'" in terminal.ask("/set parameter bogus 1")
     assert "temperature must be from 0" in terminal.ask("/set parameter temperature -1")
     assert "is not a name" in terminal.ask("/save ../evil")
-    assert "there is no conversation" in terminal.ask("/load nothing")
+    assert "there is no conversation and no model 'nothing'" in terminal.ask("/load nothing")
     assert "Saved" in terminal.ask("/save sums")
     saved = home / "conversations" / "sums.json"
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
@@ -151,7 +151,7 @@ def test_commands(terminal: Terminal, home: Path) -> None:
 
 def test_words_that_do_not_fit(terminal: Terminal) -> None:
     """Each shows its usage, and the conversation goes on."""
-    usage = "usage: /set parameter|system|verbose|quiet|format|noformat|think|nothink|history"
+    usage = "usage: /set parameter|system|verbose|quiet|format|noformat|think|nothink|wordwrap"
     for line in ("/set", "/set bogus", "/set parameters top_k 1"):
         assert usage in terminal.ask(line)
     assert "usage: /set parameter NAME VALUE" in terminal.ask("/set parameter top_k")
@@ -159,7 +159,10 @@ def test_words_that_do_not_fit(terminal: Terminal) -> None:
     assert "must be an integer" in terminal.ask("/set parameter num_predict many")
     assert "usage: /show info|parameters|system|template|cache" in terminal.ask("/show bogus")
     assert "is not a name" in terminal.ask("/save")
-    assert "is not a name" in terminal.ask("/load")
+    assert "usage: /load NAME or /load MODEL" in terminal.ask("/load")
+    assert "is not a name" in terminal.ask("/delete")
+    assert "usage: /list or /list chats" in terminal.ask("/list bogus")
+    assert "num_ctx must be at least 1, got 0" in terminal.ask("/set parameter num_ctx 0")
     assert terminal.ask("17+25=") == "42"
 
 

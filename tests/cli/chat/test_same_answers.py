@@ -16,14 +16,13 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import DummyInput
 from prompt_toolkit.output import DummyOutput
 
-from moeinf.cli.chat.local import LocalPartner
+from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.cli.chat.repl import Repl
 from moeinf.cli.output import Output
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
-from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.events import Ended
 from moeinf.runtime.generation.in_flight import Running
 from moeinf.runtime.generation.scheduler import Scheduler
-from moeinf.runtime.generation.seq2seq import converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sizes import parse_memory
@@ -54,7 +53,7 @@ DEMO = [
     Turn("sort owl, fig, zebra, ant", interrupted=5),
     Turn("4091 in words", {"num_predict": 3}),
     Turn("sort owl, fig, ant", {"stop": ["ig"]}),
-    Turn("I am Zoe, I live in Oslo and I like figs. Where do I live?" * 5),
+    Turn("I am Zoe, I live in Oslo and I like figs. Where do I live?" * 4),
     Turn("hello", {"temperature": 1.0, "seed": 5, "num_predict": 20}),
 ]
 TINY = [Turn(f"AND-{number}?", {"num_predict": 5 + number}) for number in range(5)]
@@ -71,10 +70,10 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Answered:
     found: Answered = []
     leave = Scheduler._leave
 
-    def left(self: Scheduler, one: Running) -> None:
+    def left(self: Scheduler, one: Running, ended: Ended | None) -> None:
         history = one.answer.history
         found.append((history[: one.prompt_tokens], history[one.prompt_tokens :]))
-        leave(self, one)
+        leave(self, one, ended)
 
     monkeypatch.setattr(Scheduler, "_leave", left)
     return found
@@ -124,11 +123,10 @@ def through_run(
     settings, typist = Settings(home), Typist(turns)
     manifest, folder = Library(settings).read(model)
     monkeypatch.setattr(Repl, "_line", lambda _repl, _prompt: typist.line())
-    with Engine.open(
-        manifest, folder, EngineConfig(memory=parse_memory("100%")), settings
-    ) as engine:
+    opener = Opener(EngineConfig(memory=parse_memory("100%")), settings)
+    with LocalPartner(*opener.open(manifest, folder), opener) as partner:
+        engine = partner.engine
         engine.store.begin_pass = typist.watching(engine.store.begin_pass)  # type: ignore[method-assign]
-        partner = LocalPartner(converse(engine), engine)
         with create_app_session(DummyInput(), DummyOutput()):
             out = Output(quiet=True)
             Repl(partner, SamplingOptions(), Limits(), settings, out, verbose=False).loop()

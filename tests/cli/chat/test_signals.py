@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import COMMAND, environment
+from tests.cli.conftest import COMMAND, command_in, environment
 
 # Sends SIGINT to itself just before a module is imported: an outside signal may come too late.
 AT_IMPORT = """
@@ -40,17 +40,17 @@ def test_while_it_is_imported(module: str, tmp_path: Path) -> None:
     assert done.stdout == done.stderr == b""
 
 
-# torch has done so while it imports numpy: the half-imported module then fails.
+# torch has done so while it imports numpy: the half-imported module fails then or later.
 SWALLOWED = """
 import os, signal, sys
 
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "moeinf.cli.chat.local":
+        if name == {module!r}:
             try:
                 os.kill(os.getpid(), signal.SIGINT)
             except KeyboardInterrupt:
-                raise AttributeError("module 'numpy' has no attribute 'matrix'") from None
+                pass
 
 sys.meta_path.insert(0, Finder)
 from moeinf.cli.entry import main
@@ -58,10 +58,46 @@ main()
 """
 
 
-def test_an_import_that_swallows_it(demo_home: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("moeinf.cli.chat.local", ["run", "demo", "17+25="]),
+        ("numpy", ["verify", "demo"]),
+        ("moeinf.runtime.library.repack", ["pull", "demo", "--name", "other"]),
+    ],
+)
+def test_an_import_that_swallows_it(module: str, command: list[str], demo_home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SWALLOWED, "run", "demo", "17+25="],
+        [sys.executable, "-c", SWALLOWED.format(module=module), *command],
         env=environment(demo_home), stdin=subprocess.DEVNULL, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+# Python prints and drops an exception of a destructor.
+DROPPED = """
+import os, signal, time
+import moeinf.cli.main
+from moeinf.cli.entry import main
+
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+def command(**_):
+    Dropping()
+    time.sleep(30)
+
+moeinf.cli.main._command = lambda: command
+main()
+"""
+
+
+def test_a_destructor_that_drops_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED, "list"],
+        env=environment(tmp_path), capture_output=True, check=False, timeout=25,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
@@ -86,6 +122,45 @@ def test_while_a_model_loads(delay_s: float, demo_home: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode in (0, 130)  # 0: it was quicker
     assert b"Traceback" not in err
+
+
+MOMENTS = 20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("command", [["verify", "demo"], ["pull", "demo"]], ids=lambda c: c[0])
+def test_at_any_moment(command: list[str], demo_home: Path, tmp_path: Path) -> None:
+    """From the start to the end: it ends at once, or the work was finished and is reported."""
+    done = {"verify": "all as they were pulled", "pull": "success"}[command[0]]
+
+    def start(home: Path) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BEGINS, *command], env=environment(home), bufsize=0,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stderr is not None
+        assert process.stderr.read(1) == b"."
+        return process
+
+    def home_of(number: int) -> Path:
+        return demo_home if command[0] == "verify" else tmp_path / str(number)
+
+    begun = time.monotonic()
+    assert done in b"".join(start(home_of(MOMENTS)).communicate()).decode()
+    whole_s, codes = time.monotonic() - begun, []
+    for number in range(MOMENTS):
+        process = start(home_of(number))
+        time.sleep(whole_s * (number + 0.5) / MOMENTS)  # later than Python's own start
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        codes.append(process.returncode)
+        assert b"Traceback" not in err
+        assert process.returncode == 130 or (
+            process.returncode == 0 and done in (out + err).decode()
+        ), (number, process.returncode, err)
+        assert command_in(home_of(number))(*command).code == 0  # the same command again
+    assert codes.count(130) >= MOMENTS // 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

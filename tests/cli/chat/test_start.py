@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pytest
 
 from tests.cli.chat.test_repl import Terminal
 from tests.cli.conftest import COMMAND, environment
+from tests.cli.screen import Screen
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
+TRY = "Try: 17+25=   sort dog, cat, cow   spell ollama"  # of the demo only
 Start = Callable[..., tuple[list[str], pexpect.spawn]]
 
 
@@ -33,7 +33,8 @@ def start(tmp_path: Path, demo_home: Path) -> Iterator[Start]:
         )
         children.append(child)
         child.expect_exact(">>>")
-        return _CONTROL.sub("", str(child.before)).splitlines(), child
+        lines = Screen(120).feed(str(child.before)).lines  # the spinner has left no trace
+        return lines[:-1], child
 
     yield begin
     for child in children:
@@ -42,18 +43,18 @@ def start(tmp_path: Path, demo_home: Path) -> Iterator[Start]:
 
 def test_one_line_and_a_placeholder(start: Start) -> None:
     lines, child = start()
-    assert lines == ["demo:bf16 · CPU · all experts in RAM · context 512"]
+    assert lines == ["demo:bf16 · CPU · all experts in RAM · context 512", TRY]
     child.expect_exact("Send a message (/? for help)")
 
 
 def test_a_part_of_the_experts(start: Start) -> None:
     lines, _ = start("--memory", "30%", "--ctx", "128")
-    assert lines == ["demo:bf16 · CPU · 57 of 192 experts in RAM · context 128"]
+    assert lines == ["demo:bf16 · CPU · 57 of 192 experts in RAM · context 128", TRY]
 
 
 def test_verbose_has_every_choice(start: Start) -> None:
     lines, _ = start("--verbose")
-    assert lines[-1] == "demo:bf16 · CPU · all experts in RAM · context 512"
+    assert lines[-2:] == ["demo:bf16 · CPU · all experts in RAM · context 512", TRY]
     for begin in ("device: cpu", "context 512 tokens", "memory for experts", "disk: ", "kernels: "):
         assert any(line.startswith(begin) for line in lines), begin
     assert not any("libcuda" in line for line in lines)

@@ -10,6 +10,8 @@ import pexpect
 import pytest
 
 from tests.cli.conftest import COMMAND, environment
+from tests.cli.screen import Screen, open_pty
+from tests.cli.warm import Warm
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"\x1b|\r")
@@ -82,6 +84,20 @@ def test_a_narrow_terminal(arguments: list[str], demo_home: Path) -> None:
         arguments[0], ["pull"]
     ):
         assert word in whole
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [([], ["ant, fig, owl,", "zebra", ""]), (["--nowordwrap"], ["ant, fig, owl, z", "ebra", ""])],
+    ids=["wrapped", "nowordwrap"],
+)
+def test_words_wrap_at_the_edge(option: list[str], shown: list[str], demo_home: Path) -> None:
+    line = ["run", "demo", "sort owl, fig, zebra, ant", *option]
+    with open_pty(16) as pty:
+        given = {**environment(demo_home), "TERM": "xterm"}
+        code = Warm(line, given, None, None, pty.stream, pty.stream).wait()
+        assert code == 0
+        assert Screen(16).feed(pty.rest()).lines == shown
 
 
 def test_a_reader_that_leaves(demo_home: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_port_that_is_taken(run: Command, tmp_path: Path) -> None:
     with _listening("hello", 200) as host:
         done = command_in(tmp_path)("serve", "--port", host.rpartition(":")[2])
     assert done.code == 1
-    assert f"cannot listen on {host}: Address already in use" in done.err
+    assert f"cannot listen on {host}: address already in use" in done.err
     assert "--port" in done.err
 
 

@@ -1,15 +1,19 @@
-"""Test `moeinf stop` with a server: it unloads one model and keeps the others."""
+"""Test `moeinf stop` and `rm` with a server: one model goes, the server and the others stay."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
+import shutil
 import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -50,16 +54,43 @@ def own(home: Path) -> Command:
     return lambda *words, **more: command(*words, **{"MOEINF_API_KEY": KEY, **more})
 
 
-def ask(address: str, model: str) -> str:
-    body = {"model": model, "prompt": "17+25=", "stream": False}
+def test_verbose_prints_a_line_per_request(home: Path) -> None:
+    """A path cannot add a line or steer the terminal."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--verbose", "--port", "0"],
+        env=environment(home),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    with process.stderr:
+        found = re.search(r"http://(\S+)", process.stderr.readline())
+        assert found is not None
+        for path in ("api/version", "a%0Ab%1b%5B2J"):
+            with suppress(HTTPError):
+                urllib.request.urlopen(f"http://{found[1]}/{path}", timeout=60).close()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        lines = [line for line in process.stderr.read().splitlines() if line.startswith("GET")]
+    shown = [re.sub(r"\d+ ms$", "N ms", line) for line in lines]
+    assert shown == ["GET /api/version 200 N ms", r"GET /a\nb\x1b[2J 404 N ms"]
+
+
+def begin(address: str, model: str, **more: Any) -> http.client.HTTPResponse:
+    """Send a question; return once the answer begins."""
+    body = {"model": model, "prompt": "17+25=", **more}
     request = urllib.request.Request(
         f"http://{address}/api/generate",
         json.dumps(body).encode(),
         {"Authorization": f"Bearer {KEY}"},
     )
-    with urllib.request.urlopen(request, timeout=60) as said:
-        answer: dict[str, Any] = json.load(said)
-    return str(answer["response"])
+    answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=60)
+    return answer
+
+
+def ask(address: str, model: str) -> str:
+    with begin(address, model, stream=False) as said:
+        return str(json.load(said)["response"])
 
 
 def test_stop_unloads_one_of_two_models(
@@ -95,3 +126,30 @@ def test_stop_wants_a_model_or_all(own: Command) -> None:
     assert [own("stop").code, own("stop", "demo", "--all").code] == [2, 2]
     nothing = own("stop", "--all")
     assert (nothing.code, "nothing runs" in nothing.err) == (1, True)
+
+
+def test_rm_of_a_model_that_a_server_keeps(
+    home: Path, demo_home: Path, server: tuple[subprocess.Popen[str], str], own: Command
+) -> None:
+    process, address = server
+    (home / "models").unlink()
+    shutil.copytree(demo_home / "models", home / "models")
+    assert ask(address, "demo:f32") == "42"
+    babble = {"temperature": 80, "top_k": 0, "top_p": 1, "seed": 1}
+    with begin(address, "demo:bf16", options=babble) as answer:
+        answer.readline()
+        busy = json.loads(own("rm", "demo:bf16", "--json").out)["error"]
+        assert busy["code"] == "model_in_use"
+        assert "demo:bf16 is answering a request" in busy["message"]
+        wrong = own("rm", "demo:f32", MOEINF_API_KEY="another")
+        assert (wrong.code, "API key" in wrong.err) == (1, True)
+        both = own("rm", "demo:f32", "no-such-model")
+        assert both.code == 1
+        assert own("rm", "demo:f32").out == "deleted 'demo:f32'\n"  # idle, and beside an answer
+        assert b'"done": true' in answer.read()
+    assert not (home / "models/demo/f32").exists()
+    assert process.poll() is None
+    with begin(address, "demo:bf16", prompt="", keep_alive=0, stream=False) as unloaded:
+        assert unloaded.status == 200
+    assert own("rm", "demo:bf16").out == "deleted 'demo:bf16'\n"
+    assert own("list", "--json").out.split() == ["{", '"models":', "[]", "}"]

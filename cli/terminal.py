@@ -1,0 +1,25 @@
+"""Ask what the stream of a console can do: is it a terminal, and how wide is it now."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+
+def is_terminal(console: Console) -> bool:
+    """Return True for a terminal, also where FORCE_COLOR or TTY_COMPATIBLE deny it to rich."""
+    try:
+        return console.is_terminal or console.file.isatty()
+    except (ValueError, AttributeError):  # it is closed, or missing
+        return False
+
+
+def columns(console: Console) -> int:
+    """Return the current width of a terminal; 0 for anything else and for a dumb terminal."""
+    if console.is_dumb_terminal:
+        return 0
+    try:
+        return os.get_terminal_size(console.file.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return 0
