@@ -1,7 +1,7 @@
 """Print results on stdout, and progress and diagnostics on stderr.
 
-This is the only file that prints. Text comes from models, hubs, servers and file names: its control
-characters are made visible, and it is never read as markup.
+Nothing else prints, except the spinner that this file starts. Text comes from models, hubs, servers
+and file names: its control characters are made visible, and it is never read as markup.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import errno
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -29,10 +31,15 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from moeinf.errors import Failure
+from moeinf.cli.spinner import Spinner
+from moeinf.cli.terminal import columns, is_terminal
+from moeinf.cli.word_wrap import WordWrap
+from moeinf.errors import Failure, problem
 from moeinf.runtime.visible import json_visible, visible
 
 _NOTE_EVERY_S = 10.0
+_GAPS = (4, 2, 1)  # spaces between the columns of a table, as the terminal affords
+_LEAST_PROSE = 24  # columns; a narrower terminal breaks lines itself
 
 
 class Advance(Protocol):
@@ -59,6 +66,10 @@ class Output:
         self.quiet = quiet
         self.err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
         self.console = Console(highlight=False, soft_wrap=True, emoji=False)
+        self.wordwrap = True  # of model text, on terminals
+        self._wrap, self._stderr_wrap = WordWrap(), WordWrap()
+        self._thinking = False  # the last model text was its reasoning
+        self._spinner = Spinner(None, "")  # the last one
 
     @property
     def _bars(self) -> bool:
@@ -70,12 +81,52 @@ class Output:
         _write(json_visible(json.dumps(value, ensure_ascii=False, indent=2)) + "\n")
 
     def text(self, text: str) -> None:
-        """Print model text at once: unchanged to a file or a pipe, made visible on a terminal."""
-        _write(visible(text) if self.console.is_terminal else text)
+        """Print model text at once: unchanged to a file or a pipe.
+
+        On a terminal it is made visible, and its words are wrapped.
+        """
+        if self._thinking:
+            self._end_thinking()
+        shown = visible(text) if is_terminal(self.console) else text
+        _write(self._wrap.add(shown, self._columns(self.console)))
 
     def thinking(self, text: str) -> None:
         """Print a model's reasoning dimmed on stderr, so that stdout holds only the answer."""
-        self._tell(text, "dim", end="")
+        self._thinking = True
+        wrapped = self._thinking_wrap.add(visible(text), self._columns(self.err))
+        self.err.print(Text(wrapped, "dim"), end="")
+
+    def end_answer(self) -> None:
+        """End the line of model text that has begun, also if it was cut off."""
+        if self._thinking:
+            self._end_thinking()
+        elif self._wrap.column:
+            self.text("\n")
+        self._wrap.end_answer()
+
+    def _end_thinking(self) -> None:
+        """Leave a blank line after reasoning at a terminal."""
+        self._thinking = False
+        if is_terminal(self.err):
+            wrap = self._thinking_wrap
+            self.err.print("\n" if wrap.column else "")
+            wrap.column = 0
+            wrap.end_answer()
+
+    @property
+    def _thinking_wrap(self) -> WordWrap:
+        """The cursor of stderr: the same as that of stdout if both are terminals."""
+        both = is_terminal(self.console) and is_terminal(self.err)
+        return self._wrap if both else self._stderr_wrap
+
+    def _columns(self, console: Console) -> int:
+        return columns(console) if self.wordwrap else 0
+
+    def spinner(self, text: str) -> Spinner:
+        """Return a spinner to show on stderr while something runs: on terminals only."""
+        drawn = columns(self.err) and not (self.quiet or self.json)
+        self._spinner = Spinner(self.err if drawn else None, text)
+        return self._spinner
 
     def line(self, text: str = "") -> None:
         """Print a line of a result."""
@@ -92,20 +143,39 @@ class Output:
         if not self.quiet:
             self._tell(text, "dim")
 
-    def fields(self, pairs: Sequence[tuple[str, str]], to_stderr: bool = False) -> None:
-        """Print aligned `label: value` lines."""
-        width = max((len(label) for label, _ in pairs), default=0) + 2
-        say = self._tell if to_stderr else self.line
-        for label, value in pairs:
-            say(f"{label + ':':<{width}}{value}")
+    def prose(self, text: str) -> None:
+        """Print a sentence; a terminal narrower than it breaks it between words."""
+        self.line(_broken(text, self.console))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print columns as Ollama does: no rules, a header in capitals."""
-        lines = [list(columns), *(list(row) for row in rows)]
-        widths = [max(len(line[i]) for line in lines) + 4 for i in range(len(columns))]
-        for line in lines:
-            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            self.line("".join(cells).rstrip())
+    def explain(self, reading: str, legend: Sequence[tuple[str, str]] = ()) -> None:
+        """Print a sentence that reads a table, and its columns' meaning; --quiet leaves it out."""
+        if not self.quiet:
+            self.line()
+            self.prose(reading)
+            self.fields(legend)
+
+    def fields(self, pairs: Sequence[tuple[str, str]], to_stderr: bool = False) -> None:
+        """Print aligned `label: value` lines; a narrow terminal breaks values between words."""
+        width = max((len(label) for label, _ in pairs), default=0) + 2
+        say, console = (self._tell, self.err) if to_stderr else (self.line, self.console)
+        for label, value in pairs:
+            say(f"{label + ':':<{width}}{_broken(value, console, width)}")
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], keys: int = 1) -> None:
+        """Print columns as Ollama does: no rules, a header in capitals.
+
+        A table wider than the terminal gets smaller gaps. If it is still wider, it becomes several
+        tables: each has the first `keys` columns and some of the others.
+        """
+        lines = [[visible(cell) for cell in line] for line in (columns, *rows)]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        gap, tables = _fitted(widths, keys, _width(self.console))
+        for number, shown in enumerate(tables):
+            if number:
+                self.line()
+            for line in lines:
+                cells = (line[i] + " " * (widths[i] - cell_len(line[i]) + gap) for i in shown)
+                self.line("".join(cells).rstrip())
 
     def error(self, code: str, message: str, hint: str = "") -> None:
         """Print an error and its hint; on stderr if stdout cannot be written."""
@@ -115,6 +185,7 @@ class Output:
                 return
             except OutputFailed:
                 hint = ""
+        self._spinner.stop()
         self.err.print(Text.assemble(("Error:", "red"), " ", visible(message)))
         if hint:
             self._tell(f"Try: {hint}")
@@ -124,6 +195,7 @@ class Output:
         self._tell("".join(traceback.format_exception(error)), end="")
 
     def _tell(self, text: str, style: str = "", end: str = "\n") -> None:
+        self._spinner.stop()  # it has the line
         self.err.print(Text(visible(text), style), end=end)
 
     @contextmanager
@@ -194,6 +266,36 @@ class Output:
                 bars.stop()
 
 
+def _width(console: Console) -> float:
+    """Return the columns of a terminal; a file or a pipe has no limit."""
+    return console.width if console.is_terminal else float("inf")
+
+
+def _broken(text: str, console: Console, indent: int = 0) -> str:
+    """Break a line between words where the terminal ends; indent all but the first line."""
+    text, width = visible(text), _width(console) - indent
+    if not _LEAST_PROSE <= width < cell_len(text) or "\n" in text:
+        return text
+    lines = textwrap.wrap(text, int(width), break_long_words=False, break_on_hyphens=False)
+    return ("\n" + " " * indent).join(lines)
+
+
+def _fitted(widths: Sequence[int], keys: int, width: float) -> tuple[int, list[list[int]]]:
+    """Choose the gap, and the columns of each table; all tables have the first `keys` columns."""
+    every = list(range(len(widths)))
+    for gap in _GAPS:
+        if sum(widths) + gap * (len(widths) - 1) <= width:
+            return gap, [every]
+    gap, first = _GAPS[1], every[:keys]
+    tables = [first.copy()]
+    for column in every[keys:]:
+        taken = sum(widths[i] + gap for i in tables[-1])
+        if taken + widths[column] > width and len(tables[-1]) > keys:
+            tables.append(first.copy())
+        tables[-1].append(column)
+    return gap, tables
+
+
 def flush() -> None:
     """Write what standard output still holds. Raises OutputFailed."""
     with _writing():
@@ -217,7 +319,7 @@ def _writing() -> Iterator[None]:
         raise
     except OSError as error:
         _drop_output()
-        words = f"standard output cannot be written: {error.strerror or error}"
+        words = f"standard output cannot be written: {problem(error)}"
         raise OutputFailed(error.errno or errno.EIO, words) from error
 
 

@@ -19,7 +19,8 @@ from benchmarks.peers.table import PEERS, SERVERS, Peer
 from benchmarks.shapes import SHAPES
 from benchmarks.suite import scenarios
 from benchmarks.suite.models import make
-from benchmarks.suite.report import OtherModel, Results, draw, markdown
+from benchmarks.suite.picture import draw
+from benchmarks.suite.report import OtherModel, Results, markdown
 from benchmarks.suite.row import OURS, Bench, Here, run
 from benchmarks.suite.scenarios import Scenario
 from moeinf.runtime.config import read_environment
@@ -105,7 +106,8 @@ def main(arguments: list[str]) -> None:
     text = markdown(results, chosen)
     o.out.with_suffix(".md").write_text(text)
     if o.pictures:
-        draw(results, chosen, o.out.with_suffix(".png"))
+        rows = [row for scenario in chosen for row in results.rows(scenario)]
+        draw(rows, o.out.with_suffix(".png"))
     print(text, end="")
 
 

@@ -1,7 +1,4 @@
-"""The suite's results: one JSON that grows row by row, one Markdown table, one picture.
-
-matplotlib is imported where a picture is drawn.
-"""
+"""The suite's results: one JSON that grows row by row, and one Markdown table."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class Results:
 
     def rows(self, scenario: Scenario) -> list[Row]:
         """Return the rows of a scenario, ours first."""
-        found = [row for row in self._rows.values() if scenario == _scenario(row)]
+        found = [row for row in self._rows.values() if scenario == Scenario.of(row)]
         return sorted(found, key=lambda row: row["program"] != OURS)
 
 
@@ -113,61 +110,6 @@ def _cells(row: Row) -> list[str]:
 
 def _or_dash(value: Any, text: Any) -> str:
     return "-" if value is None else str(text(value))
-
-
-def draw(results: Results, scenarios: Sequence[Scenario], path: Path) -> None:
-    """Draw tokens per second by scenario and by memory, and the time to first token by prompt."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for s in scenarios for row in results.rows(s) if row["status"] == "ok"]
-    programs = list(dict.fromkeys(row["program"] for row in rows))
-    figure, (bars, memory, first) = pyplot.subplots(1, 3, figsize=(15, 4.2))
-    ram = [s for s in scenarios if s.place == "ram"]
-    width = 0.8 / max(1, len(programs))
-    for number, program in enumerate(programs):
-        mine = [row for row in rows if row["program"] == program]
-        style = {"label": program, "color": f"C{number}"}
-        speed = {_scenario(row): row["tokens_per_s"] for row in mine}
-        at = [i for i, s in enumerate(ram) if s in speed]
-        if at:
-            bars.bar([i + number * width for i in at], [speed[ram[i]] for i in at], width, **style)
-        shares = [
-            (row["memory"] or 100, row["tokens_per_s"])
-            for row in mine
-            if _scenario(row) == Scenario(memory=row["memory"])
-        ]
-        prompts = {
-            row["prompt"]: row["ttft_ms"] / 1e3
-            for row in mine
-            if _scenario(row) == Scenario(prompt=row["prompt"], decode=row["decode"])
-        }
-        for axis, points in ((memory, shares), (first, list(prompts.items()))):
-            if points:
-                axis.plot(*zip(*sorted(points), strict=True), "o-", ms=4, **style)
-    labels = [s.name.removeprefix("RAM, ").replace(", ", "\n") for s in ram]
-    bars.set_xticks(range(len(ram)), labels, fontsize=6)
-    bars.set(title="All in RAM", ylabel="tokens/s")
-    memory.set(
-        title="512 + 32 tokens", xlabel="memory for experts, %", ylabel="tokens/s", yscale="log"
-    )
-    first.set(
-        title="First token", xlabel="tokens of prompt", ylabel="s", xscale="log", yscale="log"
-    )
-    for axis in (bars, memory, first):
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
-def _scenario(row: Row) -> Scenario:
-    names = ("memory", "gpu", "prompt", "decode", "batch", "moment")
-    return Scenario(**{name: row[name] for name in names})
 
 
 def _key(scenario: Scenario, program: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.peers.table import Place
 
@@ -28,6 +28,11 @@ class Scenario:
     decode: int = 32
     batch: int = 1
     moment: Moment = "warm"
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Scenario:
+        """Return the scenario of a row of results."""
+        return cls(**{one.name: row[one.name] for one in fields(cls)})
 
     @property
     def place(self) -> Place:

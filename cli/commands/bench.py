@@ -11,6 +11,7 @@ import typer
 
 from moeinf.cli.commands.pull import ensure
 from moeinf.cli.options import (
+    AllColumns,
     Device,
     DeviceMemory,
     Json,
@@ -25,6 +26,7 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.cli.trace_files import Hints, hint_source, read_trace
+from moeinf.cli.views.bench_table import show
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import EngineConfig, Settings, read_environment
 from moeinf.runtime.library.manifest import Manifest
@@ -34,10 +36,37 @@ if TYPE_CHECKING:
     from moeinf.offload.routing.trace import Recording
     from moeinf.runtime.jobs.forced_routing import Request
 
-_COLUMNS = (
-    "POLICY", "MEMORY", "FIRST TTFT", "TTFT", "TPOT", "P95", "TOKENS/S", "HIT", "READ/TOKEN",
-    "STALL", "HINTED", "PREDICTED", "AHEAD USED", "DECIDING", "PEAK RSS", "FLOOR",
-)  # fmt: skip
+Policies = Annotated[
+    str, typer.Option(metavar="A,B", help="Policies to compare, one after the other.")
+]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens decoded, in each round.")]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="TTFT is the median of all but the first. Default: 3; 1 with --replay.",
+        show_default=False,
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="TRACE",
+        help="Force this recorded routing onto the model, instead of a text's.",
+        show_default=False,
+    ),
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(
+        "--requests",
+        min=1,
+        metavar="N",
+        help="Replay the recording's first N requests.",
+        show_default=False,
+    ),
+]
 
 
 def bench(
@@ -46,39 +75,15 @@ def bench(
     device: Device = "auto",
     device_memory: DeviceMemory = None,
     miss: OnMiss = "auto",
-    policies: Annotated[
-        str, typer.Option(metavar="A,B", help="Policies to compare, one after the other.")
-    ] = DEFAULT_POLICY,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded, in each round.")] = 64,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="TTFT is the median of all but the first. Default: 3; 1 with --replay.",
-            show_default=False,
-        ),
-    ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="TRACE",
-            help="Force this recorded routing onto the model, instead of a text's.",
-            show_default=False,
-        ),
-    ] = None,
-    take: Annotated[
-        int | None,
-        typer.Option(
-            "--requests",
-            min=1,
-            metavar="N",
-            help="Replay the recording's first N requests.",
-            show_default=False,
-        ),
-    ] = None,
+    policies: Policies = DEFAULT_POLICY,
+    prompt_tokens: PromptTokens = 128,
+    new_tokens: NewTokens = 64,
+    rounds: Rounds = None,
+    replay: Trace = None,
+    take: Requests = None,
     hints: Hints = "none",
     threads: Threads = None,
+    verbose: AllColumns = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -99,7 +104,7 @@ def bench(
     runs = [_run(manifest, folder, one, settings, load, out) for one in configs]
     for note in dict.fromkeys(note for run in runs for note in run["notes"]):
         out.note(note)
-    _print(manifest, load, runs, out)
+    _print(manifest, load, runs, verbose, out)
 
 
 def _recording(replay: Path | None, hints: str, take: int | None) -> Recording | None:
@@ -171,7 +176,9 @@ def _run(
         return measuring.report(engine, settings, measured) | {"notes": notes}
 
 
-def _print(manifest: Manifest, load: _Workload, runs: list[dict[str, Any]], out: Output) -> None:
+def _print(
+    manifest: Manifest, load: _Workload, runs: list[dict[str, Any]], verbose: bool, out: Output
+) -> None:
     recording = load.recording
     if out.json:
         from moeinf.runtime.jobs.bench import machine
@@ -188,37 +195,8 @@ def _print(manifest: Manifest, load: _Workload, runs: list[dict[str, Any]], out:
         out.document({**what, "workload": workload, "runs": runs})
         return
     about = "" if recording is None else f", routed as {recording.name} (hints: {load.hints})"
-    out.line(
-        f"{manifest.model}, prompt of {load.prompt_tokens} tokens, {load.new_tokens} decoded{about}"
+    out.prose(
+        f"{manifest.model}, prompt of {load.prompt_tokens} tokens, {load.new_tokens} decoded, "
+        f"{format_bytes(runs[0]['memory_bytes'])} for experts{about}"
     )
-    out.table(_COLUMNS, [_row(run) for run in runs])
-
-
-def _row(run: dict[str, Any]) -> list[str]:
-    hit = run["hit_rate"]
-    return [
-        run["policy"],
-        format_bytes(run["memory_bytes"]),
-        f"{run['first_ttft_ms']:.0f} ms",
-        f"{run['ttft_ms']:.0f} ms",
-        f"{run['tpot_ms_median']:.2f} ms",
-        f"{run['tpot_ms_p95']:.2f} ms",
-        f"{run['tokens_per_s']:.1f}",
-        "-" if hit is None else f"{hit:.1%}",
-        format_bytes(run["bytes_read_per_token"]),
-        f"{run['stall_share']:.1%}",
-        *_foresight(run),
-        format_bytes(run["peak_rss_bytes"]),
-        "-" if run["floor_ms"] is None else f"{run['floor_ms']:.2f} ms",
-    ]
-
-
-def _foresight(run: dict[str, Any]) -> list[str]:
-    """Return hit shares by cause, the share used of prefetched bytes, and the policy's time."""
-    hits = max(1, sum(run["hits"].values()))
-    used = run["prefetch_accuracy"]
-    return [
-        *(f"{run['hits'][cause] / hits:.1%}" for cause in ("hinted", "predicted")),
-        "-" if used is None else f"{used:.0%}",
-        f"{run['policy_us_per_token']:.0f} us",
-    ]
+    show(out, runs, verbose)

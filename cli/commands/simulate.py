@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, Usage, picture_path
+from moeinf.cli.options import AllColumns, Json, Quiet, Usage, picture_path
 from moeinf.cli.output import Output
 from moeinf.cli.trace_files import Hints, hint_source, read_trace
 from moeinf.cli.views.gpu_replay import (
@@ -22,55 +23,68 @@ from moeinf.cli.views.gpu_replay import (
     device_result,
     expert_shares,
 )
-from moeinf.cli.views.replay_table import picture, table
+from moeinf.cli.views.replay_table import columns, legend, picture, table
 from moeinf.offload.policy.names import POLICY_NAMES
+
+if TYPE_CHECKING:
+    from moeinf.offload.routing.trace import Recording
+    from moeinf.offload.simulator.cases import Case, OnDevice
+    from moeinf.offload.simulator.clock import TimeModel
+    from moeinf.offload.simulator.outcome import Outcome
+
+_NAMES = (*POLICY_NAMES, "belady")
+Policies = Annotated[str, typer.Option(metavar="A,B", help="lru, lfu, eamc, adaptive, belady.")]
+Capacity = Annotated[str, typer.Option(metavar="5%,10%", help="Shares of all experts that fit.")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KNOB=1,2",
+        help="eamc_capacity, or a knob of adaptive or eamc: hysteresis, matches, worth, sure, "
+        "step, prompt, decays (λ/λ), epsilon. Repeat for several.",
+        show_default=False,
+    ),
+]
+EamcCapacity = Annotated[
+    int | None,
+    typer.Option(min=1, help="Requests remembered. Default: by the workload.", show_default=False),
+]
+Late = Annotated[bool, typer.Option(help="Routing reaches the policy one pass late.")]
+Interleave = Annotated[int, typer.Option(min=1, help="Requests served in turn.")]
+Shift = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        help="First the requests labelled A, then B; A+C joins labels.",
+        show_default=False,
+    ),
+]
+RamOverLink = Annotated[float, typer.Option(min=0.01, help="RAM ÷ link bandwidth.")]
+Seed = Annotated[int, typer.Option(help="Seed of modelled hints.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(parser=picture_path, metavar="OUT.png", help="A picture.", show_default=False),
+]
 
 
 def simulate(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE…", show_default=False)],
-    policies: Annotated[
-        str, typer.Option(metavar="A,B", help="lru, lfu, eamc, adaptive, belady.")
-    ] = "lru,lfu,eamc,adaptive,belady",
-    capacity: Annotated[
-        str, typer.Option(metavar="5%,10%", help="Shares of all experts that fit.")
-    ] = "5%,10%,20%,35%",
+    policies: Policies = "lru,lfu,eamc,adaptive,belady",
+    capacity: Capacity = "5%,10%,20%,35%",
     device_capacity: DeviceShares = None,
     miss: Misses = None,
     bus_speed: BusSpeed = None,
     cpu_speed: CpuSpeed = None,
     device_speed: DeviceSpeed = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KNOB=1,2",
-            help="eamc_capacity, or a knob of adaptive or eamc: hysteresis, matches, worth, sure, "
-            "step, prompt, decays (λ/λ), epsilon. Repeat for several.",
-            show_default=False,
-        ),
-    ] = None,
-    eamc_capacity: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Requests remembered. Default: by the workload.", show_default=False
-        ),
-    ] = None,
+    sweep: Sweep = None,
+    eamc_capacity: EamcCapacity = None,
     hints: Hints = "none",
-    late: Annotated[bool, typer.Option(help="Routing reaches the policy one pass late.")] = False,
-    interleave: Annotated[int, typer.Option(min=1, help="Requests served in turn.")] = 1,
-    shift: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="First the requests labelled A, then B; A+C joins labels.",
-            show_default=False,
-        ),
-    ] = None,
-    ram_over_link: Annotated[float, typer.Option(min=0.01, help="RAM ÷ link bandwidth.")] = 8.0,
-    seed: Annotated[int, typer.Option(help="Seed of modelled hints.")] = 0,
-    plot: Annotated[
-        Path | None,
-        typer.Option(parser=picture_path, metavar="OUT.png", help="A picture.", show_default=False),
-    ] = None,
+    late: Late = False,
+    interleave: Interleave = 1,
+    shift: Shift = None,
+    ram_over_link: RamOverLink = 8.0,
+    seed: Seed = 0,
+    plot: Plot = None,
+    verbose: AllColumns = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -78,82 +92,118 @@ def simulate(
 
     Example: moeinf simulate demo.eam --capacity 10%,20%
     """
-    out = Output(json=json, quiet=quiet)
-    names = [name.strip() for name in policies.split(",")]
-    for name in names:
-        if name not in (*POLICY_NAMES, "belady"):
-            raise Usage(
-                f"--policies: {name!r} is invalid (expected {', '.join((*POLICY_NAMES, 'belady'))})"
-            )
-    shares = expert_shares(capacity)
+    out, names, shares = (
+        Output(json=json, quiet=quiet),
+        _policies(policies),
+        expert_shares(capacity),
+    )
     asked = DeviceOptions(device_capacity, miss, bus_speed, cpu_speed, device_speed)
     devices = asked.devices(late)
-    from moeinf.offload.simulator.cases import Case, interleaved, run_case, shifted
+    from moeinf.offload.simulator.cases import Case
     from moeinf.offload.simulator.clock import TimeModel
 
-    clock = TimeModel(ram_over_link)
+    cases = [
+        Case(name, share, eamc_capacity, dict(knobs))
+        for knobs in _settings(sweep or [])
+        for share in shares
+        for name in names
+    ]
+    study = _Study(cases, devices, TimeModel(ram_over_link), hints, late, seed)
+    shown = columns(device_capacity is not None, verbose)
     documents = []
     for path in traces:
-        recording = read_trace(path)
-        if shift is not None:
-            recording = shifted(recording, shift)
-        if interleave > 1:
-            recording = interleaved(recording, interleave)
-        results: list[dict[str, Any]] = []
-        cases = [
-            Case(name, share, eamc_capacity, dict(knobs))
-            for knobs in _settings(sweep or [])
-            for share in shares
-            for name in names
-        ]
-        passes = len(recording.passes) * len(cases) * len(devices)
-        with out.counting(f"simulating {recording.name}", passes) as advance:
-            for device, case in product(devices, cases):
-                gate = hint_source(hints, recording, seed)
-                outcome = run_case(
-                    recording, case, clock, gate, late, device=device, progress=advance
-                )
-                results.append(
-                    {
-                        "policy": case.policy,
-                        "capacity": case.share,
-                        **case.knobs,
-                        **(device_result(device, outcome) if device is not None else {}),
-                        "hit_rate": round(outcome.hit_rate, 5),
-                        "reads_per_token": round(outcome.reads_per_token, 3),
-                        "bytes_read_per_token": round(outcome.bytes_read_per_token),
-                        "insertions_per_token": round(outcome.insertions_per_token, 3),
-                        "stall_ms_per_token": outcome.stall_ms_per_token,
-                        "prefetch_precision": outcome.prefetch_precision,
-                        "prefetch_recall": outcome.prefetch_recall,
-                    }
-                )
-        shape = recording.shape
-        documents.append(
-            {
-                "name": recording.name,
-                "layers": shape.layers,
-                "experts": shape.experts,
-                "top_k": shape.top_k,
-                "tokens": recording.decode_tokens,
-                "lru_cliff_capacity": shape.layers * shape.top_k / (shape.layers * shape.experts),
-                "results": results,
-            }
-        )
+        documents.append(study.document(_recording(path, shift, interleave), out))
         if not json:
-            table(out, documents[-1])
-    model = {
-        "ram_over_link": clock.ram_over_link,
-        "ram_bytes_per_s": clock.ram_bytes_per_s,
-        "hints": hints,
-        "late": late,
-        **(device_model(devices[0]) if devices[0] is not None else {}),
-    }
+            table(out, documents[-1], shown)
     if json:
-        out.document({"traces": documents, "time_model": model})
+        out.document({"traces": documents, "time_model": study.time_model()})
+    elif not quiet:
+        out.fields(legend(shown, names))
     if plot is not None:
         picture(documents, plot)
         out.note(f"wrote {plot}")
+
+
+def _policies(text: str) -> list[str]:
+    """Parse `lru,belady`. Raises Usage."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in _NAMES:
+            raise Usage(f"--policies: {name!r} is invalid (expected {', '.join(_NAMES)})")
+    return names
+
+
+def _recording(path: Path, shift: str | None, interleave: int) -> Recording:
+    """Read a trace; choose and interleave its requests as asked."""
+    from moeinf.offload.simulator.cases import interleaved, shifted
+
+    recording = read_trace(path)
+    if shift is not None:
+        recording = shifted(recording, shift)
+    return interleaved(recording, interleave) if interleave > 1 else recording
+
+
+@dataclass(frozen=True)
+class _Study:
+    """The cases to replay on each recording, and their conditions."""
+
+    cases: list[Case]
+    devices: list[OnDevice | None]
+    clock: TimeModel
+    hints: str
+    late: bool
+    seed: int
+
+    def document(self, recording: Recording, out: Output) -> dict[str, Any]:
+        """Replay every case on every device; return the document of the recording."""
+        from moeinf.offload.simulator.cases import run_case
+
+        results = []
+        passes = len(recording.passes) * len(self.cases) * len(self.devices)
+        with out.counting(f"simulating {recording.name}", passes) as advance:
+            for device, case in product(self.devices, self.cases):
+                gate = hint_source(self.hints, recording, self.seed)
+                outcome = run_case(
+                    recording, case, self.clock, gate, self.late, device=device, progress=advance
+                )
+                results.append(_result(case, device, outcome))
+        shape = recording.shape
+        return {
+            "name": recording.name,
+            "layers": shape.layers,
+            "experts": shape.experts,
+            "top_k": shape.top_k,
+            "tokens": recording.decode_tokens,
+            "lru_cliff_capacity": shape.layers * shape.top_k / (shape.layers * shape.experts),
+            "results": results,
+        }
+
+    def time_model(self) -> dict[str, Any]:
+        """Return the conditions as a part of the document."""
+        device = self.devices[0]
+        return {
+            "ram_over_link": self.clock.ram_over_link,
+            "ram_bytes_per_s": self.clock.ram_bytes_per_s,
+            "hints": self.hints,
+            "late": self.late,
+            **(device_model(device) if device is not None else {}),
+        }
+
+
+def _result(case: Case, device: OnDevice | None, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "policy": case.policy,
+        "capacity": case.share,
+        **case.knobs,
+        **(device_result(device, outcome) if device is not None else {}),
+        "hit_rate": round(outcome.hit_rate, 5),
+        "reads_per_token": round(outcome.reads_per_token, 3),
+        "bytes_read_per_token": round(outcome.bytes_read_per_token),
+        "insertions_per_token": round(outcome.insertions_per_token, 3),
+        "stall_ms_per_token": outcome.stall_ms_per_token,
+        "prefetch_precision": outcome.prefetch_precision,
+        "prefetch_recall": outcome.prefetch_recall,
+    }
 
 
 def _settings(sweep: list[str]) -> list[dict[str, Any]]:

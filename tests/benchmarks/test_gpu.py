@@ -25,7 +25,8 @@ from moeinf.native import DeviceContext
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.checkpoints.checkpoint import Checkpoint, SourceTensor
-from moeinf.runtime.library.repack import LocalSource, prospects
+from moeinf.runtime.library.repack import prospects
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.machine import gpu as gpus
 from moeinf.runtime.machine.bus_bench import measure_contended
 from moeinf.runtime.machine.gpu import Gpu

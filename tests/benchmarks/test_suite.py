@@ -9,14 +9,16 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.peers.table import PEERS
-from benchmarks.suite import models, scenarios
+from benchmarks.suite import models, picture, scenarios
 from benchmarks.suite import row as row_module
 from benchmarks.suite.command import main
 from benchmarks.suite.report import OtherModel, Results, markdown
@@ -109,6 +111,49 @@ def test_results_are_kept_and_shown(tmp_path: Path) -> None:
     assert lines[-1] == "- vLLM (RAM): not installed: pip install vllm"
     with pytest.raises(OtherModel, match="another model"):
         Results(path, {**_ABOUT, "model": "olmoe:q4"})
+
+
+def test_the_picture_is_legible_at_800_pixels(tmp_path: Path) -> None:
+    """Its legend lies outside of the plots, and its smallest text is as large as a page's."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.patches import Rectangle
+    from matplotlib.text import Text
+
+    rows = picture.read(picture.DATA)
+    made = picture.figure(rows)
+    made.canvas.draw()
+    (legend,) = made.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "moeinf", "llama.cpp", "accelerate cpu", "transformers", "llama.cpp no-repack",
+        "accelerate disk",
+    ]  # fmt: skip
+    box = legend.get_window_extent()
+    for axis in made.axes:
+        assert axis.get_legend() is None
+        assert not box.overlaps(axis.get_tightbbox() or box)
+    texts = [text for text in made.findobj(Text) if isinstance(text, Text)]
+    assert (
+        min(text.get_fontsize() for text in texts if text.get_text().strip())
+        * 800
+        / (72 * picture.INCHES[0])
+        >= 13
+    )
+    bars = made.axes[0]
+    labels = [label.get_text() for label in bars.get_xticklabels()]
+    assert (len(labels), labels[0], labels[-1]) == (9, "512+32\n", "512+32\n2nd turn")
+    boxes = [label.get_window_extent() for label in bars.get_xticklabels()]
+    assert not any(left.overlaps(right) for left, right in pairwise(boxes))
+    speeds = [row["tokens_per_s"] for row in rows if row["status"] == "ok" and not row["memory"]]
+    assert sorted(bar.get_height() for bar in bars.patches if isinstance(bar, Rectangle)) == sorted(
+        speeds
+    )
+    memory, first = ({line.get_color(): line for line in axis.lines} for axis in made.axes[1:])
+    ours, transformers = (handle.get_color() for handle in legend.get_lines()[:4:3])
+    assert np.asarray(memory[ours].get_xdata()).tolist() == [10, 18, 35, 60, 100]
+    assert np.asarray(first[transformers].get_xdata()).tolist() == [32, 512, 4096]
+    assert transformers not in memory
+    picture.draw(rows, tmp_path / "suite.png")
+    assert (tmp_path / "suite.png").read_bytes()[16:20] == (1600).to_bytes(4, "big")
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,45 @@ def test_progress_of_many_steps_is_noted_but_not_beside_json(
         assert capsys.readouterr().err == words
 
 
+def _shown(width: int | None, say: Callable[[Output], None]) -> list[str]:
+    """Return the lines on a terminal of that width, or in a pipe."""
+    out, stream = Output(), io.StringIO()
+    out.console = Console(
+        file=stream, force_terminal=width is not None, width=width or 20, soft_wrap=True
+    )
+    say(out)
+    return stream.getvalue().splitlines()
+
+
+def _table(out: Output) -> None:
+    out.table(["NAME", "SIZE", "AGO"], [["a", "1 MiB", "1 day"], ["日本", "22", "3"]], keys=1)
+
+
+def test_a_table_fits_the_terminal() -> None:
+    wide = ["NAME    SIZE     AGO", "a       1 MiB    1 day", "日本    22       3"]
+    assert _shown(None, _table) == _shown(22, _table) == wide
+    assert _shown(21, _table) == ["NAME  SIZE   AGO", "a     1 MiB  1 day", "日本  22     3"]
+    assert _shown(17, _table) == ["NAME SIZE  AGO", "a    1 MiB 1 day", "日本 22    3"]
+    split = ["NAME  SIZE", "a     1 MiB", "日本  22", "", "NAME  AGO", "a     1 day", "日本  3"]
+    assert _shown(15, _table) == _shown(3, _table) == split
+
+
+def test_sentences_are_broken_between_words_on_a_terminal() -> None:
+    text = "adaptive saves 62% of the reads of lru"
+    assert _shown(30, lambda out: out.prose(text)) == ["adaptive saves 62% of the", "reads of lru"]
+    assert _shown(None, lambda out: out.prose(text)) == [text]
+    assert _shown(8, lambda out: out.prose(text)) == [text]  # too narrow to help
+    fields = _shown(36, lambda out: out.fields([("a label", text), ("b", "c")]))
+    assert fields == ["a label: adaptive saves 62% of the", "         reads of lru", "b:       c"]
+
+
+def test_quiet_leaves_out_readings_and_legends(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(quiet=True).explain("A sentence.", [("HIT", "words")])
+    assert capsys.readouterr().out == ""
+    Output().explain("A sentence.", [("HIT", "words")])
+    assert capsys.readouterr().out == "\nA sentence.\nHIT: words\n"
+
+
 def test_log_lines_of_the_server() -> None:
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "x", 1, HOSTILE, (), None)
     line = VisibleFormatter("%(message)s", use_colors=False).format(record)
@@ -108,9 +147,9 @@ def test_log_lines_of_the_server() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["list", "--json"], "standard output cannot be written: No space left on device"),
-        (["list"], "standard output cannot be written: No space left on device"),
-        (["--version"], "standard output cannot be written: No space left on device"),
+        (["list", "--json"], "standard output cannot be written: the disk is full"),
+        (["list"], "standard output cannot be written: the disk is full"),
+        (["--version"], "standard output cannot be written: the disk is full"),
         (["show", "nothing", "--json"], "there is no model 'nothing' on this machine"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.cli.conftest import Command
@@ -36,10 +37,11 @@ def test_json(moeinf: Command) -> None:
 
 def test_table(moeinf: Command) -> None:
     lines = moeinf("bench", "demo", *_SHORT).out.splitlines()
-    assert lines[0] == "demo:bf16, prompt of 20 tokens, 8 decoded"
-    assert lines[1].split()[:2] == ["POLICY", "MEMORY"]
+    assert lines[0] == "demo:bf16, prompt of 20 tokens, 8 decoded, 9.0 MiB for experts"
+    assert lines[1].split() == ["POLICY", "TTFT", "TPOT", "TOKENS/S", "HIT", "READ/TOKEN"]
     assert lines[2].split()[0] == "adaptive"
     assert "100.0%" in lines[2]  # everything resident
+    assert re.fullmatch(r"A token takes [\d.]+ times the least .*waits for experts\.", lines[4])
 
 
 def test_refusals(moeinf: Command) -> None:

@@ -187,6 +187,15 @@ def test_a_picture(moeinf: Command, recorded: Path, tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_picture_names_the_optimum(moeinf: Command, recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "out.svg"  # matplotlib writes every text as a comment, too
+    options = ["--policies", "lru,belady", "--capacity", "50%,100%", "--plot", str(picture)]
+    assert moeinf("simulate", str(recorded), *options).code == 0
+    assert "<!-- optimal (belady) -->" in picture.read_text()
+    assert "<!-- belady -->" not in picture.read_text()
+
+
 def test_without_matplotlib_one_line_says_what_to_install(recorded: Path, tmp_path: Path) -> None:
     import subprocess
 

@@ -1,0 +1,1 @@
+"""Tests of the tables and pictures that commands show."""
