@@ -27,7 +27,7 @@ from moeinf.cli.commands.pull import pull
 from moeinf.cli.commands.rm import rm
 from moeinf.cli.commands.run import run
 from moeinf.cli.commands.search import search
-from moeinf.cli.commands.serve import serve
+from moeinf.cli.commands.serve import ENVIRONMENT, serve
 from moeinf.cli.commands.show import show
 from moeinf.cli.commands.simulate import simulate
 from moeinf.cli.commands.stop import stop
@@ -69,7 +69,7 @@ app.command("simulate")(simulate)
 app.command("verify")(verify)
 app.command("prune")(prune)
 app.command("devices")(devices)
-app.command("serve")(serve)
+app.command("serve", epilog=ENVIRONMENT)(serve)
 app.command("help")(help_of)
 
 
@@ -95,12 +95,8 @@ def _command() -> Callable[..., object]:
     return typer.main.get_command(app)
 
 
-def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: False) -> int:
-    """Run one command line and return its exit code: 0, 1, 2 or 130.
-
-    interrupted: True after a KeyboardInterrupt. A library may swallow it while it is imported and
-    stay half initialised. The errors that follow are not shown.
-    """
+def answer(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code: 0, 1, 2 or 130."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows '?'
             stream.reconfigure(errors="replace")
@@ -123,7 +119,7 @@ def answer(arguments: Sequence[str], interrupted: Callable[[], bool] = lambda: F
             out.trace(error)
         if isinstance(error, Usage):
             error = _with_help(error, arguments)
-        return _INTERRUPTED if interrupted() else tell(out, error)
+        return tell(out, error)
 
 
 def _with_help(error: Usage, arguments: Sequence[str]) -> Usage:

@@ -11,7 +11,14 @@ from moeinf.errors import InvalidInput
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.policy.names import POLICY_NAMES
-from moeinf.runtime.config import WANTED, EngineConfig, Settings, Wanted, read_environment
+from moeinf.runtime.config import (
+    WANTED,
+    EngineConfig,
+    Settings,
+    Wanted,
+    parse_duration,
+    read_environment,
+)
 from moeinf.runtime.hub.aliases import registry
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
@@ -33,6 +40,13 @@ def _memory(text: str) -> MemorySize:
         return parse_memory(text)
     except InvalidValue as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except InvalidValue as error:
+        raise typer.BadParameter(str(error).removeprefix("keep_alive: ")) from error
 
 
 def _device(text: str) -> Wanted:
@@ -95,8 +109,15 @@ Model = Annotated[
     str,
     typer.Argument(metavar="MODEL[:TAG]", show_default=False, autocompletion=known_models),
 ]
+PlannedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL[:TAG] | ./FOLDER", show_default=False, autocompletion=known_models
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+AllColumns = Annotated[bool, typer.Option("--verbose", help="All columns.")]
 Memory = Annotated[
     MemorySize | None,
     typer.Option(
@@ -143,6 +164,17 @@ OnMiss = Annotated[
         parser=_miss,
         metavar="|".join(MISSES),
         help="With --device cuda: compute missing experts on the CPU, fetch them, or do both.",
+    ),
+]
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        "--keepalive",
+        parser=_duration,
+        metavar="DURATION",
+        help="How long the server keeps the model after its answer: 10m, 0, -1 for ever. "
+        "Default: MOEINF_KEEP_ALIVE, else 5m.",
+        show_default=False,
     ),
 ]
 Source = Annotated[

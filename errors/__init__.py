@@ -16,6 +16,7 @@ imports no other module of moeinf. cli/errors.py and server/api/answers.py show 
 from __future__ import annotations
 
 import errno
+import os
 import re
 
 
@@ -132,16 +133,54 @@ def as_moeinf(error: BaseException) -> MoeinfError:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of a builtin's or a library's error, without the errno."""
-    return re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    """Return the message of a builtin's or a library's error, without the errno.
+
+    An error of the system names its file first, then says in plain words what happened.
+    """
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        words = problem(error)
+        return f"{_shown(error.filename)}: {words}" if error.filename else words
+    return re.sub(r"\[Errno -?\d+\] | \(os error \d+\)", "", str(error)) or type(error).__name__
+
+
+def problem(error: OSError) -> str:
+    """Return what the system says, in plain words and without the file's name."""
+    number, words = error.errno, error.strerror
+    if number is None or words != os.strerror(number):  # our own words, or a library's
+        return words or reason(error)
+    return _PROBLEMS.get(number, words[:1].lower() + words[1:])
+
+
+_PROBLEMS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the system permits",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOENT: "no such file or folder",
+    errno.ENOTDIR: "a part of the path is not a folder",
+    errno.EISDIR: "it is a folder",
+    errno.EIO: "the drive cannot read or write it",
+}
+_HINTS = {
+    errno.EIO: "`dmesg`, which shows if the drive fails",
+    errno.EMFILE: "`ulimit -n 4096`, then the same command",
+    errno.ENOENT: "the same command with a path that exists",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "another owner or mode of it, or another folder in MOEINF_HOME",
+    ),
+}
+# A hidden folder in which a model is made, deleted or repaired; a message names its parent.
+_WORKPLACE = re.compile(r"/\.[^/]+\.(?:partial|old|repair)(?:/.*)?$", re.DOTALL)
+
+
+def _shown(path: object) -> str:
+    return _WORKPLACE.sub("", os.fsdecode(path) if isinstance(path, bytes) else str(path))
 
 
 def _file_error(error: OSError) -> FileError:
-    words = error.strerror or reason(error)
-    words = f"{error.filename}: {words}" if error.filename else words
-    if error.errno == errno.ENOSPC:
-        return DiskFull(words)
-    found = FileError(words)
-    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        found.hint = "another owner or mode of it, or another folder in MOEINF_HOME"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(reason(error))
+    found = FileError(reason(error))
+    found.hint = _HINTS.get(error.errno or 0, FileError.hint)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,3 +65,14 @@ def format_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
+
+
+def format_bytes_up(count: int) -> str:
+    """Format bytes as `format_bytes` does, rounded up: the text is never less than `count`."""
+    for power, unit in enumerate(_UNITS):
+        size = count / 1024**power
+        if size < 1000 or unit == _UNITS[-1]:
+            break
+    if unit == "B" or size >= 100:
+        return f"{math.ceil(size)} {unit}"
+    return f"{math.ceil(size * 10) / 10:.1f} {unit}"

@@ -127,11 +127,11 @@ def _gpus(gpus: list[tuple[str, int]] | NoGpu, bus: _Bus) -> list[dict[str, Any]
 
 def _print_gpus(out: Output, gpus: list[tuple[str, int]] | NoGpu, bus: _Bus) -> None:
     if isinstance(gpus, NoGpu):
-        out.line(f"GPU: none ({gpus.why}).")
+        out.prose(f"GPU: none ({gpus.why}).")
         return
     for number, (name, total) in enumerate(gpus):
         speed = "" if number else f", {bus}"
-        out.line(f"GPU {number}: {name}, {format_bytes(total)}{speed}.")
+        out.prose(f"GPU {number}: {name}, {format_bytes(total)}{speed}.")
 
 
 def _document(place: Path, key: str, ram: Ram, drive: Drive, swept: Sweep) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _print(out: Output, place: Path, ram: Ram, drive: Drive, swept: Sweep) -> No
         cells = [f"{speeds[n] / 1e9:.2f}" if n in speeds else "refused" for n in IN_FLIGHT]
         table.append([_WAYS[name], *cells])
     size = format_bytes(drive.piece_bytes)
-    out.line(f"Random reads of {size} in {place}, GB/s by reads in flight:")
+    out.prose(f"Random reads of {size} in {place}, GB/s by reads in flight:")
     out.table(["DISK READ", *(str(n) for n in IN_FLIGHT)], table)
     out.line()
     if chosen.block_bytes == WHOLE_BLOCKS:
@@ -187,10 +187,10 @@ def _print(out: Output, place: Path, ram: Ram, drive: Drive, swept: Sweep) -> No
     else:
         block = f"{format_bytes(chosen.block_bytes)} per system call"
     way = _WAYS["direct" if chosen.direct else "buffered"]
-    out.line(
+    out.prose(
         f"Chosen: {chosen.readers} readers, {way}, {block} "
         f"({chosen.bytes_per_s / 1e9:.2f} GB/s, within 5 % of the best)."
     )
     for note in drive.notes:
-        out.line(f"Note: {note}.")
+        out.prose(f"Note: {note}.")
     out.note("What a drive or a hypervisor caches below the page cache cannot be seen from here.")

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from moeinf.errors import reason
+from moeinf.errors import problem, reason
 from moeinf.models import family_of
 from moeinf.models.base import Activation, Model
 from moeinf.models.layers.moe import TorchMath
@@ -129,7 +129,7 @@ def check_small_files(folder: Path, manifest: Manifest) -> None:
                 continue
             data = read_regular(folder / record.path)
         except OSError as error:
-            raise DamagedModel(f"{manifest.model}: {record.path}: {error.strerror}") from error
+            raise DamagedModel(f"{manifest.model}: {record.path}: {problem(error)}") from error
         if len(data) != record.size_bytes or crc32c(data) != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeinf.cli.chat.client import ServerError
-from moeinf.cli.chat.repl import BadCommand
+from moeinf.cli.chat.slash_commands import BadCommand
 from moeinf.cli.commands import eval as evaluation
 from moeinf.cli.commands.pull import pull
 from moeinf.cli.errors import tell
@@ -50,8 +50,8 @@ class Panic(BaseException):
         (OutOfMemory("none left"), "no_workspace", 1, "none", "a smaller --ctx"),
         (CannotListen("cannot listen on x:1"), "cannot_listen", 1, "x:1", "--port"),
         (OSError(errno.ENOSPC, "No space left", "/f"), "disk_full", 1, "/f: No", "free some disk"),
-        (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f: P", "owner"),
-        (OSError(errno.EIO, "Input/output error"), "io_error", 1, "Input", "MOEINF_DEBUG"),
+        (PermissionError(errno.EACCES, "Permission denied", "/f"), "io_error", 1, "/f: p", "owner"),
+        (OSError(errno.EIO, "Input/output error"), "io_error", 1, "the drive", "dmesg"),
         (MemoryError("8 GiB"), "out_of_memory", 1, "8 GiB", "--memory"),
         (InvalidValue("MOEINF_MEMORY is 'x'"), "invalid", 2, "'x'", "--help"),
         (OutputFailed(5, "cannot be written"), "output_failed", 1, "cannot be written", ""),

@@ -27,7 +27,7 @@ from moeinf.offload.gpu_tier.layer_runner import OutOfMemory
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.hub import resolve
-from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.library.staging import only_maker
 from moeinf.runtime.machine import gpu as gpus
@@ -361,8 +361,8 @@ def typed(place: Place, *lines: str) -> Callable[[], None]:
     """Return a function that holds a conversation: it types the lines, then /bye."""
 
     def talk() -> None:
-        partner: Any = SimpleNamespace()
         settings = Settings(place.home)
+        partner: Any = SimpleNamespace(ready=True, load=Library(settings).find)
         with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
             keys.send_text("".join(f"{line}\r" for line in (*lines, "/bye")))
             Repl(partner, SamplingOptions(), Limits(), settings, Output(), verbose=False).loop()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from moeinf.runtime.sizes import MemorySize, format_bytes, parse_memory, parse_size
+from moeinf.runtime.sizes import (
+    MemorySize,
+    format_bytes,
+    format_bytes_up,
+    parse_memory,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +57,20 @@ def test_shares() -> None:
 )  # fmt: skip
 def test_format(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (393216, "384 KiB"),
+        (393217, "385 KiB"),
+        ((3 << 29) + 1, "1.6 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (1 << 60, "1048576 TiB"),
+    ],
+)
+def test_a_size_rounded_up_is_enough(count: int, text: str) -> None:
+    assert format_bytes_up(count) == text
+    assert parse_size(text) >= count

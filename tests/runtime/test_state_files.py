@@ -16,7 +16,8 @@ from moeinf.runtime.generation.saved_chats import (
     save_conversation,
 )
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
-from moeinf.runtime.library.repack import LocalSource, prospects
+from moeinf.runtime.library.repack import prospects
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.machine.measurements import measured_path, remember_gpu, remembered_bus
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.decode_speed import remember_speed, remembered_speed
@@ -39,7 +40,7 @@ def test_a_damaged_entry_hides_no_other_and_unknown_ones_stay(tmp_path: Path) ->
     for slots, speed in ((8, 25.0), (16, 50.0)):
         found = remembered_speed(settings, MODEL, slots)
         assert found is not None
-        assert found[0] == speed
+        assert found.tokens_per_s == speed
     kept = json.loads(path.read_text())
     assert kept["note"] == [1, {"kept": None}]
     assert list(kept) == ["8", "9", "note", "7", "16"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.cli.conftest import Command
@@ -18,6 +21,21 @@ def test_help_of_a_command(command: list[str], moeinf: Command) -> None:
     shown = moeinf("help", *command)
     assert shown.code == 0
     assert shown.out == moeinf(*command, "--help").out
+
+
+def test_the_help_of_serve_names_every_variable(moeinf: Command) -> None:
+    """They are the names in the one file that reads them, but for the one that only `run` reads."""
+    source = (Path(__file__).parents[3] / "runtime/config.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'"(MOEINF_[A-Z_]+)"', source))
+    shown = moeinf("serve", "--help").out
+    told = read - {"MOEINF_NO_SERVER"}
+    assert set(re.findall(r"^ +(MOEINF_[A-Z_]+)  ", shown, re.MULTILINE)) == told
+    assert len(read) > 8
+    page = (Path(__file__).parents[3] / "docs/cli.md").read_text(encoding="utf-8")
+    assert "`MOEINF_NO_SERVER`" in page
+    for name in (*told, "HF_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE"):
+        assert name in shown
+        assert f"`{name}`" in page
 
 
 def test_help_of_an_unknown_command(moeinf: Command) -> None:

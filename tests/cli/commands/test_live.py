@@ -77,7 +77,7 @@ def test_ps_and_stop(conversation: pexpect.spawn[str], own: Command, tmp_path: P
     assert "Traceback" not in str(conversation.before)
     conversation.close()
     assert conversation.exitstatus == 130
-    assert json.loads(own("ps", "--json").out) == {"engines": []}
+    assert json.loads(own("ps", "--json").out) == {"engines": [], "servers": []}
     assert [p.name for p in Settings(tmp_path).run.glob("*.figures")] == []
     again = own("stop", "demo")
     assert (again.code, again.out) == (1, "")

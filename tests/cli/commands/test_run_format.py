@@ -33,6 +33,24 @@ def test_a_schema_in_a_file(moeinf: Command, tmp_path: Path) -> None:
     assert raw.out.startswith("{")
 
 
+def test_an_answer_that_is_cut_off_is_told(moeinf: Command) -> None:
+    """In a pipe, an incomplete document would look like an answer."""
+    line = ("run", "demo", "17+25=", "--format", json.dumps(SCHEMA), "--max-tokens", "3")
+    shown = moeinf(*line)
+    note = "the answer ends here because of --max-tokens or the context's length"
+    assert shown.code == 0
+    assert shown.out.startswith("{")
+    assert f"{note}: its JSON is incomplete" in shown.err
+    document = json.loads(moeinf(*line, "--json").out)
+    assert document["finish_reason"] == "length"
+    assert f"{note}: its JSON is incomplete" in document["notes"]
+    assert note not in moeinf("run", "demo", "17+25=", "--max-tokens", "1").err
+    number = json.dumps({"type": "integer", "maximum": 9})
+    whole = moeinf("run", "demo", "17+25=", "--format", number, "--max-tokens", "3")
+    assert int(whole.out) <= 9
+    assert note not in whole.err
+
+
 def test_what_is_no_schema(moeinf: Command, tmp_path: Path) -> None:
     bad = moeinf("run", "demo", "x", "--format", "{")
     assert (bad.code, bad.out) == (2, "")
