@@ -36,7 +36,8 @@ _BEGIN = """# The HTTP API
 
 - Answers have the fields of Ollama's and OpenAI's APIs. An error is `{"error", "code"}` under
   `/api` and `{"error": {"message", "type", "param", "code"}}` under `/v1`.
-- A field without a default is required. A null counts as not given.
+- A field without a default is required. A null counts as not given. [server.md](server.md) says
+  which other fields are ignored or refused.
 - A body has at most 8 MiB and nests at most 100 levels deep. All bodies in flight have 64 MiB
   together, beyond the first 64 KiB of each (503, `Retry-After`). Each object or list beyond the
   first 128 of a body counts as 1 KiB more.
@@ -44,7 +45,7 @@ _BEGIN = """# The HTTP API
 - `GET /openapi.json` is the whole as an OpenAPI document.
 """
 _OPTIONS = """These of Ollama's `options` work: {}. These are
-accepted and ignored: {}. Any other is refused by name.
+accepted and ignored: {}. Any other is ignored, too.
 
 A field that a request leaves out has the value in the model's `generation_config.json`, else
 transformers' default: greedy without `do_sample`, else temperature 1.0, top_k 50, top_p 1.0 and

@@ -59,7 +59,8 @@ def main() -> None:
 
 def compile_module(source: Path, folder: Path) -> None:
     """Compile one file of the module, with this machine's Python headers: pointer sizes agree."""
-    includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
+    folders = (NATIVE, sysconfig.get_path("include"), pybind11.get_include())
+    includes = [f"-I{path}" for path in folders]
     target = folder / f"{source.parent.name}-{source.stem}.o"
     command = [COMPILER, *FLAGS, "-fPIC", *includes, "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)

@@ -42,7 +42,11 @@ def tried(interpreter: str, sdist: Path) -> str:
         ended = subprocess.run(
             [folder / "venv/bin/moeinf", "run", "demo", "17+25="],
             cwd=folder,
-            env={"MOEINF_HOME": str(folder / "home"), "PATH": "/usr/bin:/bin"},
+            env={
+                "MOEINF_HOME": str(folder / "home"),
+                "MOEINF_NO_SERVER": "1",
+                "PATH": "/usr/bin:/bin",
+            },
             capture_output=True,
             text=True,
         )

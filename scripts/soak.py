@@ -245,7 +245,8 @@ def answers_of(home: Path) -> dict[str, str]:
 def pull_demo(home: Path) -> None:
     from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
     from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
-    from moeinf.runtime.library.repack import LocalSource, repack
+    from moeinf.runtime.library.repack import repack
+    from moeinf.runtime.library.sources import LocalSource
     from moeinf.runtime.names import ModelName
 
     def ignore(*_: object) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeinf.runtime.library.repack import LocalSource
+from moeinf.runtime.library.sources import LocalSource
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
 

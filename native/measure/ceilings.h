@@ -1,5 +1,5 @@
-// Measures how fast this machine multiplies and reads at the moment, to compare kernels with.
-// For benchmarks only.
+// Measures how fast this machine multiplies and reads at the moment, for plans and to compare
+// kernels with.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moeinf.errors import Failure
+from moeinf.errors import Failure, problem
 from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
 from moeinf.offload.format.shards import FileRecord
 
@@ -80,7 +80,7 @@ class Transfer:
             self._queue.wait(ticket)
         except OSError as error:
             shard = self._shards[cell].path
-            raise ExpertReadError(shard, error.strerror or str(error), self._model) from error
+            raise ExpertReadError(shard, problem(error), self._model) from error
 
     def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
         """Queue prefetches: they run after all demand reads, larger priorities first."""
