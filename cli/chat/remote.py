@@ -60,6 +60,7 @@ class RemotePartner:
         # Never called: the API does not tell how much of a prompt is read.
         self.reading: Callable[[int, int], None] = lambda _read, _all: None
         self._figures: dict[str, Any] = {}
+        self._context: int | None = None  # the server's choice unless set
 
     def preload(self) -> None:
         """Make the server load the model while the user types. The first answer shows problems."""
@@ -118,16 +119,27 @@ class RemotePartner:
         if "completion" not in (about.get("capabilities") or ()):
             raise ServerError(f"{name} is an encoder-decoder: it needs an engine of its own")
         self._client.post("/api/generate", {"model": str(name), "stream": False})
-        self._about, self.model, self._figures = about, name, {}
+        self._about, self.model, self._figures, self._context = about, name, {}, None
         self.clear()
         if not thinks(self.template()):
             self.think = None
 
     def resize(self, context: int) -> None:
-        """Refuse: `moeinf serve --ctx` fixes the context of all clients. Raises InvalidValue."""
-        error = InvalidValue(f"num_ctx is fixed by the server at {self._client}")
-        error.hint = f"`moeinf run {self.model} --ctx {context}`, which loads an engine of its own"
-        raise error
+        """Make the server load the model with another context. Raises ServerError, InvalidValue."""
+        most = self._facts().get("context_length")
+        if isinstance(most, int) and context > most:
+            raise InvalidValue(f"num_ctx of {self.model} is at most {most}, got {context}")
+        body = {"model": str(self.model), "stream": False, "options": {"num_ctx": context}}
+        self._client.post("/api/generate", body)
+        loaded = self._client.ask("GET", "/api/ps", {}).get("models") or ()
+        if {"name": str(self.model), "context_length": context} not in (
+            {name: one.get(name) for name in ("name", "context_length")} for one in loaded
+        ):
+            error = InvalidValue(f"`serve --ctx` fixes num_ctx of the server at {self._client}")
+            alone = f"`moeinf run {self.model} --ctx {context}`"
+            error.hint = f"{alone}, which loads an engine of its own"
+            raise error
+        self._context = context
 
     def verbose(self) -> Fields:
         f = self._figures
@@ -168,14 +180,14 @@ class RemotePartner:
 
     @property
     def summary(self) -> str:
-        return f"{self.model} · the server at {self._client}"
+        context = "" if self._context is None else f" · context {self._context:,}"
+        return f"{self.model} · the server at {self._client}{context}"
 
     def notes(self) -> list[str]:
         return []
 
     def info(self) -> Fields:
-        facts = self._about.get("model_info") or {}
-        found = {key.rpartition(".")[2]: value for key, value in facts.items()}
+        found = self._facts()
         experts = (
             f"{found.get('block_count')} MoE layers, {found.get('expert_count')} experts each, "
             f"{found.get('expert_used_count')} per token"
@@ -190,7 +202,8 @@ class RemotePartner:
 
     def parameters(self, options: SamplingOptions) -> list[tuple[str, Any]]:
         """Return the parameters set here; the server has the model's defaults."""
-        return [(f.name, getattr(options, f.name)) for f in fields(options)]
+        found = [(f.name, getattr(options, f.name)) for f in fields(options)]
+        return [*found, ("num_ctx", self._context)]
 
     def template(self) -> str | None:
         return self._about.get("template") or None
@@ -215,6 +228,8 @@ class RemotePartner:
         said: dict[str, Any] = {k: v for k, v in chosen.items() if v is not None}
         if limits.max_tokens is not None:
             said["num_predict"] = limits.max_tokens
+        if self._context is not None:
+            said["num_ctx"] = self._context
         if limits.stop:
             said["stop"] = list(limits.stop)
         body: dict[str, Any] = {"model": str(self.model), "options": said}
@@ -239,6 +254,11 @@ class RemotePartner:
                 return
         if not stopped():
             raise ServerError(f"the answer of {self._client} has no end")
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the model's facts by their names without the prefix of the family."""
+        facts = self._about.get("model_info") or {}
+        return {key.rpartition(".")[2]: value for key, value in facts.items()}
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest turn; False when no turn is left."""

@@ -22,7 +22,7 @@ from moeinf.runtime.generation.events import Ended, Failed, Vector
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.bounds import Inputs, Tokens
-from moeinf.server.api.ollama_api import sampling
+from moeinf.server.api.ollama_api import context_of, sampling
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.other_fields import Lenient
 from moeinf.server.api.prompts import embedding_prompt
@@ -135,7 +135,7 @@ async def _model(asked: OllamaRequest | OldOllamaRequest, request: Request) -> L
     sampling(asked.options)
     notes_of(request).ignore(asked.options)
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
-    loaded = await host.model(asked.model, keep_alive)
+    loaded = await host.model(asked.model, keep_alive, context_of(asked.options))
     if isinstance(asked, OllamaRequest):
         _check_length(loaded, asked.dimensions)
     return loaded

@@ -39,8 +39,8 @@ Seconds = str | int | float | None
 
 # Ollama's options for its own engine, or of its older versions: accepted, without an effect here.
 OF_OTHER_ENGINES = (
-    "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
-    "use_mlock", "numa", "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
+    "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "numa",
+    "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
     "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
     "embedding_only", "num_gqa", "rope_frequency_base", "rope_frequency_scale",
 )  # fmt: skip
@@ -121,9 +121,21 @@ def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
     return chosen, Limits(most, stop)
 
 
+def context_of(options: dict[str, Any]) -> int | None:
+    """Return the context, in tokens, that a request wants the model to have. Raises BadRequest."""
+    value = options.get("num_ctx")
+    try:
+        context = None if value is None else int(value)
+    except (OverflowError, TypeError, ValueError):
+        raise BadRequest(f"num_ctx must be an integer, got {str(value)[:80]}", "num_ctx") from None
+    if context is not None and context < 1:
+        raise BadRequest(f"num_ctx must be at least 1, got {context}", "num_ctx")
+    return context
+
+
 def without_effect(options: dict[str, Any]) -> list[str]:
-    """Return the names of the options that `sampling` ignores."""
-    read = {"num_predict", "stop", *SAMPLING, *_OTHER_NAMES}
+    """Return the names of the options that have no effect."""
+    read = {"num_predict", "num_ctx", "stop", *SAMPLING, *_OTHER_NAMES}
     return [name for name, value in options.items() if value is not None and name not in read]
 
 
@@ -195,7 +207,7 @@ async def _answer(
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
         return Answer(form.end("unload"))
-    loaded = await host.model(asked.model, keep_alive)
+    loaded = await host.model(asked.model, keep_alive, context_of(asked.options))
     form.load_seconds = time.perf_counter() - form.start
     if nothing_to_say:
         return Answer(form.end("load"))

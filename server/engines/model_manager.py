@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moeinf.offload.store.budget import DoesNotFit
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 _TRIM_EVERY_S = 30.0
+_DRAIN_LOOK_S = 0.05  # between two checks that a model's last request has ended
 _GRACE_S = 1.0  # between `model` and the first job, in which an engine does not expire
 _LAST_CLOSE_S = 3.0  # for all engines to end when the server ends
 _STUCK = "the engine is in a native call that does not return; restart the server"
@@ -41,12 +42,14 @@ class Loaded:
     """A model with its worker.
 
     expires_at: seconds since the epoch; infinite if it is never unloaded.
-    users: requests of several jobs in progress, which also need the engine between two jobs.
+    context: what a request asked for, None for the server's choice. users: requests of several jobs
+    in progress, which also need the engine between two jobs.
     """
 
     manifest: Manifest
     worker: Worker
     keep_alive_s: float
+    context: int | None = None
     users: int = 0
 
     @property
@@ -107,23 +110,41 @@ class Host:
     def loaded(self) -> list[Loaded]:
         return [one for one in self._loaded.values() if one.worker.failure is None]
 
-    async def model(self, name: str, keep_alive_s: float | None = None) -> Loaded:
+    async def model(
+        self, name: str, keep_alive_s: float | None = None, context: int | None = None
+    ) -> Loaded:
         """Return the model; load it if needed.
 
-        Raises NoSuchModel, BadName, DoesNotFit, Unloaded, and what an engine raises on loading.
+        context: tokens, at most the model's own; None: the server's choice. A model with another
+        one is loaded again after its requests. `serve --ctx` goes first. Raises NoSuchModel,
+        BadName, DoesNotFit, Unloaded, and what an engine raises on loading.
         """
+        if self._config.context is not None:
+            context = None
         # A live engine's files cannot be replaced, so that a loaded model is not read again.
         key, _ = await asyncio.to_thread(self.library.find, name)
         async with self._loading.setdefault(key, asyncio.Lock()):
             found = self._loaded.get(key)
+            if found is not None and _has_other_context(found, context):
+                await self._leave(key, found)
+                found = None
             if found is None or found.worker.failure is not None:
-                manifest, worker = await self._load(key)
+                manifest, worker = await self._load(key, context)
                 keep = self._server.keep_alive_s if keep_alive_s is None else keep_alive_s
-                found = self._loaded[key] = Loaded(manifest, worker, keep)
+                found = self._loaded[key] = Loaded(manifest, worker, keep, context)
             elif keep_alive_s is not None:
                 found.keep_alive_s = keep_alive_s
         found.worker.last_used = time.monotonic()
         return found
+
+    async def _leave(self, key: ModelName, found: Loaded) -> None:
+        """Unload a model once it is idle. No request can begin meanwhile: the lock is held."""
+        while not (found.idle and time.monotonic() - found.worker.last_used >= _GRACE_S):
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        if self._loaded.get(key) is found:
+            del self._loaded[key]
+            if not await self._close(found.worker):
+                raise Unloaded(_STUCK)
 
     def _expires_at(self, key: ModelName) -> int | None:
         """Return when the model expires without further requests, in seconds since the epoch.
@@ -198,15 +219,15 @@ class Host:
             self._tell(_STUCK)
         return ended
 
-    async def _load(self, key: ModelName) -> tuple[Manifest, Worker]:
+    async def _load(self, key: ModelName, context: int | None) -> tuple[Manifest, Worker]:
         """Start an engine; if it does not fit, unload the idle models and try again."""
         try:
-            return await self._started(key)
+            return await self._started(key, context)
         except (DoesNotFit, DeviceDoesNotFit) as error:
             asked = isinstance(error, DoesNotFit) and self._config.memory is not None
             if asked or not await self._unload_where(lambda one: one.idle):
                 raise  # the given --memory is too little, or no idle model was there to unload
-            return await self._started(key)
+            return await self._started(key, context)
 
     def _remember(self, engine: Engine, ended: Ended) -> None:
         """Keep the speed of an answer for `moeinf plan`, which reads these figures as the CPU's."""
@@ -216,16 +237,19 @@ class Host:
             read = ended.prompt_tokens - ended.cached_tokens
             remember_prefill(*about, read, ended.prefill_seconds)
 
-    async def _started(self, key: ModelName) -> tuple[Manifest, Worker]:
+    async def _started(self, key: ModelName, context: int | None) -> tuple[Manifest, Worker]:
         def start() -> tuple[Manifest, Worker]:  # on a thread: the import of torch takes seconds
             from moeinf.runtime.engine.engine import Engine
             from moeinf.server.engines.worker import Worker
 
             manifest, folder = self.library.read(str(key))
+            config = self._config
+            if context is not None:
+                config = replace(config, context=min(context, manifest.max_context))
 
             def make() -> Engine:
                 return Engine.open(
-                    manifest, folder, self._config, self._settings, lambda: self._expires_at(key)
+                    manifest, folder, config, self._settings, lambda: self._expires_at(key)
                 )
 
             def tell(line: str) -> None:
@@ -242,3 +266,11 @@ class Host:
         if worker.failure is not None:
             raise worker.failure
         return manifest, worker
+
+
+def _has_other_context(found: Loaded, context: int | None) -> bool:
+    """Return True if a model that works has another context than the one asked for."""
+    engine = found.worker.engine
+    if engine is None or found.worker.failure is not None or context == found.context:
+        return False
+    return context is None or engine.info.context != min(context, found.manifest.max_context)

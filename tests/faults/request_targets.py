@@ -144,7 +144,9 @@ class _Worker:
 
 
 class _Host(Host):
-    async def model(self, name: str, keep_alive_s: float | None = None) -> Loaded:
+    async def model(
+        self, name: str, keep_alive_s: float | None = None, context: int | None = None
+    ) -> Loaded:
         parse_name(name)
         manifest: Any = SimpleNamespace(model=name, hidden=3)
         worker: Any = _worker()

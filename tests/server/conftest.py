@@ -22,11 +22,17 @@ from moeinf.server.serve import make_server
 
 @contextmanager
 def serving(
-    home: Path, memory: str = "100%", trace: bool = False, **settings: object
+    home: Path,
+    memory: str = "100%",
+    trace: bool = False,
+    context: int | None = None,
+    **settings: object,
 ) -> Iterator[str]:
     """Start a server, yield its address once it answers, and end it after the block."""
     about = ServerSettings(port=0, **settings)  # type: ignore[arg-type]
-    config = EngineConfig(memory=parse_memory(memory), parallel=about.parallel, trace=trace)
+    config = EngineConfig(
+        memory=parse_memory(memory), parallel=about.parallel, trace=trace, context=context
+    )
     server: uvicorn.Server = make_server(Settings(home), about, config)
     with socket.socket() as sock:
         sock.bind((about.host, 0))

@@ -193,7 +193,24 @@ def test_the_same_with_a_server(
         assert say(partner) == "42"
         with pytest.raises(BadConversation, match="no conversation and no model 'nothing'"):
             line.run("/load nothing")
-        with pytest.raises(InvalidValue, match="num_ctx is fixed by the server") as caught:
-            line.run("/set parameter num_ctx 128")
+        line.run("/set parameter num_ctx 128")
+        shown = f"demo:f32 · the server at {address} · context 128\n"
+        assert capsys.readouterr().out.startswith(shown)
+        assert [message.content for message in partner.messages] == ["17+25=", "42"]
+        assert say(partner, "18+25=") == "43"
+        with pytest.raises(InvalidValue, match="num_ctx of demo:f32 is at most 512, got 9999"):
+            line.run("/set parameter num_ctx 9999")
+        (loaded,) = client.ask("GET", "/api/ps", {})["models"][-1:]
+        assert (loaded["name"], loaded["context_length"]) == ("demo:f32", 128)
+
+
+def test_the_context_of_a_server_with_ctx(demo_home: Path, tmp_path: Path) -> None:
+    with serving(demo_home, context=256) as address:
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        client = Client.of(host, int(port), None, Registry(Settings(demo_home).run))
+        about = client.post("/api/show", {"model": "demo:f32"})
+        partner = RemotePartner(lambda: client, about, Settings(demo_home))
+        with pytest.raises(InvalidValue, match="`serve --ctx` fixes num_ctx") as caught:
+            commands(partner, tmp_path).run("/set parameter num_ctx 128")
         assert "moeinf run demo:f32 --ctx 128" in caught.value.hint
-        assert str(partner.model) == "demo:f32"
+        assert say(partner) == "42"

@@ -214,7 +214,7 @@ def test_null_is_not_said(address: str) -> None:
     for path, body in bodies.items():
         answer = httpx.post(f"{address}{path}", json=body, timeout=60)
         assert answer.status_code == 200, (path, answer.text)
-    numbers = {name: 1 for name in ollama.Options.model_fields if name != "stop"}
+    numbers = {name: 1 for name in ollama.Options.model_fields if name != "stop"} | {"num_ctx": 64}
     known = {**bodies["/api/generate"], "options": {**numbers, "stop": ["x"]}}
     assert httpx.post(f"{address}/api/generate", json=known, timeout=60).status_code == 200
 

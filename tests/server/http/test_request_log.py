@@ -49,7 +49,7 @@ def test_a_line_has_method_path_status_time_and_tokens(
     client.get("/api/version")
     client.get("/nowhere?key=secret")
     client.post("/v1/chat/completions", json={**ASK, "temperature": 0, "store": True, "new": 1})
-    client.post("/api/chat", json={**ASK, "options": {"temperature": 0, "num_ctx": 9, "foo": 1}})
+    client.post("/api/chat", json={**ASK, "options": {"temperature": 0, "num_gpu": 9, "foo": 1}})
     client.post("/v1/embeddings", json={"model": "demo", "input": ["a", "a"]})
     client.post("/api/chat", json={"model": "nothing", "messages": ASK["messages"]})
     client.get("/api/tags", headers={"Host": "evil.example"})
@@ -57,7 +57,7 @@ def test_a_line_has_method_path_status_time_and_tokens(
         "GET /api/version 200 N ms",
         "GET /nowhere 404 N ms",
         "POST /v1/chat/completions 200 N ms, 9 prompt tokens, 3 tokens, ignored: store new",
-        "POST /api/chat 200 N ms, 9 prompt tokens, 3 tokens, ignored: num_ctx foo",
+        "POST /api/chat 200 N ms, 9 prompt tokens, 3 tokens, ignored: num_gpu foo",
         "POST /v1/embeddings 200 N ms, 2 prompt tokens, 0 tokens",
         "POST /api/chat 404 N ms",
         "GET /api/tags 403 N ms",
