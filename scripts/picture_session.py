@@ -35,7 +35,12 @@ def shown(command: str, home: Path) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
     text, code = pexpect.run(
         shlex.join([*MOEINF, *shlex.split(command)[1:]]),
-        env={**environment, "MOEINF_HOME": str(home), "TERM": "xterm-256color"},
+        env={
+            **environment,
+            "MOEINF_HOME": str(home),
+            "MOEINF_NO_SERVER": "1",
+            "TERM": "xterm-256color",
+        },
         dimensions=(40, COLUMNS),
         timeout=600,
         withexitstatus=True,

@@ -18,7 +18,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, demo_home: Path) -> Path:
     """Trace forty prompts of four kinds; two are too similar to others for an entry each."""
     folder = tmp_path_factory.mktemp("eamc")
     (folder / "models").symlink_to(demo_home / "models")
-    options = ("--subset", "add,sort,json,spell", "--limit", "40", "--quiet")
+    options = ("--subset", "sort,upper,brackets,convert", "--limit", "40", "--quiet")
     result = command_in(folder)("trace", "demo", "--dataset", "demo", *options)
     assert result.code == 0, result.err
     return folder
@@ -29,11 +29,19 @@ def moeinf(home: Path) -> Command:
     return command_in(home)
 
 
-def test_show_finds_the_kinds_of_requests(moeinf: Command) -> None:
+@pytest.fixture
+def entries(moeinf: Command) -> int:
+    """Count the entries of the collection: 40 requests, less those that are alike."""
+    found = json.loads(moeinf("eamc", "show", "demo", "--json").out)["entries"]
+    assert 32 <= found <= 40
+    return int(found)
+
+
+def test_show_finds_the_kinds_of_requests(moeinf: Command, entries: int) -> None:
     about = json.loads(moeinf("eamc", "show", "demo", "--json").out)
-    assert (about["model"], about["entries"]) == ("demo:bf16", 38)
+    assert about["model"] == "demo:bf16"
     sizes = [group["entries"] for group in about["groups"]]
-    assert sum(sizes) == 38
+    assert sum(sizes) == entries
     assert 4 <= len(sizes) <= 7  # a kind may form two groups
     assert max(sizes) < 20  # no group holds two kinds; some processors mix a few requests
     assert (about["capacity"], about["capacity_limit"], about["alike"]) == (512, "matching", 0.97)
@@ -44,10 +52,10 @@ def test_show_finds_the_kinds_of_requests(moeinf: Command) -> None:
     assert all(len(row) == 32 and sum(row) == pytest.approx(1, abs=1e-3) for row in about["heat"])
 
 
-def test_show_in_words_with_a_small_heat_map(moeinf: Command) -> None:
+def test_show_in_words_with_a_small_heat_map(moeinf: Command, entries: int) -> None:
     result = moeinf("eamc", "show", "demo")
     lines = result.out.splitlines()
-    assert "entries:       38 of at most 512" in lines
+    assert f"entries:       {entries} of at most 512" in lines
     (groups,) = (line for line in lines if line.startswith("groups:"))
     assert re.search(r"\d, of \d+, \d+, .* \(k-means by cosine, silhouette 0\.\d+\)", groups)
     layers = [line for line in lines if line.startswith("L")]
@@ -85,18 +93,18 @@ def test_without_matplotlib_one_clear_line(home: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_export_clear_import(home: Path, demo_home: Path, tmp_path: Path) -> None:
+def test_export_clear_import(home: Path, demo_home: Path, tmp_path: Path, entries: int) -> None:
     (tmp_path / "models").symlink_to(demo_home / "models")
     fresh, file = command_in(tmp_path), str(tmp_path / "x.eamc")
     assert command_in(home)("eamc", "export", "demo", file).out == (
-        "exported 38 entries; the EAMC of demo:bf16 holds 38\n"
+        f"exported {entries} entries; the EAMC of demo:bf16 holds {entries}\n"
     )
     assert json.loads(fresh("eamc", "import", "demo", file, "--json").out) == {
-        "model": "demo:bf16", "imported": 38, "entries": 38, "file": file,
+        "model": "demo:bf16", "imported": entries, "entries": entries, "file": file,
     }  # fmt: skip
     shown = json.loads(fresh("eamc", "show", "demo", "--json").out)
     assert shown == json.loads(command_in(home)("eamc", "show", "demo", "--json").out)
-    assert fresh("eamc", "clear", "demo").out == "cleared 38 entries\n"
+    assert fresh("eamc", "clear", "demo").out == f"cleared {entries} entries\n"
     empty = fresh("eamc", "show", "demo")
     assert "0 of at most 512" in empty.out
     assert "`moeinf run demo:bf16` and `moeinf trace` fill it" in empty.err
