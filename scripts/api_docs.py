@@ -24,7 +24,7 @@ from moeinf.runtime.sampling.schema_limits import (
     MOST_PATTERNS,
     MOST_VALUES,
 )
-from moeinf.server.api.ollama_api import OF_OTHER_ENGINES, SAMPLING
+from moeinf.server.api.ollama_options import OF_OTHER_ENGINES, SAMPLING
 from moeinf.server.app import create_app
 from moeinf.server.metrics import Metrics
 

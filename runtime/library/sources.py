@@ -129,7 +129,7 @@ class LocalSource:
         folder, found = self.checkpoint.folder, {}
         small = (*KEPT_FILES, *CONVERTED_FILES, INDEX, BIN_INDEX, QUANTISED)
         for path in (*self._paths(), *(folder / name for name in small)):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # absent, or refused when it is read
                 about = path.stat()
                 found[path.name] = [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
         return found

@@ -22,7 +22,7 @@ from moeinf.runtime.generation.events import Ended, Failed, Vector
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.server.api.answers import BadRequest, events
 from moeinf.server.api.bounds import Inputs, Tokens
-from moeinf.server.api.ollama_api import context_of, sampling
+from moeinf.server.api.ollama_options import context_of, sampling
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.other_fields import Lenient
 from moeinf.server.api.prompts import embedding_prompt

@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -17,15 +17,15 @@ from moeinf.errors import MoeinfError
 from moeinf.runtime.config import Settings, parse_duration
 from moeinf.runtime.generation.events import Ended, Failed
 from moeinf.runtime.library.manifest import Manifest
-from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
-from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS, Few, Listed, Tokens
+from moeinf.server.api.bounds import Few, Listed, Tokens
 from moeinf.server.api.chat_turn import Chat, Heard, Reply, Text, called_ollama, heard
 from moeinf.server.api.logprobs import token_words
+from moeinf.server.api.ollama_options import context_of, sampling, without_effect
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
@@ -36,16 +36,6 @@ from moeinf.server.http.request_log import notes_of
 
 router = APIRouter(route_class=JsonRoute)
 Seconds = str | int | float | None
-
-# Ollama's options for its own engine, or of its older versions: accepted, without an effect here.
-OF_OTHER_ENGINES = (
-    "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "numa",
-    "low_vram", "vocab_only", "f16_kv", "logits_all", "penalize_newline",
-    "typical_p", "tfs_z", "mirostat", "mirostat_eta", "mirostat_tau", "draft_num_predict",
-    "embedding_only", "num_gqa", "rope_frequency_base", "rope_frequency_scale",
-)  # fmt: skip
-SAMPLING = tuple(option.name for option in fields(SamplingOptions))
-_OTHER_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 class Message(MessageExtras):
@@ -99,55 +89,6 @@ class ModelRequest(Said):
 class CopyRequest(BaseModel):
     source: str
     destination: str
-
-
-def sampling(options: dict[str, Any]) -> tuple[SamplingOptions, Limits]:
-    """Parse Ollama's options; ignore unknown ones, as Ollama does. Raises BadRequest."""
-    chosen, most = SamplingOptions(), None
-    stop: tuple[str, ...] = ()
-    for said, value in options.items():
-        name = _OTHER_NAMES.get(said, said)
-        if value is None:
-            continue
-        try:
-            if name == "num_predict":
-                most = None if int(value) < 0 else int(value)
-            elif name == "stop":
-                stop = _stops(value)
-            elif name in SAMPLING:
-                chosen = chosen.having(name, value)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise BadRequest(str(error)) from error
-    return chosen, Limits(most, stop)
-
-
-def context_of(options: dict[str, Any]) -> int | None:
-    """Return the context, in tokens, that a request wants the model to have. Raises BadRequest."""
-    value = options.get("num_ctx")
-    try:
-        context = None if value is None else int(value)
-    except (OverflowError, TypeError, ValueError):
-        raise BadRequest(f"num_ctx must be an integer, got {str(value)[:80]}", "num_ctx") from None
-    if context is not None and context < 1:
-        raise BadRequest(f"num_ctx must be at least 1, got {context}", "num_ctx")
-    return context
-
-
-def without_effect(options: dict[str, Any]) -> list[str]:
-    """Return the names of the options that have no effect."""
-    read = {"num_predict", "num_ctx", "stop", *SAMPLING, *_OTHER_NAMES}
-    return [name for name, value in options.items() if value is not None and name not in read]
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadRequest("stop: the value is invalid (expected a text or a list of texts)")
-    if len(texts) > MOST_STOPS:
-        raise BadRequest(f"stop: {len(texts)} texts are too many (expected {MOST_STOPS} at most)")
-    if any(len(text) > MOST_STOP for text in texts):
-        raise BadRequest(f"stop: a text is too long (expected {MOST_STOP} characters at most)")
-    return tuple(texts)
 
 
 @router.post("/api/generate")

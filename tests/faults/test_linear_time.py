@@ -23,7 +23,7 @@ from moeinf.server.api.answers import BadRequest
 from moeinf.server.api.bounds import MOST_STOP, MOST_STOPS
 from moeinf.server.api.chat_turn import Reply
 from moeinf.server.api.logprobs import LegacyWords
-from moeinf.server.api.ollama_api import sampling
+from moeinf.server.api.ollama_options import sampling
 from tests.faults import request_targets
 from tests.faults.conftest import Tally
 from tests.faults.request_targets import answer_to

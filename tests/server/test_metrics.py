@@ -18,7 +18,7 @@ from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.server.metrics import Metrics
 from tests.server.conftest import serving
 
-LONG = {"temperature": 50, "top_k": 0, "top_p": 1, "seed": 1, "num_predict": 400}
+LONG = {"temperature": 50, "top_k": 0, "top_p": 1, "seed": 7, "num_predict": 400}
 MODEL = "demo:bf16"
 HISTOGRAMS = (
     "time_to_first_token_seconds",

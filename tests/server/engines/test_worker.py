@@ -218,10 +218,10 @@ def test_memory_is_made_by_unloading_what_is_idle_when_its_turn_comes(
 
         monkeypatch.setattr(workers[0], "close", close_first)
         with pytest.raises(DoesNotFit):
-            await host._load(manifest.model)
+            await host._load(manifest.model, None)
         return [worker.closed for worker in workers]
 
-    async def started(_: Host, key: object) -> None:
+    async def started(_: Host, key: object, __: int | None) -> None:
         refused.append(key)
         raise DoesNotFit(1, 2)
 
