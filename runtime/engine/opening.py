@@ -5,7 +5,6 @@ Each step registers what it opens in the given ExitStack, which closes it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,13 @@ from moeinf.runtime.library.processes import Figures, Registration, Registry
 from moeinf.runtime.machine.disk_bench import Reading
 from moeinf.runtime.machine.gpu import device_faults
 from moeinf.runtime.machine.measurements import DEFAULT_READING
-from moeinf.runtime.machine.memory import available_bytes, core_count, keep_heap_small, rss_bytes
+from moeinf.runtime.machine.memory import (
+    available_bytes,
+    core_count,
+    keep_code_caches_small,
+    keep_heap_small,
+    rss_bytes,
+)
 from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.plan import Placement, place
 from moeinf.runtime.requests import SamplingOptions
@@ -42,12 +47,6 @@ from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
-
-# oneDNN caches code for each matrix shape, some 0.6 MB each, up to 1,024 shapes. In prefill nearly
-# every expert has a different number of rows. Sixteen shapes serve a decode step of any family.
-# Both variables are read at the first product (docs/decisions/0010).
-_CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-_CODE_CACHE_SHAPES = "16"
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ def plan_engine(
     Raises DoesNotFit, BadContext and DamagedModel, and NoSuchModel if the model disappears
     meanwhile.
     """
-    for variable in _CODE_CACHES:
-        os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
+    keep_code_caches_small()
     keep_heap_small()
     placements: list[Placement] = []
 

@@ -15,6 +15,11 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 _ARENAS = 2
 _LARGE_BLOCK_BYTES = (1 << 20) + 4096  # decode's scratch of 1 MiB stays on the heap
+# oneDNN caches code for each matrix shape, some 0.6 MB each, up to 1,024 shapes. In prefill nearly
+# every expert has a different number of rows. Sixteen shapes serve a decode step of any family
+# (docs/decisions/0010).
+_CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_CODE_CACHE_SHAPES = "16"
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -59,6 +64,15 @@ def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) 
             if limit < 1 << 60:
                 spares.append(max(0, limit - use))
     return spares
+
+
+def keep_code_caches_small() -> None:
+    """Bound the code that torch's libraries keep per matrix shape; call before the first product.
+
+    Variables that the user has set stay.
+    """
+    for variable in _CODE_CACHES:
+        os.environ.setdefault(variable, _CODE_CACHE_SHAPES)
 
 
 def keep_heap_small() -> None:

@@ -26,17 +26,21 @@ GROUPS = (
 TALK = """
 import sys
 from pathlib import Path
+import torch
 from moeinf.runtime.generation.chat import Conversation
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.requests import Limits
 from moeinf.runtime.library.library import Library
-from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
+from moeinf.runtime.machine.memory import keep_code_caches_small, peak_rss_bytes, rss_bytes
 from moeinf.runtime.sampling.sampler import SamplingOptions
 from moeinf.runtime.sizes import parse_memory
 home, memory, limit, turns = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 settings = Settings(home)
 manifest, folder = Library(settings).read("many:bf16")
+keep_code_caches_small()
+for rows in (1, 40):  # the code of torch's libraries is no memory of ours
+    torch.nn.functional.linear(*torch.ones(2, rows, 64, dtype=torch.bfloat16))
 imported = rss_bytes()
 config = EngineConfig(memory=parse_memory(memory), context=512)
 with Engine.open(manifest, folder, config, settings) as engine:
