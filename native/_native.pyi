@@ -445,8 +445,9 @@ class RouterKernel:
 class ExpertKernel:
     """The experts of one layer, each on its own rows of x.
 
-    An expert is gate, up and down in this order, each of matrix_bytes. Where `biased`, their
-    biases in bf16 follow. It computes down @ act(gate @ x, up @ x):
+    An expert is gate, up and down in this order, each of matrix_bytes: gate and up in `format`,
+    down in `down` ("": in `format`, too). Where `biased`, their biases in bf16 follow. It
+    computes down @ act(gate @ x, up @ x):
 
         swiglu          silu(gate) * up
         clamped_swiglu  gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up in -7 … 7
@@ -460,8 +461,9 @@ class ExpertKernel:
         intermediate: int,
         activation: str = "swiglu",
         biased: bool = False,
+        down: str = "",
     ) -> None:
-        """Set up the kernel. Raises ValueError."""
+        """Set up the kernel. Raises ValueError, also for bf16 beside tiles."""
 
     @property
     def expert_bytes(self) -> int: ...

@@ -85,10 +85,16 @@ class LinearKernel {
 class ExpertKernel {
   public:
     ExpertKernel(const std::string& format, std::size_t hidden, std::size_t intermediate,
-                 const std::string& activation, bool biased)
-        : shape_{format_of(format), activation_of(activation), hidden, intermediate, biased} {
+                 const std::string& activation, bool biased, const std::string& down)
+        : shape_{format_of(format), format_of(down.empty() ? format : down),
+                 activation_of(activation), hidden, intermediate, biased} {
         check_side(hidden);
         check_side(intermediate);
+        if (shape_.down == shape_.format) return;
+        if (shape_.down == Format::kBf16 || shape_.format == Format::kBf16)
+            throw std::invalid_argument("bf16 does not mix with tiles");
+        if (shape_.down_offset() % 64 != 0)
+            throw std::invalid_argument("the tiles of down lie at a multiple of 64 bytes");
     }
 
     std::size_t expert_bytes() const { return shape_.bytes(); }
@@ -168,9 +174,10 @@ void bind_kernels(py::module_& m) {
         .def("run", &RouterKernel::run, py::arg("x"), py::arg("rows"), py::arg("ids"),
              py::arg("weights"));
     py::class_<ExpertKernel>(m, "ExpertKernel", py::is_final())
-        .def(py::init<const std::string&, std::size_t, std::size_t, const std::string&, bool>(),
+        .def(py::init<const std::string&, std::size_t, std::size_t, const std::string&, bool,
+                      const std::string&>(),
              py::arg("format"), py::arg("hidden"), py::arg("intermediate"),
-             py::arg("activation") = "swiglu", py::arg("biased") = false)
+             py::arg("activation") = "swiglu", py::arg("biased") = false, py::arg("down") = "")
         .def_property_readonly("expert_bytes", &ExpertKernel::expert_bytes)
         .def("run", &ExpertKernel::run, py::arg("experts"), py::arg("places"), py::arg("x"),
               py::arg("tokens"), py::arg("top_k"), py::arg("out"), py::arg("f32"));

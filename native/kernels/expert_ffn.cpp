@@ -156,7 +156,7 @@ struct Expert {
     Expert(const ExpertShape& shape, const ExpertRows& from, std::size_t first_row)
         : gate{nullptr, shape.format, shape.intermediate, shape.hidden},
           up{from.weights + shape.up_offset(), shape.format, shape.intermediate, shape.hidden},
-          down{from.weights + shape.down_offset(), shape.format, shape.hidden, shape.intermediate},
+          down{from.weights + shape.down_offset(), shape.down, shape.hidden, shape.intermediate},
           places(from.places),
           first(first_row) {
         const bool gated = is_gated(shape.activation);
@@ -234,7 +234,7 @@ void expert_ffn(ThreadPool& pool, const Kernels& kernels, const ExpertShape& sha
     Rows inputs(shape.format, shape.hidden, tokens.size(), x_scratch);
     fill_all(pool, inputs, x, tokens.size(), shape.hidden, dtype,
              [&](std::size_t i) { return tokens[i]; });
-    Rows middle(shape.format, shape.intermediate, total, middle_scratch);
+    Rows middle(shape.down, shape.intermediate, total, middle_scratch);
     std::vector<const std::byte*> input_rows, middle_rows;
     for (const Expert& expert : all)
         for (const std::int64_t place : expert.places) {

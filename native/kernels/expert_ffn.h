@@ -1,12 +1,13 @@
 // Whole products over the thread pool: a linear layer, all selected experts of a layer, their sum.
 //
-// One expert is gate [F, D], up [F, D] and down [D, F], one after the other in the same format. Any
-// biases follow: [F], [F], [D] in bf16. Without a gate (is_gated) both the gate's matrix and its
-// bias are absent. A call runs many experts, each on its own rows of x, in two rounds of pieces of
-// equal size:
+// One expert is gate [F, D], up [F, D] and down [D, F], one after the other. Gate and up have one
+// format, down may have another. Any biases follow: [F], [F], [D] in bf16. Without a gate (is_gated)
+// both the gate's matrix and its bias are absent. A call runs many experts, each on its own rows of
+// x, in two rounds of pieces of equal size:
 //
 //   round 1   one piece = 32 columns of one expert's F:  gate and up rows, their biases, the
-//             activation, and the result as one group of the row that is multiplied with `down`
+//             activation, and the result as one group of the row that is multiplied with `down`,
+//             in the form that down's format needs
 //   round 2   one piece = 64 outputs of one expert's D, written to their places in `out`
 //
 // Pieces share only data that they read, and every output is one sum in one order (kernels.h). So
@@ -36,7 +37,8 @@ struct Matrix {
 };
 
 struct ExpertShape {
-    Format format;
+    Format format;  // of gate and up
+    Format down;
     Activation activation;
     std::size_t hidden;        // D
     std::size_t intermediate;  // F
@@ -46,7 +48,7 @@ struct ExpertShape {
     std::size_t up_offset() const { return (inner() - 1) * inner_bytes(); }
     std::size_t down_offset() const { return inner() * inner_bytes(); }
     std::size_t bias_offset() const {
-        return down_offset() + matrix_bytes(format, hidden, intermediate);
+        return down_offset() + matrix_bytes(down, hidden, intermediate);
     }
     std::size_t bytes() const {
         return bias_offset() + (biased ? 2 * (inner() * intermediate + hidden) : 0);

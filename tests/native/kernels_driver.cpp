@@ -65,7 +65,7 @@ std::uint32_t check(const std::vector<float>& values) {
 void experts(ThreadPool& pool, Format format, const char* name) {
     for (const Activation activation :
          {Activation::kSwiGlu, Activation::kClampedSwiGlu, Activation::kRelu}) {
-        const ExpertShape shape{format, activation, kHidden, kInner, false};
+        const ExpertShape shape{format, format, activation, kHidden, kInner, false};
         Buffer expert(shape.bytes());
         write_matrix(expert.data(), format, kInner, kHidden);
         if (is_gated(activation))
