@@ -103,7 +103,7 @@ def measure(
         stats, steps = engine.store.stats.since(before), len(seconds)
         engine.end_request(request, counts=False)
     stages.end()
-    size, sizes = engine.info.manifest.expert_layout.data_bytes, token_bytes(engine, state.length)
+    size, sizes = engine.info.manifest.expert_bytes, token_bytes(engine, state.length)
     missed = stats.decode_events - stats.decode_device_hits
     disk = None
     if stats.decode_bytes_read:

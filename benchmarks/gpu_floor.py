@@ -88,7 +88,7 @@ def measured(context: DeviceContext, manifest: Manifest, threads: int) -> Speeds
     set_compute_threads(threads)
     bus, both = (
         measure_bus(context).bytes_per_s,
-        measure_contended(context, manifest.expert_layout, TorchMath()),
+        measure_contended(context, manifest.expert_layouts[0], TorchMath()),
     )
     experts = DeviceSpeeds(both.bus_bytes_per_s, both.cpu_bytes_per_s, device)
     return Speeds(bus, read_ceiling(threads), experts)

@@ -73,7 +73,7 @@ class EngineRunner:
             "token_bytes": token_bytes(engine, self._state.length).total,
             "state_bytes": self._state.length * engine.info.manifest.kv_bytes_per_token,
             "dense_bytes": engine.info.manifest.dense_bytes,
-            "expert_bytes": engine.info.manifest.expert_layout.data_bytes,
+            "expert_bytes": engine.info.manifest.expert_bytes,
             "loads": stats.loads,
             "decode_events": stats.decode_events,
             "decode_hits": stats.decode_hits,

@@ -108,7 +108,7 @@ class Disk:
 
     def __init__(self, folder: Path, manifest: Manifest, pieces: int) -> None:
         shards = random.Random(0).sample(list(manifest.shards()), pieces)
-        size = manifest.expert_layout.slot_bytes
+        size = manifest.slots.slot_bytes
         self._pieces = [FileRange(folder / shard.path, 0, size) for shard in shards]
         self._arena = SlotPool(32, size)
         memoryview(self._arena).cast("B")[::4096] = bytes(self._arena.bytes // 4096)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moeinf.errors import InvalidInput
 
-TAGS = ("q4", "q8", "mxfp4", "bf16", "f32")
+TAGS = ("q4", "q4d8", "q8", "mxfp4", "bf16", "f32")
 DEFAULT_TAG = "q4"
 DEMO = "demo"  # the model in the package
 DEMO_EXAMPLES = ("17+25=", "sort dog, cat, cow", "spell ollama")

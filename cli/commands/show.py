@@ -41,7 +41,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
         [
             ("model", str(m.model)),
             ("family", m.family),
-            ("quantization", m.tag),
+            ("quantization", f"{m.tag}, {m.expert_bits:.4g} bits per weight in experts"),
             ("context length", f"{m.max_context} tokens{usual}"),
             ("embedding length", str(m.hidden)),
             ("MoE layers", str(m.layers)),

@@ -10,6 +10,9 @@ One expert is one contiguous range of bytes, the same on disk and in every tier:
 
 Experts without a gate (relu) have up [F, D] and up_bias [F] instead of gate_up and gate.
 
+Gate and up have one format, and down may have another tiled one. The experts of a layer have one
+layout, and layers may differ: a model's slots are as large as its largest layout.
+
 Each format has its own layout version. A new tiling makes local shards of that format outdated,
 and leaves those of the other formats valid.
 """
@@ -17,12 +20,14 @@ and leaves those of the other formats valid.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moeinf.native import PAGE_BYTES, is_gated, matrix_bytes
 
 LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2, "MXFP4": 1}  # by format
+_TILE_ALIGNMENT = 64  # bytes; kernels read whole cache lines
 ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
 
 
@@ -31,6 +36,13 @@ class ExpertKey(NamedTuple):
 
     layer: int
     expert: int
+
+
+class ExpertForms(NamedTuple):
+    """The formats of an expert's matrices: that of gate and up, and that of down."""
+
+    inner: str
+    down: str
 
 
 def is_tiled(form: str) -> bool:
@@ -64,22 +76,39 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The bytes of one expert of hidden size D and intermediate size F in format `dtype`."""
+    """The bytes of one expert of hidden size D and intermediate size F.
+
+    dtype: the format of gate and up. down: that of down; "": dtype. Raises ValueError for unknown
+    formats, for two formats that are not both tiled, and if down's tiles would not be aligned.
+    """
 
     hidden: int
     intermediate: int
     dtype: str
     activation: str = "swiglu"  # of native.ExpertKernel
     biased: bool = False
+    down: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in LAYOUT_VERSIONS:
-            raise ValueError(f"no expert layout for dtype {self.dtype!r}")
+        object.__setattr__(self, "down", self.down or self.dtype)
+        for form in (self.dtype, self.down):
+            if form not in LAYOUT_VERSIONS:
+                raise ValueError(f"no expert layout for dtype {form!r}")
         is_gated(self.activation)  # raises ValueError
+        if self.dtype == self.down:
+            return
+        if not (is_tiled(self.dtype) and is_tiled(self.down)):
+            raise ValueError(f"an expert cannot have both {self.dtype} and {self.down}")
+        if next(s for s in self.spans if s.name == "down").offset_bytes % _TILE_ALIGNMENT:
+            raise ValueError(f"{self.down} tiles after {self.dtype} ones would not be aligned")
 
     @property
     def version(self) -> int:
         return LAYOUT_VERSIONS[self.dtype]
+
+    @property
+    def forms(self) -> ExpertForms:
+        return ExpertForms(self.dtype, self.down)
 
     @property
     def spans(self) -> tuple[TensorSpan, ...]:
@@ -92,7 +121,7 @@ class ExpertLayout:
             tensors += [(name, self.dtype, (f, d)) for name in ("gate", "up")[not gated :]]
         else:
             tensors += [(inner, self.dtype, (wide, d))]
-        tensors += [("down", self.dtype, (d, f))]
+        tensors += [("down", self.down, (d, f))]
         if self.biased:
             tensors += [(f"{inner}_bias", plain, (wide,)), ("down_bias", plain, (d,))]
         found: list[TensorSpan] = []
@@ -112,3 +141,13 @@ class ExpertLayout:
     def slot_bytes(self) -> int:
         """data_bytes rounded up to whole pages: the memory of a resident expert."""
         return -(-self.data_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def weights(self) -> int:
+        """The number of weights in the matrices of one expert, without padding."""
+        return (3 if is_gated(self.activation) else 2) * self.hidden * self.intermediate
+
+
+def largest_slot_bytes(layouts: Iterable[ExpertLayout]) -> int:
+    """Return the bytes of a slot that can hold an expert of any of these layouts, at least one."""
+    return max(layout.slot_bytes for layout in set(layouts))

@@ -70,6 +70,8 @@ def shard_header(key: ExpertKey, layout: ExpertLayout) -> bytes:
         "layer": str(key.layer),
         "expert": str(key.expert),
     }
+    if layout.down != layout.dtype:  # tiles of any format are U8
+        about["formats"] = " ".join(layout.forms)
     return padded_header({"__metadata__": about, **tensors}, SHARD_DATA_OFFSET)
 
 

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceContext, DeviceSlots, HostLock, OutOfDeviceMemory
-from moeinf.offload.format.layout import ExpertLayout
-from moeinf.offload.gpu_tier.arithmetic import Device
+from moeinf.offload.gpu_tier.arithmetic import Device, RoutedRunner
 from moeinf.offload.gpu_tier.page_lock import PageLocking
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.routing.trace import Phase
@@ -49,7 +48,6 @@ class DeviceTier:
         context: DeviceContext,
         lock: HostLock,
         device: Device,
-        layout: ExpertLayout,
         slots: int,
         make_policy: Callable[[int], Policy],
         reference: TorchFfn,
@@ -68,7 +66,7 @@ class DeviceTier:
         Raises OutOfDeviceMemory, after giving back what torch has cached and a second attempt.
         """
         self.device, self.inside, self.stats = device, inside, host.stats
-        self._context, self._lock, self._layout = context, lock, layout
+        self._context, self._lock = context, lock
         self._make_policy, self._reference = make_policy, reference
         self._below, self._host, self._memory_bytes = host, host.table, memory_bytes
         self._tables: dict[int, Tensor] = {}  # by first cell, of layers that no cell can leave
@@ -93,7 +91,10 @@ class DeviceTier:
         shape = (slots, arena.slot_bytes)
         if self._memory_bytes is not None:
             self.device.limit(self._memory_bytes - slots * arena.slot_bytes)
-        self._math = self.device.math(self._layout, arena.address, shape, self._reference)
+        self._math = {
+            layout: self.device.math(layout, arena.address, shape, self._reference)
+            for layout in dict.fromkeys(self._below.layouts)
+        }
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
         self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
@@ -142,9 +143,9 @@ class DeviceTier:
             return words + f"not {self._planned}; {advice}"
         return None if self._locking is None else self._locking.note
 
-    def can_route(self, rows: int) -> bool:
-        """Return whether `compute_routed` is correct for that many rows."""
-        return self._math.can_route(rows)
+    def can_route(self, layer: int, rows: int) -> bool:
+        """Return whether `compute_routed` is correct for that many rows of a layer."""
+        return self._math_of(layer).can_route(rows)
 
     @property
     def bus_is_idle(self) -> bool:
@@ -197,12 +198,13 @@ class DeviceTier:
         self._uncounted.append(ids.flatten())
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
-        """Queue the rows of resident cells; x and rows are on the device."""
+        """Queue the rows of resident cells of one layer; x and rows are on the device."""
         slots = [self.table.slot_of(cell) for cell, _ in experts]
         self._arena.begin_read(slots)
         try:
             pairs = [(slot, places) for slot, (_, places) in zip(slots, experts, strict=True)]
-            self._math.run(x, pairs, top_k, rows)
+            math = self._math_of(experts[0][0] // self._below.experts)
+            math.run(x, pairs, top_k, rows)
         finally:
             self._arena.end_read(slots)
 
@@ -222,13 +224,18 @@ class DeviceTier:
             self._tables[first] = found
         return found
 
-    def compute_routed(self, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor) -> None:
+    def compute_routed(
+        self, layer: int, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor
+    ) -> None:
         """Queue a layer whose experts are all in `table`. ids [T, K] are not read here."""
-        self._math.run_routed(x, ids, table, 0, rows)
+        self._math_of(layer).run_routed(x, ids, table, 0, rows)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Queue the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
-        return self._math.combine(rows, weights)
+        return self._math_of(0).combine(rows, weights)
+
+    def _math_of(self, layer: int) -> RoutedRunner:
+        return self._math[self._below.layouts[layer]]
 
     def read(self, x: Tensor) -> Tensor:
         """Return x in host memory, after everything queued has run. Raises DeviceError."""
@@ -287,7 +294,8 @@ class DeviceTier:
         """Copy up some experts without demand, where all fit and while the bus is idle."""
         if not self.bus_is_idle:
             return
-        most, ready = max(1, _UNASKED_BYTES // self._layout.data_bytes), list[int]()
+        largest = max(layout.data_bytes for layout in self._math)
+        most, ready = max(1, _UNASKED_BYTES // largest), list[int]()
         for _ in range(min(_LOOKED_AT, len(self._absent))):
             if len(ready) == most:
                 break
@@ -374,11 +382,13 @@ class DeviceTier:
     def _copy(self, cells: list[int]) -> None:
         host = [self._host.slot_of(cell) for cell in cells]
         slots = [self.table.slot_of(cell) for cell in cells]
-        batch = self._arena.copy(host, slots, self._layout.data_bytes)
+        layers = {cell // self._below.experts for cell in cells}  # one, unless nothing was asked
+        each = max(self._below.layouts[layer].data_bytes for layer in layers)
+        batch = self._arena.copy(host, slots, each)
         for cell in cells:
             self._host.pin(cell)
         self._flying.append((batch, cells))
-        size = len(cells) * self._layout.data_bytes
+        size = len(cells) * each
         self.stats.bus_bytes += size
         if self.decoding:
             self.stats.decode_bus_bytes += size

@@ -75,9 +75,9 @@ class TierRunner:
         tier, experts = self.tier, self.host.experts
         if tier.inside:
             table = tier.slot_table(layer * experts, experts)
-            if table is not None and tier.can_route(len(x)):
+            if table is not None and tier.can_route(layer, len(x)):
                 tier.count_at_end(ids)
-                return ByTable(tier, x, ids, weights, table)
+                return ByTable(tier, layer, x, ids, weights, table)
             ids = tier.read(ids)
         routed = Routed.of(layer, ids.numpy(), experts)
         tier.policy.routed(layer, routed.ids)
@@ -256,14 +256,20 @@ class ByTable:
     """
 
     def __init__(
-        self, tier: DeviceTier, x: Tensor, ids: Tensor, weights: Tensor, table: Tensor
+        self,
+        tier: DeviceTier,
+        layer: int,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        table: Tensor,
     ) -> None:
         self.table = table
-        self._tier, self._given = tier, (x, ids, weights)
+        self._tier, self._layer, self._given = tier, layer, (x, ids, weights)
 
     def result(self) -> Tensor:
         """Queue the kernels: [T, D]; rows without an expert are 0."""
         x, ids, weights = self._given
         rows = x.new_zeros(*ids.shape, x.shape[1])
-        self._tier.compute_routed(x, ids, self.table, rows.view(-1, x.shape[1]))
+        self._tier.compute_routed(self._layer, x, ids, self.table, rows.view(-1, x.shape[1]))
         return self._tier.combine(rows, weights)

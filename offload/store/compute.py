@@ -47,9 +47,10 @@ class ExpertRunner(Protocol):
 
 
 class SlotMath:
-    """The arithmetic over the slots of one pool."""
+    """The arithmetic over the slots of one pool, for experts of one layout."""
 
     def __init__(self, layout: ExpertLayout, pool: SlotPool, reference: TorchFfn) -> None:
+        assert layout.data_bytes <= pool.slot_bytes
         self._reference = reference
         self._arena = torch.frombuffer(pool, dtype=torch.uint8)  # keeps the pool alive
         self._base = self._arena.data_ptr()
@@ -57,10 +58,10 @@ class SlotMath:
         self._kernel: ExpertKernel | None = None
         self._weights: list[tuple[Tensor, ...]] = []
         if layout.dtype != "F32":
-            form = layout.dtype.lower()
             self._kernel = ExpertKernel(
-                form, layout.hidden, layout.intermediate, layout.activation, layout.biased
-            )
+                layout.dtype.lower(), layout.hidden, layout.intermediate, layout.activation,
+                layout.biased, layout.down.lower(),
+            )  # fmt: skip
             assert self._kernel.expert_bytes == layout.data_bytes
         if not is_tiled(layout.dtype):
             self._weights = slot_views(layout, self._arena.view(pool.slots, pool.slot_bytes))

@@ -34,23 +34,27 @@ class HostTier:
 
     def __init__(
         self,
-        layout: ExpertLayout,
+        layouts: Sequence[ExpertLayout],
         experts: int,
-        cells: int,
         pool: SlotPool,
         transfer: Transfer,
         policy: Policy,
         math: TorchFfn,
         stats: StoreStats | None = None,
     ) -> None:
-        """Set up the tier. experts: of one layer. cells: of all layers. stats: the counters."""
-        self.experts = experts
-        self.table = Residency(pool.slots, cells)
+        """Set up the tier.
+
+        layouts: of the experts of each layer, each within a slot of the pool.
+        experts: number of one layer. stats: the counters.
+        """
+        self.experts, self.layouts = experts, tuple(layouts)
+        self.table = Residency(pool.slots, len(layouts) * experts)
         self.policy = policy
         self.stats = stats or StoreStats()
         self.decoding = False
         self._transfer = transfer
-        self.math = SlotMath(layout, pool, math)
+        distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
+        self._math = [distinct[layout] for layout in layouts]  # by layer
         self._ahead = ReadAhead(self.table, transfer, policy, self.stats)
         self.coming: dict[
             int, int
@@ -100,7 +104,7 @@ class HostTier:
         """Open a layer that the CPU computes alone. Raises ValueError for invalid ids."""
         routed = Routed.of(layer, ids.numpy(), self.experts)
         told = None if hint is None else (hint[0], hint[1].numpy())
-        return routed, told, CpuWork(self, x, weights, routed.places)
+        return routed, told, CpuWork(self, layer, x, weights, routed.places)
 
     def warm(self, cells: Iterable[int]) -> int:
         """Read these into empty slots, in order and behind all else; return how many fit."""
@@ -203,12 +207,18 @@ class HostTier:
                 self.forget([cell])
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
-        """Fill the rows of resident cells, on the CPU."""
-        slot_of = self.table.slot_of
-        self.math.run(x, [(slot_of(cell), places) for cell, places in experts], top_k, rows)
+        """Fill the rows of resident cells of one layer, on the CPU."""
+        if not experts:
+            return
+        slot_of, math = self.table.slot_of, self.math_of(experts[0][0] // self.experts)
+        math.run(x, [(slot_of(cell), places) for cell, places in experts], top_k, rows)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return self.math.combine(rows, weights)
+        return self._math[0].combine(rows, weights)
+
+    def math_of(self, layer: int) -> SlotMath:
+        """Return the arithmetic of a layer's experts."""
+        return self._math[layer]
 
     def used(self, routed: Routed, hits: Iterable[int], events: int) -> None:
         """Count a layer's routing: `hits` were resident, which are `events` of it."""
@@ -249,26 +259,27 @@ class HostTier:
 class CpuWork:
     """The rows of one layer on the CPU."""
 
-    __slots__ = ("_host", "_mix", "_places", "_rows", "_x")
+    __slots__ = ("_math", "_mix", "_places", "_rows", "_slot_of", "_x")
 
     def __init__(
-        self, host: HostTier, x: Tensor, weights: Tensor, places: dict[int, list[int]]
+        self, host: HostTier, layer: int, x: Tensor, weights: Tensor, places: dict[int, list[int]]
     ) -> None:
         """Set up x [T, D], weights [T, K], places t·K + k by cell."""
-        self._host, self._x, self._mix, self._places = host, x, weights, places
+        self._math, self._slot_of = host.math_of(layer), host.table.slot_of
+        self._x, self._mix, self._places = x, weights, places
         self._rows: Tensor | None = None  # [T·K, D]
 
     def compute(self, cells: Iterable[int]) -> None:
         rows = self._rows
         if rows is None:  # places without an expert stay 0, so that their rows add nothing
             rows = self._rows = self._x.new_zeros(self._mix.numel(), self._x.shape[1])
-        slot_of, places = self._host.table.slot_of, self._places
+        slot_of, places = self._slot_of, self._places
         experts = [(slot_of(cell), places[cell]) for cell in cells]
-        self._host.math.run(self._x, experts, self._mix.shape[1], rows)
+        self._math.run(self._x, experts, self._mix.shape[1], rows)
 
     def result(self) -> Tensor:
         """Return [T, D]."""
         if self._rows is None:
             self.compute(())
         assert self._rows is not None
-        return self._host.math.combine(self._rows.view(*self._mix.shape, -1), self._mix)
+        return self._math.combine(self._rows.view(*self._mix.shape, -1), self._mix)

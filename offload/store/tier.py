@@ -60,7 +60,7 @@ class Tier(Protocol):
         ...
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
-        """Fill the rows [T·K, D] of resident cells for x [T, D], in this memory."""
+        """Fill the rows [T·K, D] of resident cells of one layer for x [T, D], in this memory."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:

@@ -231,11 +231,19 @@ def read_header(path: Path) -> dict[str, SourceTensor]:
 
     Raises BadCheckpoint unless they cover the file without holes or overlaps.
     """
+    return read_described(path)[0]
+
+
+def read_described(path: Path) -> tuple[dict[str, SourceTensor], object]:
+    """Return the tensors of one safetensors file, and the unchecked metadata of its header.
+
+    Raises BadCheckpoint as `read_header` does.
+    """
     check_weights(path)
     with _explained(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = header_length(path, size, file.read(8))
-        return parse_header(path, size, file.read(length))
+        return _parse_header(path, size, file.read(length))
 
 
 def header_length(path: Path, size: int, start: bytes) -> int:
@@ -256,12 +264,16 @@ def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
 
     Raises BadCheckpoint unless they cover the file without holes or overlaps.
     """
+    return _parse_header(path, size, text)[0]
+
+
+def _parse_header(path: Path, size: int, text: bytes) -> tuple[dict[str, SourceTensor], object]:
     length = len(text)
     tensors_at_most = text.count(b'"data_offsets"') + _SPARE_TENSORS
     if length > tensors_at_most * _TENSOR_BYTES:
         raise BadCheckpoint(f"{path} has a header of {length} bytes for too few tensors")
     header = parse_object(text, path, min(MOST_NODES, tensors_at_most * _TENSOR_NODES))
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     tensors = [_source_tensor(path, 8 + length, name, about) for name, about in header.items()]
     end = 8 + length
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)):
@@ -273,7 +285,7 @@ def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
         end += tensor.size_bytes
     if end != size:
         raise BadCheckpoint(f"{path} is {size} bytes, its header describes {end}")
-    return {tensor.name: tensor for tensor in tensors}
+    return {tensor.name: tensor for tensor in tensors}, metadata
 
 
 def _source_tensor(path: Path, data_start: int, name: str, about: object) -> SourceTensor:

@@ -16,6 +16,8 @@ from moeinf.models.base import Embedding, FusedPart, Linear, MoeShape, Piece, Ro
 from moeinf.native import SHARD_DATA_OFFSET
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
+    LAYOUT_VERSIONS,
+    ExpertForms,
     ExpertKey,
     ExpertLayout,
     is_tiled,
@@ -78,8 +80,35 @@ class WantedParts:
 
 
 @dataclass(frozen=True)
+class Forms:
+    """The tiled formats of single tensors, where the model's one format does not decide them.
+
+    A reader of a checkpoint with mixed types (such as GGUF's Q4_K_M) sets them in its Inventory:
+    `dataclasses.replace(inventory, forms=Forms(experts, dense))`. Sizes, shards, the dense file and
+    the manifest follow from them.
+
+    experts: the formats of every MoE layer, (gate and up, down), or one pair for all layers. Empty:
+    all have the model's format. If a layer's experts, or gate and up, have several formats in the
+    checkpoint, choose one that holds all of them.
+    dense: formats of linears and embeddings by the name in `Inventory.dense`. The others follow
+    `Inventory.form_of`. An embedding cannot be MXFP4.
+    """
+
+    experts: tuple[ExpertForms, ...] = ()
+    dense: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def used(self) -> set[str]:
+        return {*self.dense.values(), *(form for pair in self.experts for form in pair)}
+
+
+@dataclass(frozen=True)
 class Inventory:
-    """The dense tensors and the experts of a checkpoint that its family needs."""
+    """The dense tensors and the experts of a checkpoint that its family needs.
+
+    forms: the formats of single tensors, see Forms. Raises BadCheckpoint if they do not suit the
+    tensors.
+    """
 
     family: Family
     moe: MoeShape
@@ -92,14 +121,36 @@ class Inventory:
     tileable: frozenset[str] = frozenset()  # dense tensors of linears and embeddings
     embeddings: frozenset[str] = frozenset()  # dense tensors of embeddings
     unused: list[str] = field(default_factory=list)
+    forms: Forms = Forms()
+
+    def __post_init__(self) -> None:
+        if problem := self._problem_of_forms():
+            raise BadCheckpoint(f"the formats of {self.family.model_type} tensors: {problem}")
+
+    def _problem_of_forms(self) -> str | None:
+        forms = self.forms
+        for form in sorted(forms.used):
+            if form not in LAYOUT_VERSIONS or not is_tiled(form):
+                return f"{form!r} is not a tiled format"
+        if len(forms.experts) not in (0, 1, self.moe.layers):
+            return f"{len(forms.experts)} layers are given, not {self.moe.layers}"
+        for name, form in forms.dense.items():
+            if name not in self.tileable:
+                return f"{name!r} is not a matrix of the model"
+            if form == MXFP4 and name in self.embeddings:
+                return f"{name!r} is an embedding, and cannot be {MXFP4}"
+        return None
 
     def form_of(self, name: str, dtype: str) -> str:
         """Return the format of a dense tensor in a model of format `dtype`.
 
-        The output head and the embedding keep 8 bits (docs/decisions/0025), so that they can be
-        tied. In an MXFP4 model only the experts are MXFP4; other matrices get 8 bits. Tensors other
-        than linears' weights and embeddings (norms, router gates) are never quantised.
+        `forms` decides first. The output head and the embedding keep 8 bits
+        (docs/decisions/0025), so that they can be tied. In an MXFP4 model only the experts are
+        MXFP4; other matrices get 8 bits. Tensors other than linears' weights and embeddings (norms,
+        router gates) are never quantised.
         """
+        if name in self.forms.dense:
+            return self.forms.dense[name]
         if name.endswith(_EXACT):
             return "F32"
         if not is_tiled(dtype):
@@ -115,12 +166,19 @@ class Inventory:
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in the format `dtype`."""
-        return self.dense_bytes(dtype) + len(self.experts) * self.expert_layout(dtype).data_bytes
+        layer_bytes = sum(layout.data_bytes for layout in self.expert_layouts(dtype))
+        return self.dense_bytes(dtype) + self.moe.experts * layer_bytes
 
-    def expert_layout(self, dtype: str) -> ExpertLayout:
-        """Return the layout of an expert in a model of format `dtype`."""
-        moe = self.moe
-        return ExpertLayout(moe.hidden, moe.intermediate, dtype, moe.activation, moe.biased)
+    def expert_layouts(self, dtype: str) -> list[ExpertLayout]:
+        """Return the layout of the experts of each MoE layer in a model of format `dtype`."""
+        moe, forms = self.moe, self.forms.experts or (ExpertForms(dtype, dtype),)
+        found = [
+            ExpertLayout(
+                moe.hidden, moe.intermediate, pair.inner, moe.activation, moe.biased, pair.down
+            )
+            for pair in forms
+        ]
+        return found * moe.layers if len(found) == 1 else found
 
     def disk_bytes(self, dtype: str) -> int:
         """Return the bytes on disk: the weights, and per file a header and a partial block."""

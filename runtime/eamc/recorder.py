@@ -117,6 +117,6 @@ def routing_shape(manifest: Manifest) -> RoutingShape:
         experts=manifest.experts,
         top_k=manifest.top_k,
         encoder_layers=manifest.encoder_layers,
-        expert_bytes=manifest.expert_layout.data_bytes,
+        expert_bytes=manifest.expert_bytes,
         dense_bytes=manifest.dense_bytes,
     )

@@ -11,7 +11,6 @@ from typing import cast
 from moeinf.models.base import Activation
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import DeviceContext, HostLock, SlotPool
-from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.miss_split import Contended, Miss
 from moeinf.offload.gpu_tier.page_lock import SLICE_BYTES, PageLocking
@@ -72,8 +71,9 @@ def open_gpu(
     context = gpus.open_context(found)
     share, notes = (1.0 if config.miss == "fetch" else 0.0), tuple[str, ...]()
     if config.miss == "auto":
-        layout = manifest.expert_layout
-        what = f"{layout.dtype}, {layout.slot_bytes} bytes, {threads} threads"
+        layout = max(manifest.expert_layouts, key=lambda layout: layout.data_bytes)
+        forms = "/".join(dict.fromkeys(layout.forms))
+        what = f"{forms}, {layout.slot_bytes} bytes, {threads} threads"
         speeds = remembered_contended(settings, found.name, what)
         if speeds is None:
             math = TorchMath(cast(Activation, manifest.activation))
@@ -98,7 +98,6 @@ def _words(speeds: Contended) -> str:
 def device_tier(
     gpu: OpenGpu,
     pool: SlotPool,
-    layout: ExpertLayout,
     shape: RoutingShape,
     policy: str,
     past: Eamc | None,
@@ -114,7 +113,7 @@ def device_tier(
 
     lock = HostLock(gpu.context, pool, SLICE_BYTES)
     return DeviceTier(
-        gpu.context, lock, gpu.device, layout, slots, make_policy, math, host,
+        gpu.context, lock, gpu.device, slots, make_policy, math, host,
         memory_bytes=gpu.placement.budget_bytes - gpu.placement.context_bytes,
         inside=gpu.placement.inside,
         lock_pages=lambda: PageLocking(lock, pool.slots, available_bytes, _HOST_HEADROOM_BYTES),

@@ -15,6 +15,7 @@ from moeinf.models import family_of
 from moeinf.models.base import Activation, Model
 from moeinf.models.layers.moe import TorchMath
 from moeinf.native import SlotPool, crc32c
+from moeinf.offload.format.layout import largest_slot_bytes
 from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
@@ -29,14 +30,13 @@ from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     BadCheckpoint,
     memory_of,
-    read_header,
     read_json,
 )
 from moeinf.runtime.config import EngineConfig
 from moeinf.runtime.dense.cpu_backend import CpuMath
 from moeinf.runtime.dense.cpu_linear import DenseMath
 from moeinf.runtime.engine.gpu_tier import OpenGpu, device_tier
-from moeinf.runtime.library.dense_views import DenseViews
+from moeinf.runtime.library.dense_views import DenseViews, read_dense_header
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.machine.disk_bench import Reading
 from moeinf.runtime.machine.page_cache import cached_share
@@ -65,14 +65,14 @@ class DenseWeights(DenseViews):
         math = math or CpuMath()
         record = manifest.file(DENSE)
         try:
-            tensors = read_header(folder / DENSE)
+            header = read_dense_header(folder / DENSE)
             buffer, checksum = _read_dense(folder, record, config, reading, math)
         except (BadCheckpoint, OSError) as error:
             words = reason(error).replace(f"{folder}/", "")
             raise DamagedModel(f"{manifest.model}: {words}") from error
         if checksum != record.crc32c:
             raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
-        super().__init__(tensors, buffer, record.data_offset, math)
+        super().__init__(header, buffer, record.data_offset, math)
 
 
 def _read_dense(
@@ -181,8 +181,8 @@ def open_store(
     `reading`: the best way to read the drive, unless the config sets one. `past`: the EAMC for
     policies that predict from it.
     """
-    layout = manifest.expert_layout
-    pool = SlotPool(placement.slots, layout.slot_bytes)
+    layouts = manifest.expert_layouts
+    pool = SlotPool(placement.slots, largest_slot_bytes(layouts))
     shards = manifest.shards()
     sample = [folder / shard.path for shard in shards[:: max(1, len(shards) // _SAMPLED_SHARDS)]]
     transfer = Transfer(
@@ -201,11 +201,11 @@ def open_store(
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
     policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
     math = TorchMath(cast(Activation, manifest.activation))  # the layout has checked it
-    host = HostTier(layout, manifest.experts, cells, pool, transfer, policy, math)
+    host = HostTier(layouts, manifest.experts, pool, transfer, policy, math)
     tiers: tuple[HostTier] | tuple[HostTier, DeviceTier] = (host,)
     runner: TierRunner | None = None
     if gpu is not None:
-        above = device_tier(gpu, pool, layout, shape, config.policy, past, math, host)
+        above = device_tier(gpu, pool, shape, config.policy, past, math, host)
         tiers, runner = (host, above), TierRunner(host, above, gpu.miss, gpu.share)
     return ExpertStore(
         tiers,

@@ -200,7 +200,7 @@ def token_bytes(engine: Engine, context: int) -> TokenBytes:
         dense -= sum(n for name, n in sizes.items() if ".embed_tokens." in name)
     return TokenBytes(
         dense=dense,
-        experts=manifest.layers * manifest.top_k * manifest.expert_layout.data_bytes,
+        experts=manifest.layers * manifest.top_k * manifest.expert_bytes,
         kv=context * manifest.kv_bytes_per_token,
     )
 

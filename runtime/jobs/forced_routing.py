@@ -69,7 +69,7 @@ def fitted(recording: Recording, manifest: Manifest) -> Recording:
     layers = manifest.layers
     shape = RoutingShape(
         layers, theirs.experts, theirs.top_k, 0,
-        manifest.expert_layout.data_bytes, manifest.dense_bytes,
+        manifest.expert_bytes, manifest.dense_bytes,
     )  # fmt: skip
     passes = [
         replace(

@@ -4,35 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from moeinf.models import family_of
 from moeinf.models.base import Embedding, Linear, ModelDataError, Piece
-from moeinf.offload.format.layout import stored_bytes
+from moeinf.offload.format.layout import LAYOUT_VERSIONS, is_tiled, stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     TORCH_DTYPE,
+    BadCheckpoint,
     SourceTensor,
-    read_header,
+    read_described,
     read_json,
 )
 from moeinf.runtime.dense.cpu_linear import DenseMath, Rows
 from moeinf.runtime.library.manifest import DENSE, Manifest
 
+FORMS_BY_SIZE = ("Q4", "Q8")  # formats that the size of a matrix's tiles tells apart
+
+
+class DenseHeader(NamedTuple):
+    """The header of dense.safetensors."""
+
+    tensors: Mapping[str, SourceTensor]
+    forms: Mapping[str, str]  # of tensors in tiles, by name; one that is missing: FORMS_BY_SIZE
+
+
+def read_dense_header(path: Path) -> DenseHeader:
+    """Return the tensors of a dense file, and the formats that its metadata names.
+
+    Raises BadCheckpoint, also for a format that is not tiled.
+    """
+    tensors, metadata = read_described(path)
+    text = metadata.get("forms", "{}") if isinstance(metadata, dict) else "{}"
+    try:
+        forms = msgspec.json.decode(msgspec.convert(text, str), type=dict[str, str])
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{path} names invalid formats ({error})") from error
+    for name, form in forms.items():
+        if form not in LAYOUT_VERSIONS or not is_tiled(form):
+            raise BadCheckpoint(f"{path}: {name!r} has the unknown format {form!r}")
+    return DenseHeader(tensors, forms)
+
 
 class DenseViews:
     """The `Parts` of a pulled model: views of one buffer that holds the data of dense.safetensors.
 
-    tensors      the tensors of its header, by name
+    header       its tensors and their formats
     data_offset  the offset of the buffer's first byte in the file
     """
 
     def __init__(
-        self, tensors: Mapping[str, SourceTensor], buffer: Tensor, data_offset: int, math: DenseMath
+        self, header: DenseHeader, buffer: Tensor, data_offset: int, math: DenseMath
     ) -> None:
-        self._tensors, self._buffer = tensors, buffer
+        self._tensors, self._forms, self._buffer = header.tensors, header.forms, buffer
         self._data_offset, self._math = data_offset, math
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -69,9 +98,11 @@ class DenseViews:
         found = self._tensors.get(name)
         if found is None or found.dtype != "U8":
             return None
-        forms = (f for f in ("Q4", "Q8") if found.size_bytes == stored_bytes(f, (rows, columns)))
-        form = next(forms, None)
-        return None if form is None else (self._bytes_of(found), form)
+        forms = (self._forms[name],) if name in self._forms else FORMS_BY_SIZE
+        for form in forms:
+            if found.size_bytes == stored_bytes(form, (rows, columns)):
+                return self._bytes_of(found), form
+        return None  # then `tensor` refuses it
 
     def _bytes_of(self, found: SourceTensor) -> Tensor:
         start = found.offset - self._data_offset
@@ -85,9 +116,9 @@ def check_opens(folder: Path, manifest: Manifest) -> None:
     ModelDataError, or any exception of a view.
     """
     record, values = manifest.file(DENSE), read_json(folder / CONFIG)
-    family, tensors = family_of(values), read_header(folder / DENSE)
+    family, header = family_of(values), read_dense_header(folder / DENSE)
     buffer = torch.empty(record.data_bytes, dtype=torch.uint8, device=_DryMath.place)
-    family.build(family.parse(values), DenseViews(tensors, buffer, record.data_offset, _DryMath()))
+    family.build(family.parse(values), DenseViews(header, buffer, record.data_offset, _DryMath()))
 
 
 class _DryMath:

@@ -13,7 +13,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from moeinf.errors import Failure, problem
-from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertKey, ExpertLayout
+from moeinf.offload.format.layout import (
+    LAYOUT_VERSIONS,
+    ExpertForms,
+    ExpertKey,
+    ExpertLayout,
+    is_tiled,
+    largest_slot_bytes,
+)
 from moeinf.offload.format.shards import Bytes, FileRecord, shard_path
 from moeinf.offload.store.budget import SlotBudget
 from moeinf.runtime.atomic_files import write_bytes_durably
@@ -54,10 +61,16 @@ class _Versions(Struct):
     format: int
     dtype: str
     layout: int
+    layouts: dict[str, int] = {}
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The manifest of a pulled model: its shape, its sizes in bytes and its files."""
+    """The manifest of a pulled model: its shape, its sizes in bytes and its files.
+
+    A model of one format has only `dtype` and `layout`. Else `forms` has the formats of the experts
+    of each MoE layer, or one pair for all layers. `layouts` has the layout versions of the formats
+    other than dtype, of experts and dense tensors.
+    """
 
     name: str
     tag: str
@@ -81,6 +94,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     biased: bool = False  # the experts' matrices have biases
     encoder_layers: Bytes = 0  # the first of the MoE layers, which run once per request
     usual_context: _Count | None = None  # the default of --ctx; None: max_context
+    forms: tuple[ExpertForms, ...] = ()
+    layouts: dict[str, int] = {}
     format: int = FORMAT_VERSION
 
     @property
@@ -88,15 +103,38 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return ModelName(self.name, self.tag)
 
     @property
-    def expert_layout(self) -> ExpertLayout:
-        return ExpertLayout(
-            self.hidden, self.intermediate, self.dtype, self.activation, self.biased
-        )
+    def expert_layouts(self) -> tuple[ExpertLayout, ...]:
+        """The layout of the experts of each MoE layer. Equal ones are one object."""
+        forms = self.forms or (ExpertForms(self.dtype, self.dtype),)
+        made = {
+            pair: ExpertLayout(
+                self.hidden, self.intermediate, pair.inner, self.activation, self.biased, pair.down
+            )
+            for pair in set(forms)
+        }
+        each = forms * self.layers if len(forms) == 1 else forms
+        return tuple(made[pair] for pair in each)
+
+    @property
+    def expert_bytes(self) -> int:
+        """The mean bytes of an expert; layers may differ."""
+        return sum(layout.data_bytes for layout in self.expert_layouts) // self.layers
+
+    @property
+    def read_bytes(self) -> int:
+        """The mean bytes of an expert in whole pages: what a read of it moves."""
+        return sum(layout.slot_bytes for layout in self.expert_layouts) // self.layers
+
+    @property
+    def expert_bits(self) -> float:
+        """The mean bits per weight of the experts, with scales and biases."""
+        layouts = self.expert_layouts
+        return 8 * sum(x.data_bytes for x in layouts) / sum(x.weights for x in layouts)
 
     @property
     def slots(self) -> SlotBudget:
-        layout = self.expert_layout
-        return SlotBudget(layout.slot_bytes, self.layers * self.experts, self.top_k)
+        size = largest_slot_bytes(self.expert_layouts)
+        return SlotBudget(size, self.layers * self.experts, self.top_k)
 
     def kv_bytes(self, context: int) -> int:
         """Return the bytes of a request with up to `context` tokens (models/layers/kv_cache.py)."""
@@ -146,7 +184,11 @@ def storable(origin: str) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest durably. After this the folder is a complete model."""
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    about = msgspec.structs.asdict(manifest)
+    for name in ("forms", "layouts"):  # only where they are set: versions up to 0.1 refuse them
+        if not about[name]:
+            del about[name]
+    text = msgspec.json.format(msgspec.json.encode(about), indent=1)
     write_bytes_durably(folder / MANIFEST, text + b"\n")
 
 
@@ -172,10 +214,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_versions(model: str, found: _Versions) -> None:
-    layout = LAYOUT_VERSIONS.get(found.dtype, 0)
     for what, version, ours in (
         ("format", found.format, FORMAT_VERSION),
-        (f"{found.dtype} layout", found.layout, layout),
+        *(
+            (f"{form} layout", version, LAYOUT_VERSIONS.get(form, 0))
+            for form, version in {**found.layouts, found.dtype: found.layout}.items()
+        ),
     ):
         if version > ours > 0:
             raise NewerModel(
@@ -200,6 +244,21 @@ def _check(manifest: Manifest) -> None:
     for file in manifest.files:
         if file.crc32c is None:
             raise ValueError(f"{file.path!r} has no checksum")
-    data_bytes = manifest.expert_layout.data_bytes
-    if any(shard.data_bytes != data_bytes for shard in manifest.shards()):
-        raise ValueError("a shard is not of the size of an expert")
+    _check_forms(manifest)
+    shards = iter(manifest.shards())
+    for layout in manifest.expert_layouts:
+        if any(next(shards).data_bytes != layout.data_bytes for _ in range(manifest.experts)):
+            raise ValueError("a shard is not of the size of an expert")
+
+
+def _check_forms(manifest: Manifest) -> None:
+    """Raise ValueError unless `forms` suits the layers, and each format has a version."""
+    if not manifest.forms:
+        return
+    if len(manifest.forms) not in (1, manifest.layers):
+        raise ValueError(f"it has formats of {len(manifest.forms)} layers, not {manifest.layers}")
+    used = {form for pair in manifest.forms for form in pair}
+    if unknown := used - {manifest.dtype, *manifest.layouts}:
+        raise ValueError(f"it lacks the version of the {min(unknown)} layout")
+    if not all(map(is_tiled, (*used, manifest.dtype))):
+        raise ValueError("layers of several formats are not all tiled")

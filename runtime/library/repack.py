@@ -7,6 +7,7 @@ even after a kill, and a rerun continues the unfinished work.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import errno
 import os
@@ -17,12 +18,12 @@ from pathlib import Path
 
 from moeinf.errors import UnusableInput
 from moeinf.models import family_of
-from moeinf.offload.format.layout import LAYOUT_VERSIONS
+from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertForms, is_tiled
 from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_object, read_small
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
-from moeinf.runtime.checkpoints.inventory import Inventory, take_inventory
+from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
@@ -35,7 +36,14 @@ from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
 
-DTYPE_OF_TAG = {"q4": "Q4", "q8": "Q8", "mxfp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
+FORMS_OF_TAG = {  # of experts; dense tensors follow from the first (Inventory.form_of)
+    "q4": ExpertForms("Q4", "Q4"),
+    "q4d8": ExpertForms("Q4", "Q8"),
+    "q8": ExpertForms("Q8", "Q8"),
+    "mxfp4": ExpertForms("MXFP4", "MXFP4"),
+    "bf16": ExpertForms("BF16", "BF16"),
+    "f32": ExpertForms("F32", "F32"),
+}
 Note = Callable[[str], None]
 
 
@@ -54,8 +62,8 @@ def repack(
     Raises ModelInUse, PullInProgress, and OSError (disk full).
     """
     keep_heap_small()
-    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
-    dtype = DTYPE_OF_TAG[name.tag]
+    found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    inventory, dtype = in_tag(found, name.tag)
     _check_format(source, inventory, dtype)
     announce(inventory, name, note)
     library.check_unused(name)
@@ -106,12 +114,29 @@ def measure_source(source: Source) -> SourceSizes:
     for tensor in source.checkpoint.tensors.values():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
     fetched = source.download_bytes()
-    disk = {
-        tag: inventory.disk_bytes(dtype)
-        for tag, dtype in DTYPE_OF_TAG.items()
-        if dtype != MXFP4 or inventory.has_mxfp4
-    }
+    disk = {}
+    for tag in _tags_of(inventory):
+        stored, dtype = in_tag(inventory, tag)
+        disk[tag] = stored.disk_bytes(dtype)
     return SourceSizes(sorted(sizes.items()), fetched, disk, source.space_bytes())
+
+
+def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
+    """Return the inventory with the formats that a tag stores, and the tag's own format.
+
+    A tag with two formats sets those of all experts. A tag without tiles drops `forms`: it widens.
+    """
+    pair, forms = FORMS_OF_TAG[tag], inventory.forms
+    if not is_tiled(pair.inner):
+        forms = Forms()
+    elif pair.inner != pair.down:
+        forms = dataclasses.replace(forms, experts=(pair,))
+    return dataclasses.replace(inventory, forms=forms), pair.inner
+
+
+def _tags_of(inventory: Inventory) -> list[str]:
+    """Return the tags that this checkpoint can have."""
+    return [t for t, f in FORMS_OF_TAG.items() if f.inner != MXFP4 or inventory.has_mxfp4]
 
 
 def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
@@ -124,7 +149,7 @@ def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
 
 def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
     """Report that weights will be rounded, and which tensors will be left out."""
-    if inventory.downcasts(DTYPE_OF_TAG[name.tag]):
+    if inventory.downcasts(FORMS_OF_TAG[name.tag].inner):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
     if inventory.unused:
         note(f"not part of the family, left out: {_first_of(inventory.unused)}")
@@ -202,18 +227,20 @@ def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     It writes nothing. Raises ModelDataError or BadCheckpoint if `name` cannot be made.
     """
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
-    _check_format(source, inventory, DTYPE_OF_TAG[name.tag])
+    _check_format(source, inventory, FORMS_OF_TAG[name.tag].inner)
     return {
-        tag: _manifest(source, inventory, ModelName(name.name, tag), ())
-        for tag, dtype in DTYPE_OF_TAG.items()
-        if dtype != MXFP4 or inventory.has_mxfp4
+        tag: _manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
+        for tag in _tags_of(inventory)
     }
 
 
 def _manifest(
     source: Source, inventory: Inventory, name: ModelName, files: Sequence[FileRecord]
 ) -> Manifest:
-    dtype, moe = DTYPE_OF_TAG[name.tag], inventory.moe
+    dtype, moe = FORMS_OF_TAG[name.tag].inner, inventory.moe
+    forms = inventory.forms.experts
+    if len(set(forms)) == 1:  # one pair for all layers, or dtype alone
+        forms = () if set(forms) == {ExpertForms(dtype, dtype)} else forms[:1]
     return Manifest(
         name=name.name,
         tag=name.tag,
@@ -237,6 +264,8 @@ def _manifest(
         biased=moe.biased,
         encoder_layers=moe.encoder_layers,
         usual_context=inventory.usual_context,
+        forms=forms,
+        layouts={form: LAYOUT_VERSIONS[form] for form in sorted(inventory.forms.used - {dtype})},
     )
 
 

@@ -8,6 +8,7 @@ several source files gets its parts as each file arrives. They are written at th
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import time
@@ -19,11 +20,13 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
+from moeinf.models.base import Role
 from moeinf.native import SHARD_DATA_OFFSET, crc32c
 from moeinf.offload.format.direct_io import BLOCK_BYTES
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
     LAYOUT_VERSIONS,
+    ExpertLayout,
     is_tiled,
     plain_form,
     stored_bytes,
@@ -40,6 +43,7 @@ from moeinf.runtime.checkpoints.encode import Look, encoded, unseen
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fp8 import files_of
 from moeinf.runtime.checkpoints.inventory import Inventory
+from moeinf.runtime.library.dense_views import FORMS_BY_SIZE
 from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.library.staging import Workplace, unfinished_path
 from moeinf.runtime.regular_files import check_regular
@@ -73,13 +77,21 @@ class Target:
 
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
     """Return the targets of a model: dense.safetensors, and one shard per expert."""
-    layout, wanted = inventory.expert_layout(dtype), inventory.moe.parts
-    forms = tuple(dtype if len(shape) == 2 else plain_form(dtype) for shape in wanted.values())
+    layouts, wanted = inventory.expert_layouts(dtype), inventory.moe.parts
+    forms = [tuple(_form_of(role, shape, x) for role, shape in wanted.items()) for x in layouts]
     found = [_dense_target(inventory, dtype)]
     for key, roles in sorted(inventory.experts.items()):
         parts = tuple(roles[role] for role in wanted)
-        found.append(Target(shard_path(key), shard_header(key, layout), parts, forms))
+        header = shard_header(key, layouts[key.layer])
+        found.append(Target(shard_path(key), header, parts, forms[key.layer]))
     return found
+
+
+def _form_of(role: Role, shape: tuple[int, ...], layout: ExpertLayout) -> str:
+    """Return the format of an expert's tensor: a matrix, or a bias."""
+    if len(shape) != 2:
+        return plain_form(layout.dtype)
+    return layout.down if role == "down" else layout.dtype
 
 
 def _dense_target(inventory: Inventory, dtype: str) -> Target:
@@ -101,7 +113,8 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
     """Return the header of dense.safetensors for the format `dtype`, and the order of its tensors.
 
     Tiles are described as U8 of one dimension. For a tiled format the header's metadata gives the
-    version of the layout.
+    version of the layout. Its `forms` has the format of all tiles, by name, where some are not Q4
+    or Q8: these two differ in size (dense_views.py).
     """
     sizes = {name: stored_bytes(*piece) for name, piece in slices.items()}
 
@@ -119,6 +132,9 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
     about = {"format": "moeinf"}
     if is_tiled(dtype):
         about["layout"] = str(LAYOUT_VERSIONS[dtype])
+    tiled = {name: slices[name].form for name in order if is_tiled(slices[name].form)}
+    if not {*tiled.values()} <= {*FORMS_BY_SIZE}:
+        about["forms"] = json.dumps(tiled, separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": about}
     offset = 0
     for name in order:

@@ -26,6 +26,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.fp8 import sources
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.repack import in_tag
 from moeinf.runtime.library.shard_writer import all_targets, hash_file
 from moeinf.runtime.regular_files import check_regular
 from moeinf.runtime.sizes import Progress
@@ -123,8 +124,8 @@ def repair(
     progress: Progress,
 ) -> None:
     """Write the damaged files again. Raises CannotRepair, BadCheckpoint, DownloadFailed."""
-    inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
-    targets = {target.name: target for target in all_targets(inventory, manifest.dtype)}
+    found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
+    targets = {target.name: target for target in all_targets(*in_tag(found, manifest.tag))}
     for number, damage in enumerate(damages):
         target = targets.get(damage.path)
         if target is None:

@@ -47,7 +47,7 @@ def seconds_per_token(
     slots, above = manifest.slots, placement.on_device
     layers = manifest.layers - manifest.encoder_layers
     dense = manifest.dense_bytes * layers / manifest.layers
-    routed = layers * manifest.top_k * slots.slot_bytes
+    routed = layers * manifest.top_k * manifest.read_bytes
     disk = routed * (1 - placement.slots / slots.experts) / speeds.disk_bytes_per_s
     inside = above is not None and above.inside
     ram = 0.0 if inside else dense / speeds.ram_bytes_per_s
@@ -81,7 +81,7 @@ def prefill_seconds(
     chunks = [min(size, tokens - start) for start in range(0, tokens, size)]
     unused = 1 - min(1.0, manifest.top_k / manifest.experts)  # the chance for one token
     used = sum(layers * manifest.experts * (1 - unused**chunk) for chunk in chunks)
-    routed = used * manifest.slots.slot_bytes
+    routed = used * manifest.read_bytes
     dense = len(chunks) * manifest.dense_bytes * layers / manifest.layers
     missing = 1 - placement.slots / manifest.slots.experts
     least = [

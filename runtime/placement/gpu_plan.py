@@ -139,8 +139,8 @@ def workspace_bytes(manifest: Manifest) -> int:
     Each row needs its input, K outputs and K inner rows, in float32. Quantised activations need
     less than that.
     """
-    layout = manifest.expert_layout
-    inner = layout.hidden + manifest.top_k * (layout.hidden + 2 * layout.intermediate)
+    hidden = manifest.hidden
+    inner = hidden + manifest.top_k * (hidden + 2 * manifest.intermediate)
     return _chunk(manifest) * inner * 4 + _TORCH_BYTES
 
 

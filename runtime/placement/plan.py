@@ -211,6 +211,6 @@ def threads_worth_having(manifest: Manifest) -> int:
     another process keeps the second core busy, 1 thread is some 80 times as fast
     (docs/decisions/0011).
     """
-    routed = manifest.layers * manifest.top_k * manifest.slots.slot_bytes
+    routed = manifest.layers * manifest.top_k * manifest.read_bytes
     per_layer = (manifest.dense_bytes + routed) // manifest.layers
     return max(1, per_layer >> 20)

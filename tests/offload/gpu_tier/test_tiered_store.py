@@ -67,10 +67,10 @@ class Rig:
         lock = HostLock(context, pool, 2 * LAYOUT.slot_bytes)
         transfer = Transfer(shards.folder, shards.records, pool, readers=2, direct_io=False)
         lower = POLICIES[policy](Setup(shape, host_slots, past()))
-        self.host = HostTier(LAYOUT, E, L * E, pool, transfer, lower, math)
+        self.host = HostTier([LAYOUT] * L, E, pool, transfer, lower, math)
         self.device = FakeDevice(fake)
         self.tier = DeviceTier(
-            context, lock, self.device, LAYOUT, device_slots,
+            context, lock, self.device, device_slots,
             lambda slots: POLICIES[policy](Setup(shape, slots, past())), math, self.host,
             lock_pages=lambda: PageLocking(lock, host_slots, lambda: 1 << 40, 0),
         )  # fmt: skip

@@ -42,7 +42,7 @@ class Shards:
         pool = SlotPool(slots, LAYOUT.slot_bytes)
         transfer = Transfer(self.folder, self.records, pool, readers=readers, direct_io=False)
         policy = POLICIES[name](Setup(RoutingShape(L, E, K), slots, past()))
-        host = HostTier(LAYOUT, E, L * E, pool, transfer, policy, TorchMath())
+        host = HostTier([LAYOUT] * L, E, pool, transfer, policy, TorchMath())
         return ExpertStore(
             (host,), wishes=2 * K if name in USE_PAST else 0, hints=name in USE_HINTS
         )

@@ -64,7 +64,7 @@ def test_kept_as_it_is(model_and_checkpoint, tmp_path):
     model, folder = model_and_checkpoint
     settings = Settings(tmp_path)
     manifest = pull(folder, settings, "tiny:mxfp4")
-    layout = manifest.expert_layout
+    layout = manifest.expert_layouts[0]
     assert (layout.dtype, layout.activation, layout.biased) == ("MXFP4", "clamped_swiglu", True)
     assert layout.data_bytes == 2 * 2 * 544 + 4 * 544 + 2 * (2 * F + D)  # F is half a tile
     ids = [(5 * i + 1) % 97 for i in range(40)]

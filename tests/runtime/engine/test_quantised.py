@@ -86,7 +86,7 @@ def test_residency_never_chooses_the_result(demos, settings):
 
 
 def test_what_is_stored(demos):
-    sizes = {tag: manifest.expert_layout.data_bytes for tag, (manifest, _) in demos.items()}
+    sizes = {tag: manifest.expert_bytes for tag, (manifest, _) in demos.items()}
     assert sizes["q4"] / sizes["bf16"] == 4.5 / 16
     assert sizes["q8"] / sizes["bf16"] == 8.5 / 16
     assert {tag: manifest.layout for tag, (manifest, _) in demos.items()} == {

@@ -109,7 +109,7 @@ def test_fewer_layers_and_sizes_of_the_model(open_engine: Open) -> None:
     manifest = open_engine(context=64).info.manifest
     found = fitted(recorded(replace(_SHAPE, layers=9)), manifest)
     assert found.shape == replace(
-        _SHAPE, expert_bytes=manifest.expert_layout.data_bytes, dense_bytes=manifest.dense_bytes
+        _SHAPE, expert_bytes=manifest.expert_bytes, dense_bytes=manifest.dense_bytes
     )
     assert {done.ids.shape[0] for done in found.passes} == {6}
 

@@ -199,7 +199,7 @@ def test_a_chunk_takes_no_more_than_is_counted(
         x = model._body.states(ids, ids, (span,), experts)
         model._logits(x[-1:])
     manifest: Any = SimpleNamespace(
-        expert_layout=layout, top_k=moe.top_k, hidden=moe.hidden, dtype=form.upper(),
+        top_k=moe.top_k, hidden=moe.hidden, intermediate=moe.intermediate, dtype=form.upper(),
         encoder_layers=0,
     )  # fmt: skip
     counted = dense_workspace_bytes(manifest, context) - _TORCH_BYTES - _GRAPHS_BYTES
