@@ -77,8 +77,11 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     for form in FORMS:
         common = {"FORM": form, "STAGES": 4, "EMULATE": False}
         for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
-            constants = {**common, "ACTIVATION": activation, "BIASED": biased}
+            constants = {**common, "DOWN": form, "ACTIVATION": activation, "BIASED": biased}
             yield f"expert_inner {form} {activation}", kernels.expert_inner, constants, 4
+            if form == "q4":
+                constants = {**constants, "DOWN": "q8"}
+                yield f"expert_inner q4d8 {activation}", kernels.expert_inner, constants, 4
         yield f"expert_down {form}", kernels.expert_down, {**common, "BIASED": True}, 4
         for rows in (1, 2, 4, 8, 16):
             constants = {**common, "ROWS": rows, "LANES": 32}
@@ -156,7 +159,7 @@ def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]
     for rows, warps in ((16, 4), (32, 4), (64, 8)):
         common = {"FORM": form, "STAGES": 4, "ROWS": rows}
         for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
-            constants = {**common, "ACTIVATION": activation, "BIASED": biased}
+            constants = {**common, "DOWN": form, "ACTIVATION": activation, "BIASED": biased}
             yield f"grouped_inner {form} {activation} {rows}", gemm.grouped_inner, constants, warps
         constants = {**common, "LANES": 128}
         yield f"linear_many {form} {rows}", gemm.linear_many, constants, warps

@@ -87,7 +87,7 @@ class DeviceMath:
         assert arena.is_contiguous()
         assert arena.shape[1] % 16 == 0
         self._layout, self._reference = layout, reference
-        self._form = layout.dtype.lower()
+        self._form, self._down_form = layout.dtype.lower(), layout.down.lower()
         self._gated = is_gated(layout.activation)
         self._views = [] if is_tiled(layout.dtype) else slot_views(layout, arena)
         self._slots = torch.arange(len(arena), dtype=torch.int32, device=arena.device)
@@ -148,23 +148,24 @@ class DeviceMath:
         slots = torch.where(ids < 0, -1, table[ids.clamp(min=0)])
         blocks = blocks_of(slots, experts, rows_of_block(pairs, experts))
         inputs = Activations.of(x, form)
-        middle = Activations(pairs, f, form, x.device)
+        middle = Activations(pairs, f, self._down_form, x.device)
         shared = (
             blocks.begins, blocks.slots, blocks.order,
             self._words, self._plain, self._words.shape[1],
         )  # fmt: skip
-        fixed = {"BIASED": shape.biased, "STAGES": STAGES, "FORM": form, "ROWS": blocks.rows}
+        fixed = {"BIASED": shape.biased, "STAGES": STAGES, "ROWS": blocks.rows}
         warps = warps_of(blocks.rows)
         grouped_inner[(tiles_of(f), blocks.most)](
             *shared, self._matrix // 4, self._inner_bias // 2,
             d, f, tiles_of(d), padded_groups(f), len(ids) // len(x), pairs,
             inputs.codes, inputs.scales, middle.codes, middle.scales,
-            ACTIVATION=shape.activation, num_warps=warps, **fixed, **FUSION,
+            FORM=form, DOWN=self._down_form, ACTIVATION=shape.activation, num_warps=warps,
+            **fixed, **FUSION,
         )  # fmt: skip
         grouped_down[(triton.cdiv(d, LANES), blocks.most)](
             *shared, self._down // 4, self._down_bias // 2, d, tiles_of(f), pairs,
             middle.codes, middle.scales, rows,
-            LANES=LANES, num_warps=warps, **fixed, **FUSION,
+            FORM=self._down_form, LANES=LANES, num_warps=warps, **fixed, **FUSION,
         )  # fmt: skip
 
     def _run_pairs(
@@ -174,19 +175,20 @@ class DeviceMath:
         shape, form, place = self._layout, self._form, ids.contiguous()
         d, f, pairs = shape.hidden, shape.intermediate, ids.numel()
         inputs = Activations.of(x, form)
-        middle = Activations(pairs, f, form, x.device)
+        middle = Activations(pairs, f, self._down_form, x.device)
         shared = (place, table, first_cell, self._words, self._plain, self._words.shape[1])
-        fixed = {"BIASED": shape.biased, "STAGES": STAGES, "EMULATE": INTERPRETED, "FORM": form}
+        fixed = {"BIASED": shape.biased, "STAGES": STAGES, "EMULATE": INTERPRETED}
         expert_inner[(pairs, padded_groups(f))](
             *shared, self._matrix // 4, self._inner_bias // 2,
             d, f, tiles_of(d), padded_groups(f), ids.shape[1],
             inputs.words, inputs.starts, inputs.scales, middle.codes, middle.starts, middle.scales,
-            ACTIVATION=shape.activation, num_warps=4, **fixed, **FUSION,
+            FORM=form, DOWN=self._down_form, ACTIVATION=shape.activation, num_warps=4,
+            **fixed, **FUSION,
         )  # fmt: skip
         expert_down[(pairs, triton.cdiv(d, _OUTPUTS))](
             *shared, self._down // 4, self._down_bias // 2, d, f, tiles_of(f),
             middle.words, middle.starts, middle.scales, rows,
-            num_warps=4, **fixed, **FUSION,
+            FORM=self._down_form, num_warps=4, **fixed, **FUSION,
         )  # fmt: skip
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:

@@ -58,13 +58,14 @@ def expert_inner(
     ids, table, first_cell, words, plain, slot_words, matrix_words, bias_at,
     hidden, inner, hidden_tiles, inner_groups, top_k,
     x_words, x_starts, x_scales, codes, starts, sizes,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, STAGES: tl.constexpr,
-    EMULATE: tl.constexpr,
+    FORM: tl.constexpr, DOWN: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr,
+    STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Compute activation(gate · x, up · x) of 32 columns of F: one group of the input of `down`.
 
-    words and plain are the same arena, as int32 and as bf16. x is quantised. For bf16, x_words are
-    the rows themselves and codes receives bf16 values.
+    DOWN is the format of `down`, for which the group is quantised. words and plain are the same
+    arena, as int32 and as bf16. x is quantised. For bf16, x_words are the rows themselves and codes
+    receives bf16 values.
     """
     pair, group = tl.program_id(0), tl.program_id(1)
     slot = slot_of(ids, table, first_cell, pair)
@@ -99,7 +100,7 @@ def expert_inner(
     if FORM == "bf16":
         tl.store(codes + pair * inner + column, stored(values, tl.bfloat16), column < inner)
     else:
-        found_codes, start, size = quantised(values, FORM)
+        found_codes, start, size = quantised(values, DOWN)
         one = pair * inner_groups + group + tl.arange(0, 1)
         tl.store(codes + pair * inner_groups * 32 + column, found_codes.to(tl.int8))
         tl.store(starts + one, start)

@@ -117,10 +117,13 @@ def grouped_inner(
     begins, slots, order, words, plain, slot_words, matrix_words, bias_at,
     hidden, inner, hidden_tiles, inner_groups, top_k, pairs,
     x_codes, x_scales, codes, sizes,
-    FORM: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    FORM: tl.constexpr, DOWN: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute activation(gate · x, up · x) of 64 columns of F: two groups of the pairs' rows."""
+    """Compute activation(gate · x, up · x) of 64 columns of F: two groups of the pairs' rows.
+
+    They are quantised for DOWN, the format of `down`.
+    """
     begin = tl.load(begins + tl.program_id(1))
     if begin == pairs:
         return
@@ -144,7 +147,7 @@ def grouped_inner(
     else:
         gate, up = tl.split(tl.permute(tl.reshape(found, (ROWS, 2, 64)), (0, 2, 1)))
         values = activated(gate, up, ACTIVATION)
-    found_codes, _, size = quantised(tl.reshape(values, (ROWS * 2, 32)), FORM)
+    found_codes, _, size = quantised(tl.reshape(values, (ROWS * 2, 32)), DOWN)
     half, k = tl.arange(0, 2), tl.arange(0, 64)
     group = pair.to(tl.int64) * inner_groups + tile * 2  # [R]
     found_codes = tl.reshape(found_codes, (ROWS, 64)).to(tl.int8)

@@ -185,14 +185,19 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form, bad):
 
 
 def experts_of(
-    form: str, count: int, hidden: int, inner: int, gated: bool = True, biases: float = 0.0
-) -> tuple[list, list]:
+    form: str, count: int, hidden: int, inner: int, gated: bool = True, biases: float = 0.0,
+    down: str = "",
+) -> tuple[list, list]:  # fmt: skip
     """Return the bytes of each expert, and the values of its matrices and biases in order."""
     generator = torch.Generator().manual_seed(5)
     data, values = [], []
     shapes = [(inner, hidden)] * (1 + gated) + [(hidden, inner)]
     for _ in range(count):
-        parts = [stored(torch.randn(shape, generator=generator) * 0.05, form) for shape in shapes]
+        forms = [form] * (1 + gated) + [down or form]
+        parts = [
+            stored(torch.randn(shape, generator=generator) * 0.05, one)
+            for shape, one in zip(shapes, forms, strict=True)
+        ]
         if biases:
             parts += [
                 stored(torch.randn(1, shape[0], generator=generator) * biases, "bf16")

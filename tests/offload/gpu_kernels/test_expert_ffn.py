@@ -31,17 +31,17 @@ def portable_path():
 class Layer:
     """Some experts: in a device arena, last expert first, and for the CPU's kernel."""
 
-    def __init__(self, form, hidden, inner, activation="swiglu", biases=0.0, count=3):
-        self.shape = ExpertLayout(hidden, inner, form.upper(), activation, biases > 0)
+    def __init__(self, form, hidden, inner, activation="swiglu", biases=0.0, count=3, down=""):
+        self.shape = ExpertLayout(hidden, inner, form.upper(), activation, biases > 0, down.upper())
         self.data, self.values = experts_of(
-            form, count, hidden, inner, is_gated(activation), biases
+            form, count, hidden, inner, is_gated(activation), biases, down
         )
         arena = torch.zeros(count, self.shape.slot_bytes, dtype=torch.uint8)
         for expert, data in enumerate(self.data):
             arena[count - 1 - expert, : len(data)] = data
         self.math = DeviceMath(self.shape, arena.to(DEVICE), TorchMath(activation))
         self.table = torch.arange(count - 1, -1, -1, dtype=torch.int32)
-        self.kernel = ExpertKernel(form, hidden, inner, activation, biases > 0)
+        self.kernel = ExpertKernel(form, hidden, inner, activation, biases > 0, down)
 
     def on_device(self, x, ids, table=None, first_cell=0):
         rows = torch.full((ids.numel(), x.shape[1]), UNTOUCHED, dtype=x.dtype, device=DEVICE)
@@ -91,6 +91,18 @@ def test_pairs_on_the_device_get_the_cpus_bits_and_others_are_left_alone(
     for place, expert in ((0, 2), (1, 0), (5, 2)):
         exact = layer.exact(x[place // 2 : place // 2 + 1], expert)[0]
         assert relative(rows[place], exact) < (0.005 if form == "bf16" else 0.02)
+
+
+@pytest.mark.parametrize(("form", "down"), [("q4", "q8"), ("q8", "q4"), ("mxfp4", "q8")])
+@pytest.mark.parametrize("tokens", [3, 18])  # pair by pair, and on tensor cores
+def test_a_down_of_another_format_gets_the_cpus_bits(form, down, tokens):
+    layer = Layer(form, 70, 45, "clamped_swiglu", 0.5, down=down)
+    assert layer.kernel.expert_bytes == layer.shape.data_bytes
+    x = random(tokens, 70).bfloat16()
+    ids = torch.tensor([[2, 0], [1, -1], [1, 2]]).repeat(tokens // 3, 1)
+    rows = layer.on_device(x, ids)
+    assert torch.equal(rows, layer.on_cpu(x, ids))
+    assert relative(rows[0], layer.exact(x[:1], 2)[0]) < 0.02
 
 
 @pytest.mark.parametrize("form", FORMS)
