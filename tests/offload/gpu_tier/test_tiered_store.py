@@ -27,7 +27,7 @@ from moeinf.native import (
     OutOfDeviceMemory,
     SlotPool,
 )
-from moeinf.offload.format.layout import ExpertKey
+from moeinf.offload.format.layout import ExpertKey, largest_slot_bytes
 from moeinf.offload.format.shards import shard_path
 from moeinf.offload.gpu_tier import device_slots as device_tier
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
@@ -43,11 +43,11 @@ from moeinf.offload.store.transfer import ExpertReadError, Transfer
 from tests.fake_device import FakeDevice
 from tests.native.fake_cuda import Fake
 from tests.offload.store.test_expert_store import (
-    LAYOUT,
     E,
     K,
     L,
     Shards,
+    make_mixed,
     make_shards,
     past,
     routing,
@@ -63,11 +63,12 @@ class Rig:
     ) -> None:  # fmt: skip
         math, shape = TorchMath(), RoutingShape(L, E, K)
         context = DeviceContext(Driver(fake.path))
-        pool = SlotPool(host_slots, LAYOUT.slot_bytes)
-        lock = HostLock(context, pool, 2 * LAYOUT.slot_bytes)
+        pool = SlotPool(host_slots, largest_slot_bytes(shards.layouts))
+        lock = HostLock(context, pool, 2 * pool.slot_bytes)
+        self.expert_bytes = shards.layouts[0].data_bytes  # in the first layer
         transfer = Transfer(shards.folder, shards.records, pool, readers=2, direct_io=False)
         lower = POLICIES[policy](Setup(shape, host_slots, past()))
-        self.host = HostTier([LAYOUT] * L, E, pool, transfer, lower, math)
+        self.host = HostTier(shards.layouts, E, pool, transfer, lower, math)
         self.device = FakeDevice(fake)
         self.tier = DeviceTier(
             context, lock, self.device, device_slots,
@@ -98,9 +99,10 @@ class Rig:
 Rigs = Callable[..., Rig]
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    return make_shards(tmp_path_factory.mktemp("shards"))
+@pytest.fixture(scope="module", params=[make_shards, make_mixed], ids=["one format", "mixed"])
+def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    made: Shards = request.param(tmp_path_factory.mktemp("shards"))
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +203,7 @@ def test_bytes_over_the_bus(rigs: Rigs) -> None:
         rig.layer(0, (torch.ones(1, 16), torch.tensor([ids]), torch.ones(1, K)))
         rig.store.end_pass()
         since = rig.store.stats.since(before)
-        return since.decode_bus_bytes // LAYOUT.data_bytes, since.decode_device_hits
+        return since.decode_bus_bytes // rig.expert_bytes, since.decode_device_hits
 
     assert decode(1, 2) == (2, 0)
     assert decode(2, 1) == (0, 2)
@@ -216,7 +218,7 @@ def test_what_the_cpu_computes_is_promoted_while_the_bus_is_idle(rigs: Rigs) -> 
     rig = rigs(3, 6, miss="compute")
     assert rig.one(0, 1, 5) is not None
     assert rig.store.stats.decode_cpu_events == K
-    assert rig.store.stats.decode_bus_bytes == K * LAYOUT.data_bytes
+    assert rig.store.stats.decode_bus_bytes == K * rig.expert_bytes
     assert rig.store.idle
     rig.one(0, 1, 5)
     assert rig.store.stats.decode_device_hits == K
@@ -360,9 +362,10 @@ def test_a_prefill_copies_beside_the_kernels_of_the_batch_before(
 
 
 def test_who_nobody_asked_for_comes_by_bytes_and_past_those_who_are_there(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+    rigs: Rigs, shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_tier, "_UNASKED_BYTES", 3 * LAYOUT.data_bytes)
+    largest = max(layout.data_bytes for layout in shards.layouts)
+    monkeypatch.setattr(device_tier, "_UNASKED_BYTES", 3 * largest)
     rig = rigs(L * E, L * E)
     rig.store.warm(range(L * E))
     for layer in range(L):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moeinf.models.layers.moe import ResidentExperts, TorchMath
-from moeinf.native import SlotPool
-from moeinf.offload.format.layout import ExpertKey, ExpertLayout
+from moeinf.native import ExpertKernel, SlotPool
+from moeinf.offload.format.layout import ExpertKey, ExpertLayout, largest_slot_bytes
+from moeinf.offload.format.quantise import quantise
 from moeinf.offload.format.shards import FileRecord, shard_header, shard_path, write_file
 from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
@@ -24,10 +26,41 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore, Stopped
 from moeinf.offload.store.host_tier import HostTier
+from moeinf.offload.store.tier import Pending
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
 
 L, E, K, D, F = 3, 6, 2, 16, 24
 LAYOUT = ExpertLayout(D, F, "F32")
+MIXED = [
+    ExpertLayout(D, F, "Q8", biased=True),
+    ExpertLayout(D, F, "Q4", biased=True, down="Q8"),
+    ExpertLayout(D, F, "Q4", biased=True),
+]
+
+
+class Reference(Protocol):
+    """Experts that are all in memory."""
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending: ...
+
+
+class Kernels:
+    """Experts of several layouts in memory, by (layer, expert); the kernels compute one by one."""
+
+    def __init__(self, layouts: Sequence[ExpertLayout], data: dict[tuple[int, int], Tensor]):
+        self._layouts, self._data = layouts, data
+
+    def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
+        layout, rows = self._layouts[layer], torch.zeros(ids.numel(), D)
+        kernel = ExpertKernel(
+            layout.dtype.lower(), D, F, layout.activation, layout.biased, layout.down.lower()
+        )
+        for place, expert in enumerate(ids.flatten().tolist()):
+            if expert >= 0:
+                at = self._data[layer, expert].data_ptr()
+                kernel.run([at], [[place]], x.data_ptr(), len(x), K, rows.data_ptr(), True)
+        total = TorchMath().combine(rows.view(*ids.shape, D), weights)
+        return SimpleNamespace(result=lambda: total)
 
 
 @dataclass
@@ -36,13 +69,14 @@ class Shards:
 
     folder: Path
     records: list[FileRecord]
-    reference: ResidentExperts
+    reference: Reference
+    layouts: Sequence[ExpertLayout]
 
     def store(self, slots: int, readers: int = 2, name: str = "lru") -> ExpertStore:
-        pool = SlotPool(slots, LAYOUT.slot_bytes)
+        pool = SlotPool(slots, largest_slot_bytes(self.layouts))
         transfer = Transfer(self.folder, self.records, pool, readers=readers, direct_io=False)
         policy = POLICIES[name](Setup(RoutingShape(L, E, K), slots, past()))
-        host = HostTier([LAYOUT] * L, E, pool, transfer, policy, TorchMath())
+        host = HostTier(self.layouts, E, pool, transfer, policy, TorchMath())
         return ExpertStore(
             (host,), wishes=2 * K if name in USE_PAST else 0, hints=name in USE_HINTS
         )
@@ -56,11 +90,6 @@ def past() -> Eamc:
     return eamc
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
 def make_shards(folder: Path) -> Shards:
     random = torch.Generator().manual_seed(0)
     weights, records = {}, []
@@ -72,7 +101,34 @@ def make_shards(folder: Path) -> Shards:
             weights[layer, expert] = (gate_up, down)
             data = [t.view(torch.uint8).numpy().data for t in (gate_up, down)]
             records.append(write_file(folder, shard_path(key), shard_header(key, LAYOUT), data))
-    return Shards(folder, records, ResidentExperts(weights))
+    return Shards(folder, records, ResidentExperts(weights), [LAYOUT] * L)
+
+
+def make_mixed(folder: Path) -> Shards:
+    """Return experts whose formats and sizes depend on the layer."""
+    random = torch.Generator().manual_seed(0)
+    data, records = dict[tuple[int, int], Tensor](), list[FileRecord]()
+    for key in (ExpertKey(layer, expert) for layer in range(L) for expert in range(E)):
+        layout = MIXED[key.layer]
+        whole = torch.frombuffer(SlotPool(1, layout.slot_bytes), dtype=torch.uint8)
+        for span in layout.spans:
+            form = layout.down if span.name == "down" else layout.dtype
+            shape = {"down": (D, F), "gate": (F, D), "up": (F, D)}.get(span.name, span.shape)
+            values = torch.randn(shape, generator=random)
+            part = (
+                values.bfloat16().view(torch.uint8) if len(shape) == 1 else quantise(values, form)
+            )
+            whole[span.offset_bytes : span.offset_bytes + span.size_bytes] = part
+        data[key] = whole
+        used = [whole[: layout.data_bytes].numpy().data]
+        records.append(write_file(folder, shard_path(key), shard_header(key, layout), used))
+    return Shards(folder, records, Kernels(MIXED, data), MIXED)
+
+
+@pytest.fixture(scope="module", params=[make_shards, make_mixed], ids=["one format", "mixed"])
+def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    made: Shards = request.param(tmp_path_factory.mktemp("shards"))
+    return made
 
 
 def routing(tokens: int, seed: int, none: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +224,8 @@ def test_counts(shards: Shards) -> None:
     assert (stats.decode_events, stats.decode_hits) == (8, 2)
     assert stats.hit_rate == 0.25
     assert stats.loads == stats.decode_loads == 6
-    assert stats.bytes_read == stats.decode_bytes_read == 6 * LAYOUT.data_bytes
+    first, second, _ = (layout.data_bytes for layout in shards.layouts)
+    assert stats.bytes_read == stats.decode_bytes_read == 4 * first + 2 * second
     before = stats.copy()
     store.begin_pass(torch.zeros(2, dtype=torch.int64), "prefill")
     ids = torch.tensor([[1, 3], [1, -1]])
