@@ -27,7 +27,7 @@ from typing import NamedTuple
 from moeinf.native import PAGE_BYTES, is_gated, matrix_bytes
 
 LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2, "MXFP4": 1}  # by format
-_TILE_ALIGNMENT = 64  # bytes; kernels read whole cache lines
+TILE_ALIGNMENT = 64  # bytes; kernels read whole cache lines
 ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
 
 
@@ -99,7 +99,7 @@ class ExpertLayout:
             return
         if not (is_tiled(self.dtype) and is_tiled(self.down)):
             raise ValueError(f"an expert cannot have both {self.dtype} and {self.down}")
-        if next(s for s in self.spans if s.name == "down").offset_bytes % _TILE_ALIGNMENT:
+        if next(s for s in self.spans if s.name == "down").offset_bytes % TILE_ALIGNMENT:
             raise ValueError(f"{self.down} tiles after {self.dtype} ones would not be aligned")
 
     @property

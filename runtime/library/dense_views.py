@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeinf.models import family_of
 from moeinf.models.base import Embedding, Linear, ModelDataError, Piece
-from moeinf.offload.format.layout import LAYOUT_VERSIONS, is_tiled, stored_bytes
+from moeinf.offload.format.layout import LAYOUT_VERSIONS, TILE_ALIGNMENT, is_tiled, stored_bytes
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
     TORCH_DTYPE,
@@ -21,6 +21,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_described,
     read_json,
 )
+from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.dense.cpu_linear import DenseMath, Rows
 from moeinf.runtime.library.manifest import DENSE, Manifest
 
@@ -85,7 +86,7 @@ class DenseViews:
 
     def embedding(self, prefix: str, count: int, width: int) -> Embedding:
         tiles = self._tiles(f"{prefix}.weight", count, width)
-        if tiles is not None:
+        if tiles is not None and tiles[1] != MXFP4:  # no kernel reads single rows of it
             rows = self._math.tiled_embedding(*tiles, count, width)
             return Embedding(rows, torch.bfloat16, self._math.place)
         return Embedding.of(self.tensor(f"{prefix}.weight", count, width))
@@ -101,7 +102,9 @@ class DenseViews:
         forms = (self._forms[name],) if name in self._forms else FORMS_BY_SIZE
         for form in forms:
             if found.size_bytes == stored_bytes(form, (rows, columns)):
-                return self._bytes_of(found), form
+                tiles = self._bytes_of(found)
+                aligned = tiles.storage_offset() % TILE_ALIGNMENT == 0
+                return tiles if aligned else tiles.clone(), form
         return None  # then `tensor` refuses it
 
     def _bytes_of(self, found: SourceTensor) -> Tensor:

@@ -26,6 +26,7 @@ from moeinf.offload.format.direct_io import BLOCK_BYTES
 from moeinf.offload.format.layout import (
     ITEM_BYTES,
     LAYOUT_VERSIONS,
+    TILE_ALIGNMENT,
     ExpertLayout,
     is_tiled,
     plain_form,
@@ -48,7 +49,6 @@ from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.library.staging import Workplace, unfinished_path
 from moeinf.runtime.regular_files import check_regular
 
-_DENSE_ALIGNMENT = 64  # bytes; alignment of matrices and tiles in the dense buffer
 _WORKERS = 4
 _COMMIT_S = 5.0  # a killed pull repeats the work of this time at most
 
@@ -122,11 +122,11 @@ def dense_header(slices: Mapping[str, Slice], dtype: str) -> tuple[bytes, list[s
         """Return the sort key: aligned sizes first, then the others by descending item size.
 
         So every tensor begins at a multiple of its item's size, without the holes that safetensors
-        forbids: an F32 vector never follows a BF16 one of odd length. The size of tiles is always a
-        multiple of the alignment.
+        forbids: an F32 vector never follows a BF16 one of odd length. The size of tiles is a
+        multiple of the alignment, except for an odd number of MXFP4 tiles: half of one.
         """
-        odd = sizes[name] % _DENSE_ALIGNMENT != 0
-        return odd, -ITEM_BYTES[slices[name].form] if odd else 0, name
+        odd = sizes[name] % TILE_ALIGNMENT != 0
+        return odd, -ITEM_BYTES.get(slices[name].form, TILE_ALIGNMENT) if odd else 0, name
 
     order = sorted(slices, key=place)
     about = {"format": "moeinf"}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeinf.native import crc32c
-from moeinf.offload.format.layout import ExpertKey, ExpertLayout
+from moeinf.offload.format.layout import ExpertKey, ExpertLayout, largest_slot_bytes
 from moeinf.offload.format.shards import shard_header, shard_path, write_file
 
 LAYOUT = ExpertLayout(hidden=6, intermediate=5, dtype="BF16")
@@ -58,6 +58,32 @@ def test_what_an_expert_consists_of() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="activation 'gelu'"):
         ExpertLayout(6, 5, "F32", "gelu")
+
+
+def test_a_down_of_another_format() -> None:
+    mixed = ExpertLayout(70, 45, "Q4", "clamped_swiglu", biased=True, down="Q8")
+    assert [(s.name, s.offset_bytes, s.size_bytes) for s in mixed.spans] == [
+        ("gate", 0, 3456), ("up", 3456, 3456), ("down", 6912, 5 * 1088),
+        ("gate_up_bias", 12352, 180), ("down_bias", 12532, 140),
+    ]  # fmt: skip
+    assert (mixed.version, mixed.forms, mixed.slot_bytes) == (2, ("Q4", "Q8"), 16384)
+    assert 8 * ExpertLayout(64, 64, "Q4", down="Q8").data_bytes / (3 * 64 * 64) == 35 / 6
+    plain = ExpertLayout(70, 45, "Q4", "clamped_swiglu", biased=True)
+    assert plain == ExpertLayout(70, 45, "Q4", "clamped_swiglu", biased=True, down="Q4")
+    assert largest_slot_bytes([plain, mixed, plain]) == 16384
+    key = ExpertKey(0, 0)
+    assert b'"formats":"Q4 Q8"' in shard_header(key, mixed)
+    assert b"formats" not in shard_header(key, plain)
+
+
+@pytest.mark.parametrize(
+    ("form", "activation", "down"),
+    [("BF16", "swiglu", "Q8"), ("Q4", "swiglu", "F32"), ("Q4", "swiglu", "Q3"),
+     ("MXFP4", "relu", "Q8")],
+)  # fmt: skip
+def test_formats_that_one_expert_cannot_have(form: str, activation: str, down: str) -> None:
+    with pytest.raises(ValueError, match=r"no expert layout|cannot have both|not be aligned"):
+        ExpertLayout(64, 16, form, activation, down=down)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from moeinf.offload.format.layout import ExpertKey
 from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
-from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.checkpoints.inventory import Forms, take_inventory
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.repack import in_tag
 from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import byte_tokenizer
 from tests.conftest import pull
@@ -55,7 +57,7 @@ SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores a
     "num_sparse_decoder_layers": 1,
 }
 CASES = [(name, tag) for name in CONFIGS for tag in ("q8", "q4")]
-CASES += [("gpt-oss-blocks", "mxfp4")]
+CASES += [("gpt-oss-blocks", "mxfp4"), ("gpt-oss", "q4d8"), ("olmoe-yarn", "q4d8")]
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -173,14 +175,24 @@ def widened(tensor: SourceTensor, form: str) -> Tensor:
     return dequantise(quantise(values, form), form, *tensor.shape)
 
 
-def reference(folder: Path, dtype: str) -> tuple[Model, WidenedExperts]:
-    """Return the model with a checkpoint's weights as the format `dtype` stores them."""
+def reference(folder: Path, tag: str, forms: Forms | None = None) -> tuple[Model, WidenedExperts]:
+    """Return the model with a checkpoint's weights as the tag, or `forms`, stores them."""
     checkpoint = open_checkpoint(folder)
     family = family_of(checkpoint.config)
-    inventory = take_inventory(family, checkpoint)
+    inventory, dtype = in_tag(take_inventory(family, checkpoint), tag)
+    if forms is not None:
+        inventory = replace(inventory, forms=forms)
+    layouts = inventory.expert_layouts(dtype)
+
+    def form_of(key: ExpertKey, role: str) -> str:
+        return layouts[key.layer].down if role == "down" else layouts[key.layer].dtype
+
     dense = {n: widened(t, inventory.form_of(n, dtype)) for n, t in inventory.dense.items()}
     experts = {
-        key: {role: widened(t, dtype if len(t.shape) == 2 else "BF16") for role, t in parts.items()}
+        key: {
+            role: widened(t, form_of(key, role) if len(t.shape) == 2 else "BF16")
+            for role, t in parts.items()
+        }
         for key, parts in inventory.experts.items()
     }
     model = family.build(family.parse(checkpoint.config), WidenedParts(dense))
@@ -212,7 +224,7 @@ def test_near_the_reference(name: str, tag: str, tmp_path: Path) -> None:
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     settings = Settings(tmp_path / "home")
     manifest = pull(folder, settings, f"tiny:{tag}")
-    plain, widened_experts = reference(folder, manifest.dtype)
+    plain, widened_experts = reference(folder, tag)
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     ids = [(11 * i + 5) % vocab for i in range(PROMPT + STEPS)]
     wanted = logits(plain, widened_experts, ids, plain.new_state(len(ids)))

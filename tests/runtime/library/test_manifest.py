@@ -9,7 +9,7 @@ import pytest
 
 from moeinf.offload.format.layout import LAYOUT_VERSIONS
 from moeinf.runtime.config import Settings
-from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -17,7 +17,9 @@ from moeinf.runtime.library.manifest import (
     NewerModel,
     OlderModel,
     read_manifest,
+    write_manifest,
 )
+from tests.conftest import pull
 
 
 @pytest.fixture
@@ -54,3 +56,65 @@ def test_versions(
     text: dict[str, object], change: dict[str, object], error: type, tmp_path: Path
 ) -> None:
     assert error_of(tmp_path, {**text, **change}) is error
+
+
+FORMS = [["Q4", "Q8"]] * 6
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Return the manifest of demo:q4d8 as JSON."""
+    settings = Settings(tmp_path_factory.mktemp("home"))
+    manifest = pull(DEMO_CHECKPOINT, settings, "demo:q4d8")
+    document: dict[str, object] = json.loads(
+        (Library(settings).folder(manifest.model) / MANIFEST).read_text()
+    )
+    return document
+
+
+def test_one_pair_stands_for_all_layers(mixed: dict[str, object], tmp_path: Path) -> None:
+    assert (mixed["dtype"], mixed["forms"], mixed["layouts"]) == ("Q4", [["Q4", "Q8"]], {"Q8": 2})
+    (tmp_path / MANIFEST).write_text(json.dumps({**mixed, "forms": FORMS}))
+    manifest = read_manifest(tmp_path)
+    assert [tuple(pair) for pair in manifest.forms] == [("Q4", "Q8")] * 6
+    assert len({id(layout) for layout in manifest.expert_layouts}) == 1
+    assert manifest.expert_bits == 35 / 6
+    assert manifest.expert_bytes == manifest.shards()[0].data_bytes == 2 * 4608 + 8704
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_a_model_of_one_format_has_no_new_field(text: dict[str, object]) -> None:
+    assert "forms" not in text
+    assert "layouts" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"layouts": {"Q8": LAYOUT_VERSIONS["Q8"] + 1}}, NewerModel),
+        ({"layouts": {"Q8": LAYOUT_VERSIONS["Q8"] - 1}}, OlderModel),
+        ({"layouts": {"Q8": 2, "Q3": 1}}, DamagedModel),
+        ({"layouts": {"Q8": "2"}}, DamagedModel),
+        ({"layouts": {"Q8": True}}, DamagedModel),
+        ({"layouts": {}}, DamagedModel),
+        ({"layouts": [["Q8", 2]]}, DamagedModel),
+        ({"forms": []}, DamagedModel),  # then a shard is too large
+        ({"forms": FORMS[:5]}, DamagedModel),
+        ({"forms": FORMS * 2}, DamagedModel),
+        ({"forms": [["Q8", "Q4"]]}, DamagedModel),
+        ({"forms": [*FORMS[:5], ["Q4", "Q4"]]}, DamagedModel),
+        ({"forms": [["Q4", "Q8", "Q8"]]}, DamagedModel),
+        ({"forms": [["Q4"]]}, DamagedModel),
+        ({"forms": [["Q4", "MXFP4"]]}, DamagedModel),
+        ({"forms": [["Q4", "BF16"]], "layouts": {"BF16": 1}}, DamagedModel),
+        ({"forms": ["Q4", "Q8"]}, DamagedModel),
+        ({"forms": "Q4Q8"}, DamagedModel),
+        ({"forms": [["Q4", None]]}, DamagedModel),
+        ({"layers": 1 << 40}, DamagedModel),
+    ],
+)
+def test_hostile_forms(
+    mixed: dict[str, object], change: dict[str, object], error: type, tmp_path: Path
+) -> None:
+    assert error_of(tmp_path, {**mixed, **change}) is error
