@@ -57,9 +57,9 @@ def pull(
     """Fetch a model from the hub, or read a checkpoint folder, and repack its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4 (the default), q8, mxfp4 (the default of gpt-oss), bf16 (the default
-    of demo) or f32. An interrupted pull resumes where it stopped; a model that is up to date is
-    left unchanged.
+    folder, or demo. TAG is q4 (the default), q4d8 (q4, but the experts' down_proj in q8), q8, mxfp4
+    (the default of gpt-oss), bf16 (the default of demo) or f32. An interrupted pull resumes where
+    it stopped; a model that is up to date is left unchanged.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
     glm4_moe_lite, gpt_oss, granitemoe, mixtral, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,

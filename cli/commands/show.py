@@ -31,7 +31,8 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
         return
     if json:
         about = {key: value for key, value in msgspec.structs.asdict(m).items() if key != "files"}
-        sizes = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
+        sizes: dict[str, float] = {"size_bytes": m.size_bytes, "expert_bytes": m.slots.slot_bytes}
+        sizes["expert_bits_per_weight"] = round(m.expert_bits, 4)
         memory = {"min_memory_bytes": m.slots.min_bytes, "max_memory_bytes": m.slots.max_bytes}
         out.document({**about, **sizes, **memory, "path": str(folder), "files": len(m.files)})
         return

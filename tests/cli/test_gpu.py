@@ -146,8 +146,8 @@ def test_a_plan_of_tags_that_do_not_all_fit_the_device(
     assert least is not None
     assert answer([*line, least[1]]) == 0
     rows = capsys.readouterr().out.splitlines()
-    fits = {row.split()[0]: not row.endswith("no: GPU") for row in rows[-4:]}
-    assert fits == {"q4": True, "q8": False, "bf16": False, "f32": False}
+    fits = {row.split()[0]: not row.endswith("no: GPU") for row in rows[-5:]}
+    assert fits == {"q4": True, "q4d8": False, "q8": False, "bf16": False, "f32": False}
     assert answer([*line, least[1], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     check_document("plan", plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.chat.test_terminals import in_terminal
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, command_in
 
 
 @pytest.fixture
@@ -39,3 +39,17 @@ def test_without_a_bar(option: str, demo_home: Path, text: Path) -> None:
     code, shown = in_terminal(demo_home, 80, "eval", "demo", "--file", str(text), option)
     assert (code, "evaluating" in shown) == (0, False)
     assert "tokens" in shown
+
+
+def test_a_tag_of_two_formats_from_pull_to_eval(text: Path, tmp_path: Path) -> None:
+    moeinf = command_in(tmp_path / "home")
+    for tag in ("bf16", "q4d8"):
+        assert moeinf("pull", f"demo:{tag}").code == 0
+    assert "q4d8, 5.833 bits per weight in experts\n" in moeinf("show", "demo:q4d8").out
+    about = json.loads(moeinf("show", "demo:q4d8", "--json").out)
+    assert about["expert_bits_per_weight"] == 5.8333
+    assert (about["dtype"], about["forms"]) == ("Q4", [["Q4", "Q8"]])
+    assert "demo:q4d8" in moeinf("list").out
+    line = ("eval", "demo:q4d8", "--against", "demo:bf16", "--file", str(text), "--json")
+    assert 0 < json.loads(moeinf(*line).out)["kl_divergence"] < 0.2
+    assert moeinf("verify", "demo:q4d8").code == 0

@@ -135,7 +135,7 @@ def test_of_what_is_not_here_yet(tmp_path: Path) -> None:
     moeinf = command_in(tmp_path)
     found = document(moeinf, "plan", "demo", "--memory", "1MiB")
     assert "nothing was pulled" in found["provenance"]["sizes"]
-    assert [row["tag"] for row in found["tags"]] == ["q4", "q8", "bf16", "f32"]
+    assert [row["tag"] for row in found["tags"]] == ["q4", "q4d8", "q8", "bf16", "f32"]
     rows = {row["tag"]: row for row in found["tags"]}
     assert rows["f32"]["bound_tokens_per_s"] < rows["bf16"]["bound_tokens_per_s"]
     assert rows["bf16"]["experts_in_ram"] == MIB // 49152
@@ -158,9 +158,9 @@ def test_tags_that_do_not_fit_keep_their_sizes(tmp_path: Path) -> None:
         assert row["fits"] == fits == (row["bound_tokens_per_s"] is not None)
         assert ("RAM" in row["problems"]) != fits
         assert row["disk_bytes"] > MIB
-    assert [row["fits"] for row in rows] == [True, False, False, False]
+    assert [row["fits"] for row in rows] == [True, True, False, False, False]
     header, *shown = tables(moeinf(*line).out)["TAG"]
-    assert [row.split()[-1] for row in shown] == ["yes", "RAM", "RAM", "RAM"]
+    assert [row.split()[-1] for row in shown] == ["yes", "yes", "RAM", "RAM", "RAM"]
     assert not any(row[header.index("ON DISK") :].startswith("-") for row in shown)
     refused = moeinf("plan", "demo:bf16", "--memory", "200KiB")
     assert (refused.code, "at least 393216 bytes" in refused.err) == (1, True)
@@ -225,6 +225,7 @@ def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert {row["tag"]: row["fits"] for row in plan["tags"]} == {
         "q4": True,
+        "q4d8": True,
         "q8": True,
         "bf16": False,
         "f32": False,
@@ -260,7 +261,7 @@ def test_a_folder(tmp_path: Path, name: str, called: str) -> None:
     assert "; nothing to download; disk 4.4 MiB of " in text.splitlines()[0]
     plan = document(moeinf, "run", str(tmp_path / name), "--dry-run")
     assert (plan["model"], plan["tag"], plan["download_bytes"]) == (called, "q4", 0)
-    assert [row["tag"] for row in plan["tags"]] == ["q4", "q8", "bf16", "f32"]
+    assert [row["tag"] for row in plan["tags"]] == ["q4", "q4d8", "q8", "bf16", "f32"]
     assert not list((tmp_path / "home/models").glob("*"))
 
 

@@ -35,7 +35,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def demos(settings: Settings) -> dict[str, tuple[Manifest, Path]]:
     library = Library(settings)
     found = {}
-    for tag in ("q4", "q8", "bf16"):
+    for tag in ("q4", "q4d8", "q8", "bf16"):
         name = ModelName("demo", tag)
         source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), "demo")
         manifest = repack(source, library, name, lambda *_: None, lambda _: None)
@@ -66,7 +66,7 @@ def answers(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize(("tag", "least"), [("q4", 0.95), ("q8", 0.99)])
+@pytest.mark.parametrize(("tag", "least"), [("q4", 0.95), ("q4d8", 0.95), ("q8", 0.99)])
 def test_top1_agreement_with_bf16(demos, settings, tag, least):
     with Engine.open(*demos["bf16"], ALL, settings) as engine:
         wanted = answers(engine)
@@ -89,8 +89,12 @@ def test_what_is_stored(demos):
     sizes = {tag: manifest.expert_bytes for tag, (manifest, _) in demos.items()}
     assert sizes["q4"] / sizes["bf16"] == 4.5 / 16
     assert sizes["q8"] / sizes["bf16"] == 8.5 / 16
+    assert sizes["q4d8"] * 3 == sizes["q4"] * 2 + sizes["q8"]
+    bits = {tag: manifest.expert_bits for tag, (manifest, _) in demos.items()}
+    assert bits == {"q4": 4.5, "q4d8": 35 / 6, "q8": 8.5, "bf16": 16}
+    assert demos["q4d8"][0].dense_bytes == demos["q4"][0].dense_bytes
     assert {tag: manifest.layout for tag, (manifest, _) in demos.items()} == {
-        "q4": 2, "q8": 2, "bf16": 1,
+        "q4": 2, "q4d8": 2, "q8": 2, "bf16": 1,
     }  # fmt: skip
     kinds = {name: t.dtype for name, t in read_header(demos["q4"][1] / DENSE).items()}
     assert kinds["model.layers.0.self_attn.o_proj.weight"] == "U8"
@@ -99,8 +103,9 @@ def test_what_is_stored(demos):
 
 
 @pytest.mark.parametrize("name", ["experts/L001/E003.safetensors", DENSE])
-def test_a_mended_file_is_the_very_same(demos, name):
-    manifest, folder = demos["q4"]
+@pytest.mark.parametrize("tag", ["q4", "q4d8"])
+def test_a_mended_file_is_the_very_same(demos, name, tag):
+    manifest, folder = demos[tag]
     good = (folder / name).read_bytes()
     (folder / name).write_bytes(good[:5000] + b"x" + good[5001:])
     damages = verify(folder, manifest, lambda *_: None)

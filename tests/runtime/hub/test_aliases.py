@@ -28,7 +28,7 @@ def test_an_entry(entry: Entry) -> None:
         assert parse_name(name) == ModelName(name, entry.tag)
         assert entry_of(f"{name.upper()}:q4") is entry
     sizes = entry.sizes()
-    assert sizes["q4"] < sizes["q8"] < sizes["bf16"] < sizes["f32"]
+    assert sizes["q4"] < sizes["q4d8"] < sizes["q8"] < sizes["bf16"] < sizes["f32"]
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(None, "v2"), ("v3", "v3")])
