@@ -64,6 +64,7 @@ def verify(
 def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSource:
     """Open the model's source. Raises BadCheckpoint, RepositoryError when it is gone."""
     from moeinf.runtime.checkpoints.torch_bin import open_folder
+    from moeinf.runtime.gguf.checkpoint import open_local
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
     from moeinf.runtime.hub.listing import is_offline, look_up
     from moeinf.runtime.hub.repository import HubSource
@@ -72,7 +73,7 @@ def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSou
     if manifest.source == DEMO:
         return LocalRepair(open_folder(DEMO_CHECKPOINT))
     if not manifest.source.startswith("hub:"):
-        return LocalRepair(open_folder(Path(manifest.source)))
+        return LocalRepair(open_local(Path(manifest.source)))
     repository = manifest.source.removeprefix("hub:")
     cached = cached_checkpoint(repository, manifest.revision)
     if cached is not None:

@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,48 @@ class SourceTensor:
     scales: SourceTensor | None = None  # see fp8.py: one factor per block of `block` weights
     block: tuple[int, int] = (1, 1)
     pick: Pick | None = None  # see fused_experts.py
+    recipe: Recipe | None = None  # then dtype and place are those of the first stored tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The stored tensors that a tensor is made of, and how.
+
+    make takes each stored tensor as float32 in its shape and returns the tensor as float32. With
+    `moves_rows` it only selects and reorders whole rows: it takes matrices and vectors of any
+    dtype, also stored rows of a quantised format.
+    """
+
+    stored: tuple[SourceTensor, ...]
+    make: Callable[..., torch.Tensor]
+    moves_rows: bool = False
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder: its config, and the place of each tensor by name."""
+    """A checkpoint: its config, and the place of each tensor by name.
+
+    experts: the tensors of experts that have no names of their own, by (MoE layer, expert, role)
+    made: the content of config, tokenizer and other small files that `folder` does not hold
+    """
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, SourceTensor]
+    experts: Mapping[tuple[int, int, str], SourceTensor] = field(default_factory=dict)
+    made: Mapping[str, bytes] | None = None
+
+    def all_stored(self) -> Iterator[SourceTensor]:
+        """Yield every stored tensor, those of experts included."""
+        for tensor in (*self.tensors.values(), *self.experts.values()):
+            yield from (tensor,) if tensor.recipe is None else tensor.recipe.stored
+
+    def small_file(self, name: str, most_bytes: int) -> bytes | None:
+        """Return the content of a small file, or None if it is absent. Raises BadCheckpoint."""
+        if self.made is not None:
+            return self.made.get(name)
+        path = self.folder / name
+        return read_small(path, most_bytes) if os.path.lexists(path) else None
 
 
 Headers = Callable[[str], dict[str, SourceTensor]]  # file name -> its tensors
@@ -193,7 +226,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_small(path: Path, most_bytes: int) -> bytes:
     """Return the bytes of a regular file in a checkpoint's folder. Raises BadCheckpoint."""
-    with _explained(path):
+    with explained(path):
         return read_contained(path, most_bytes)
 
 
@@ -210,12 +243,13 @@ def parse_object(text: bytes, path: Path, most_nodes: int = MOST_NODES) -> dict[
 
 def check_weights(path: Path) -> None:
     """Raise BadCheckpoint unless a file of weights is a regular file, or a link to one."""
-    with _explained(path):
+    with explained(path):
         check_regular(path)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Raise errors of the system about `path` as BadCheckpoint."""
     try:
         yield
     except FileNotFoundError as error:
@@ -240,7 +274,7 @@ def read_described(path: Path) -> tuple[dict[str, SourceTensor], object]:
     Raises BadCheckpoint as `read_header` does.
     """
     check_weights(path)
-    with _explained(path), path.open("rb") as file:
+    with explained(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = header_length(path, size, file.read(8))
         return _parse_header(path, size, file.read(length))

@@ -14,6 +14,7 @@ from moeinf.offload.format.layout import is_tiled
 from moeinf.offload.format.quantise import quantise
 from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
+    Recipe,
     SourceTensor,
     blocks,
     memory_of,
@@ -21,6 +22,15 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.fp8 import wide_rows
 from moeinf.runtime.checkpoints.fused_experts import mxfp4_tiles, picked_values
+from moeinf.runtime.checkpoints.ggml import (
+    all_packed_rows,
+    is_ggml,
+    keeps,
+    packed_rows,
+    retile,
+    scales_of,
+    widen,
+)
 
 Look = Callable[[SourceTensor, Tensor, str], None]  # (tensor, values, format), before encoding
 
@@ -32,12 +42,17 @@ def unseen(tensor: SourceTensor, values: Tensor, form: str) -> None:
 def encoded(tensor: SourceTensor, form: str, look: Look = unseen) -> Iterator[memoryview]:
     """Return the tensor in the format `form`, in blocks of bounded size.
 
-    A tensor with a `pick` is one block. `look` gets all values before they are encoded; its
-    exceptions propagate. MXFP4 is made only from MXFP4. A block is valid until the next one is
-    taken. Raises BadCheckpoint if the file ends early.
+    A tensor with a `pick` or a `recipe` is one block. `look` gets all values before they are
+    encoded, or the scales of a format of GGML that is kept; its exceptions propagate. MXFP4 is made
+    only from MXFP4. A block is valid until the next one is taken. Raises BadCheckpoint if the file
+    ends early.
     """
+    if tensor.recipe is not None:
+        return iter([_cooked(tensor, tensor.recipe, form, look)])
     if tensor.pick is not None:
         return iter([_picked(tensor, form, look)])
+    if is_ggml(tensor.dtype):
+        return (_of_ggml(tensor, rows, form, look) for rows in packed_rows(tensor))
     if tensor.scales is not None:
         return _widened(tensor, form, look)
     return _tiles(tensor, form, look) if is_tiled(form) else _plain(tensor, form, look)
@@ -50,10 +65,33 @@ def _picked(tensor: SourceTensor, form: str, look: Look) -> memoryview:
             look(tensor, large, form)
         return memory_of(tiles)
     values = picked_values(tensor)
+    return _stored(tensor, values, form, look)
+
+
+def _cooked(tensor: SourceTensor, recipe: Recipe, form: str, look: Look) -> memoryview:
+    stored = recipe.stored
+    rows = [all_packed_rows(piece) for piece in stored]
+    if recipe.moves_rows and keeps(stored[0].dtype, form):
+        return _of_ggml(stored[0], recipe.make(*rows).contiguous(), form, look)
+    wide = (widen(r, p.dtype).view(p.shape) for r, p in zip(rows, stored, strict=True))
+    return _stored(tensor, recipe.make(*wide).reshape(tensor.shape), form, look)
+
+
+def _of_ggml(tensor: SourceTensor, rows: Tensor, form: str, look: Look) -> memoryview:
+    """Return stored rows of a format of GGML; as tiles of the same codes where the form fits."""
+    if not keeps(tensor.dtype, form):
+        return _stored(tensor, widen(rows, tensor.dtype), form, look)
+    scales = scales_of(rows, tensor.dtype)
+    large = scales.max() > 2.0**125  # MXFP4 only: 6 times it is infinite
+    look(tensor, widen(rows, tensor.dtype) if large else scales, form)
+    return memory_of(retile(rows, tensor.dtype))
+
+
+def _stored(tensor: SourceTensor, values: Tensor, form: str, look: Look) -> memoryview:
     look(tensor, values, form)
     if is_tiled(form):
-        return memory_of(quantise(values.float(), form))
-    return memory_of(values.to(TORCH_DTYPE[form]).view(-1))
+        return memory_of(quantise(values.float().contiguous(), form))
+    return memory_of(values.to(TORCH_DTYPE[form]).contiguous().view(-1))
 
 
 def _plain(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
@@ -64,11 +102,7 @@ def _plain(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
 
 def _widened(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
     for rows in wide_rows(tensor, BLOCK_ROWS):
-        look(tensor, rows, form)
-        if is_tiled(form):
-            yield memory_of(quantise(rows, form))
-        else:
-            yield memory_of(rows.to(TORCH_DTYPE[form]).view(-1))
+        yield _stored(tensor, rows, form, look)
 
 
 def _tiles(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:

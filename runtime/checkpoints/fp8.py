@@ -87,8 +87,9 @@ def widen(raw: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -
 
 
 def sources(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
-    """Return the tensors to read for these weights: the weights and their scales."""
-    return [piece for t in tensors for piece in (t, t.scales) if piece is not None]
+    """Return the tensors to read for these weights: scales and stored tensors included."""
+    stored = (s for t in tensors for s in (t.recipe.stored if t.recipe else (t,)))
+    return [piece for t in stored for piece in (t, t.scales) if piece is not None]
 
 
 def files_of(tensor: SourceTensor) -> set[Path]:

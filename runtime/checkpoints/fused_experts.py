@@ -93,14 +93,23 @@ def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     codes = _codes(blocks)  # [R, G, 32]
     nibbles = codes[..., :16] | codes[..., 16:] << 4  # low: k, high: k + 16
-    rows, groups = scales.shape
-    more = (0, groups % 2, 0, -rows % BLOCK_ROWS)  # columns, then rows
-    nibbles = functional.pad(nibbles, (0, 0, *more))
+    return sort_into_tiles(nibbles, scales[..., None])
+
+
+def sort_into_tiles(codes: Tensor, scales: Tensor, padding: int = 0) -> Tensor:
+    """Sort codes [R, G, c] and scales [R, G, s], uint8, into tiles, uint8 of one dimension.
+
+    c and s are the bytes of a group's codes and of its scale. The padding to whole tiles has codes
+    of `padding` and scales of 0 bytes.
+    """
+    rows, groups, _ = scales.shape
+    more = (0, 0, 0, groups % 2, 0, -rows % BLOCK_ROWS)  # bytes, then columns, then rows
+    codes = functional.pad(codes, more, value=padding)
     scales = functional.pad(scales, more)
     shape = (len(scales) // BLOCK_ROWS, BLOCK_ROWS, -(-groups // 2), 2)  # [B, 16, tiles, 2]
-    words = nibbles.view(*shape, 4, 4).permute(0, 2, 3, 4, 1, 5).flatten(2)  # [B, tiles, 512]
-    powers = scales.view(shape).permute(0, 2, 3, 1).flatten(2)  # [B, tiles, 32]
-    return torch.cat((words, powers), -1).view(-1)
+    words = codes.reshape(*shape, -1, 4).permute(0, 2, 3, 4, 1, 5).flatten(2)
+    tail = scales.reshape(*shape, -1).permute(0, 2, 3, 1, 4).flatten(2)
+    return torch.cat((words, tail), -1).view(-1)
 
 
 def widen_blocks(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.fp8 import join_scales
 from moeinf.runtime.checkpoints.fused_experts import MXFP4, join_blocks
+from moeinf.runtime.checkpoints.ggml import dtype_of, is_ggml
 
 _HEAD = "lm_head.weight"
 # Tensors that stay float32. The correction bias only chooses experts: in bfloat16 DeepSeek-V3 would
@@ -188,18 +190,23 @@ class Inventory:
         return self.kv_items_per_token * ITEM_BYTES[plain_form(dtype)]
 
     def downcasts(self, dtype: str) -> bool:
-        """Return whether a model of format `dtype` has fewer bits than the source."""
+        """Return whether a model of format `dtype` has fewer bits than the source.
+
+        Quantised formats of GGML do not count.
+        """
         tensors = [
             *self.dense.values(),
             *(t for parts in self.experts.values() for t in parts.values()),
         ]
-        return dtype == "BF16" and any(tensor.dtype not in ("BF16", MXFP4) for tensor in tensors)
+        return dtype == "BF16" and any(
+            tensor.dtype not in ("BF16", MXFP4) and not is_ggml(tensor.dtype) for tensor in tensors
+        )
 
     @property
     def has_mxfp4(self) -> bool:
         """True if all matrices of experts are MXFP4 in the checkpoint, so that it can be kept."""
         return all(
-            tensor.dtype == MXFP4
+            tensor.dtype in (MXFP4, dtype_of(MXFP4))
             for parts in self.experts.values()
             for tensor in parts.values()
             if len(tensor.shape) == 2
@@ -232,6 +239,16 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
             dense[known] = tensor
         elif not family.ignores(name, config):
             unused.append(name)
+    for (layer, number, role), tensor in checkpoint.experts.items():
+        if layer < model.moe.layers and number < model.moe.experts:
+            wanted_shape = model.moe.parts.get(cast("Role", role))
+            _check(tensor, () if wanted_shape is None else wanted_shape)
+            experts.setdefault(ExpertKey(layer, number), {})[role] = tensor
+        else:
+            raise BadCheckpoint(
+                f"{tensor.path}: {tensor.name!r} has expert {number} of MoE layer {layer}, "
+                "which the config has not"
+            )
     missing = [name for name in wanted.shapes if name not in dense]
     for layer in range(model.moe.layers):
         for expert in range(model.moe.experts):
@@ -298,5 +315,6 @@ def _check(tensor: SourceTensor, shape: tuple[int, ...]) -> None:
         raise BadCheckpoint(
             f"{tensor.path}: {tensor.name!r} is {list(tensor.shape)}, the config says {list(shape)}"
         )
-    if tensor.dtype not in TORCH_DTYPE and tensor.scales is None:
+    readable = tensor.dtype in TORCH_DTYPE or tensor.scales is not None or is_ggml(tensor.dtype)
+    if not readable:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not a float format")

@@ -27,6 +27,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
     SAFETENSORS,
     SINGLE,
     BadCheckpoint,
+    Checkpoint,
     SourceTensor,
     header_length,
     indexed_files,
@@ -176,13 +177,13 @@ class HubSource:
             held -= ends[now]
         return most + sum(file.size_bytes for file in self.small if self._in_cache(file) is None)
 
-    def small_files(self) -> Path:
+    def small_files(self) -> Checkpoint:
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self.small:
             self._obtain(file, 1, lambda _: None)
         if read_json(self._folder / CONFIG) != self.checkpoint.config:  # without a promised hash
             raise DownloadFailed(f"{CONFIG}: it is not the one that the hub sent before")
-        return self._folder
+        return self.checkpoint
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         """Yield each file once it is complete and checked, and prefetch the next one."""

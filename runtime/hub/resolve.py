@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeinf.errors import NotFound
@@ -74,10 +75,7 @@ def find_source(
     from moeinf.runtime.library.sources import LocalSource  # both modules import torch
 
     if is_path(model):
-        folder = expand(model)
-        wanted = parse_name(name if name is not None else folder.name)
-        check_not_demo(wanted)
-        return wanted, LocalSource.watched(open_folder(folder), str(folder))
+        return _local(expand(model), name)
     if is_dense(model):
         raise DenseModel(model)
     asked, model = parse_name(model), plain(model)
@@ -110,6 +108,22 @@ def find_source(
         names = ", ".join(source.unpromised[:3]) + (", …" if source.unpromised[3:] else "")
         note(f"the hub gives no hash of {names}: the download cannot be verified")
     return wanted, source
+
+
+def _local(path: Path, name: str | None) -> tuple[ModelName, Source]:
+    """Return the name and the source of a folder or a GGUF file. Raises BadCheckpoint, BadName."""
+    from moeinf.runtime.gguf.checkpoint import is_gguf, open_local
+    from moeinf.runtime.gguf.reader import stem_of
+    from moeinf.runtime.gguf.tags import best_tag
+    from moeinf.runtime.library.sources import LocalSource
+
+    asked = name if name is not None else stem_of(path.name) if is_gguf(path) else path.name
+    wanted = parse_name(asked)
+    check_not_demo(wanted)
+    checkpoint = open_local(path)
+    if is_gguf(path) and ":" not in asked:
+        wanted = ModelName(wanted.name, best_tag(checkpoint.experts.values()) or wanted.tag)
+    return wanted, LocalSource.watched(checkpoint, str(path))
 
 
 def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:

@@ -20,10 +20,11 @@ from moeinf.errors import UnusableInput
 from moeinf.models import family_of
 from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertForms, is_tiled
 from moeinf.offload.format.shards import FileRecord, write_file
-from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, parse_object, read_small
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, parse_object
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
+from moeinf.runtime.gguf.tags import describe_loss
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
@@ -111,7 +112,7 @@ def measure_source(source: Source) -> SourceSizes:
     """Return the sizes of a pull without any write. Raises ModelDataError, BadCheckpoint."""
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     sizes: dict[str, int] = {}
-    for tensor in source.checkpoint.tensors.values():
+    for tensor in source.checkpoint.all_stored():
         sizes[tensor.path.name] = sizes.get(tensor.path.name, 0) + tensor.size_bytes
     fetched = source.download_bytes()
     disk = {}
@@ -149,7 +150,10 @@ def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
 
 def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
     """Report that weights will be rounded, and which tensors will be left out."""
-    if inventory.downcasts(FORMS_OF_TAG[name.tag].inner):
+    stored, form = in_tag(inventory, name.tag)
+    if (loss := describe_loss(stored, form)) is not None:
+        note(loss)
+    elif inventory.downcasts(form):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
     if inventory.unused:
         note(f"not part of the family, left out: {_first_of(inventory.unused)}")
@@ -198,24 +202,22 @@ def _assemble(
     tell()
 
 
-def _keep_small_files(folder: Path, work: Workplace) -> None:
+def _keep_small_files(checkpoint: Checkpoint, work: Workplace) -> None:
+    def read(name: str) -> bytes | None:
+        return checkpoint.small_file(name, MAX_KEPT_BYTES)
+
     for name in KEPT_FILES:
-        path = folder / name
-        if not os.path.lexists(path):
+        data = read(name)
+        if data is None:
             continue
-        data = read_small(path, MAX_KEPT_BYTES)
         if name.endswith(".json"):
-            parse_object(data, path)
+            parse_object(data, checkpoint.folder / name)
         work.add_file(write_file(work.folder, name, b"", [memoryview(data)]))
     if TOKENIZER not in work.files:
-        _convert_tokenizer(folder, work)
+        _convert_tokenizer(read, work)
 
 
-def _convert_tokenizer(folder: Path, work: Workplace) -> None:
-    def read(name: str) -> bytes | None:
-        path = folder / name
-        return read_small(path, MAX_KEPT_BYTES) if os.path.lexists(path) else None
-
+def _convert_tokenizer(read: Callable[[str], bytes | None], work: Workplace) -> None:
     data = convert(read)
     if data is not None:
         work.add_file(write_file(work.folder, TOKENIZER, b"", [memoryview(data)]))

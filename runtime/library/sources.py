@@ -55,8 +55,8 @@ class Source(Protocol):
         """Return the most disk space that source files take in the workplace, in bytes."""
         ...
 
-    def small_files(self) -> Path:
-        """Fetch config, tokenizer and other small files, and return their folder."""
+    def small_files(self) -> Checkpoint:
+        """Fetch config, tokenizer and other small files, and return the checkpoint with them."""
         ...
 
     def bring(self, work: Workplace, progress: Progress) -> Iterable[Path]:
@@ -104,8 +104,8 @@ class LocalSource:
     def space_bytes(self) -> int:
         return 0
 
-    def small_files(self) -> Path:
-        return self.checkpoint.folder
+    def small_files(self) -> Checkpoint:
+        return self.checkpoint
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         yield from (path for path in self._paths() if path.name not in work.done)
@@ -122,12 +122,13 @@ class LocalSource:
         """Do nothing: the user owns the file."""
 
     def _paths(self) -> list[Path]:
-        return sorted({tensor.path for tensor in self.checkpoint.tensors.values()})
+        return sorted({tensor.path for tensor in self.checkpoint.all_stored()})
 
     def _look(self) -> dict[str, list[int]]:
         """Return size and times of every file that a model is made from."""
         folder, found = self.checkpoint.folder, {}
-        small = (*KEPT_FILES, *CONVERTED_FILES, INDEX, BIN_INDEX, QUANTISED)
+        beside = (*KEPT_FILES, *CONVERTED_FILES, INDEX, BIN_INDEX, QUANTISED)
+        small = beside if self.checkpoint.made is None else ()
         for path in (*self._paths(), *(folder / name for name in small)):
             with suppress(OSError):  # absent, or refused when it is read
                 about = path.stat()
@@ -136,7 +137,7 @@ class LocalSource:
 
     def _fingerprint(self) -> str:
         """Return one hash over the folder's path, its files' sizes and times, and all headers."""
-        tensors = self.checkpoint.tensors.values()
+        tensors = self.checkpoint.all_stored()
         headers = [[t.name, t.dtype, t.shape, t.path.name, t.offset] for t in tensors]
         about = [str(self.checkpoint.folder), self._files, headers]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -21,7 +21,6 @@ from moeinf.runtime.checkpoints.checkpoint import (
     Checkpoint,
     SourceTensor,
     max_json_bytes,
-    read_small,
 )
 from moeinf.runtime.checkpoints.fp8 import sources
 from moeinf.runtime.checkpoints.inventory import take_inventory
@@ -81,7 +80,10 @@ class LocalRepair:
         """Do nothing: the files are local."""
 
     def small_file(self, name: str) -> bytes:
-        return read_small(self.checkpoint.folder / name, max_json_bytes(name))
+        data = self.checkpoint.small_file(name, max_json_bytes(name))
+        if data is None:
+            raise BadCheckpoint(f"{self.checkpoint.folder / name} is missing")
+        return data
 
 
 def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]:

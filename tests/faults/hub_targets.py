@@ -56,7 +56,7 @@ def _answers(data: bytes, folder: Path) -> None:
     with mock.patch("moeinf.runtime.hub.http.get_session", return_value=_Session(script)):
         found = look_up("org/x", None, "token")
         source = HubSource(found, place, None, 2, Patience(1, 1.0, 0.0, lambda *_: None))
-        _check(found, *source.small_files().iterdir())
+        _check(found, *source.small_files().folder.iterdir())
         work = SimpleNamespace(done=set())
         for path in source.bring(cast(Any, work), lambda *_: None):
             _check(found, path)

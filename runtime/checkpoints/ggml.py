@@ -1,0 +1,161 @@
+"""Read the quantised formats of GGML, which GGUF files hold.
+
+A row is a sequence of blocks. `gguf.quants` widens all of them. Q4_0, Q8_0 and MXFP4 have groups of
+32 weights with one scale, like our tiles: their codes and scales are sorted into tiles unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeinf.native import BLOCK_ROWS
+from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, SourceTensor, read_exactly
+from moeinf.runtime.checkpoints.fused_experts import MXFP4, sort_into_tiles
+
+PREFIX = "GGML_"  # of the dtype of a SourceTensor: GGML_Q4_K
+_ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32
+
+
+class GgmlType(NamedTuple):
+    """A type of GGML: blocks of `weights` weights in `size_bytes` bytes."""
+
+    name: str
+    weights: int
+    size_bytes: int
+
+
+# By number, as in ggml.h (enum ggml_type) and ggml-common.h (struct block_…).
+TYPES = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
+    8: GgmlType("Q8_0", 32, 34),
+    10: GgmlType("Q2_K", 256, 84),
+    11: GgmlType("Q3_K", 256, 110),
+    12: GgmlType("Q4_K", 256, 144),
+    13: GgmlType("Q5_K", 256, 176),
+    14: GgmlType("Q6_K", 256, 210),
+    16: GgmlType("IQ2_XXS", 256, 66),
+    17: GgmlType("IQ2_XS", 256, 74),
+    18: GgmlType("IQ3_XXS", 256, 98),
+    19: GgmlType("IQ1_S", 256, 50),
+    20: GgmlType("IQ4_NL", 32, 18),
+    21: GgmlType("IQ3_S", 256, 110),
+    22: GgmlType("IQ2_S", 256, 82),
+    23: GgmlType("IQ4_XS", 256, 136),
+    29: GgmlType("IQ1_M", 256, 56),
+    30: GgmlType("BF16", 1, 2),
+    34: GgmlType("TQ1_0", 256, 54),
+    35: GgmlType("TQ2_0", 256, 66),
+    39: GgmlType("MXFP4", 32, 17),
+}
+_BY_NAME = {about.name: about for about in TYPES.values()}
+# The types whose blocks are groups of a tiled format: their form, and the bytes of a scale.
+_SAME = {"Q4_0": ("Q4", 2), "Q8_0": ("Q8", 2), "MXFP4": (MXFP4, 1)}
+_PADDING = {"Q4_0": 0x88, "Q8_0": 0x80, "MXFP4": 0}  # codes of missing weights
+
+
+def dtype_of(ggml_type: str) -> str:
+    """Return the dtype of a SourceTensor: F32, F16 and BF16 keep their names."""
+    return ggml_type if ggml_type in TORCH_DTYPE else PREFIX + ggml_type
+
+
+def is_ggml(dtype: str) -> bool:
+    """Return True for a quantised format of GGML."""
+    return dtype.startswith(PREFIX)
+
+
+def bits_of(dtype: str) -> float:
+    """Return the bits per weight of a dtype that GGUF files have."""
+    about = _BY_NAME[dtype.removeprefix(PREFIX)]
+    return 8 * about.size_bytes / about.weights
+
+
+def keeps(dtype: str, form: str) -> bool:
+    """Return True if weights of this dtype become `form` without rounding, code by code."""
+    return _SAME.get(dtype.removeprefix(PREFIX), ("",))[0] == form and is_ggml(dtype)
+
+
+def row_bytes(tensor: SourceTensor) -> int:
+    """Return the bytes of a stored row of the tensor."""
+    about = _BY_NAME[tensor.dtype.removeprefix(PREFIX)]
+    return tensor.shape[-1] // about.weights * about.size_bytes
+
+
+def packed_rows(tensor: SourceTensor, multiple: int = BLOCK_ROWS) -> Iterator[Tensor]:
+    """Yield the stored rows of a tensor, uint8 [n, row_bytes], in blocks of bounded size.
+
+    The number of rows is a multiple of `multiple`, except at the end. A block is valid until the
+    next one is taken. Raises BadCheckpoint if the file ends early.
+    """
+    rows, size = math.prod(tensor.shape[:-1]), row_bytes(tensor)
+    step = max(1, _ITEMS // (tensor.shape[-1] * multiple)) * multiple
+    buffer = bytearray(min(step, rows) * size)
+    descriptor = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            view = memoryview(buffer)[: count * size]
+            read_exactly(descriptor, view, tensor.offset + first * size, tensor.path)
+            yield torch.frombuffer(view, dtype=torch.uint8).view(count, size)
+    finally:
+        os.close(descriptor)
+
+
+def all_packed_rows(tensor: SourceTensor) -> Tensor:
+    """Return all stored rows, uint8 [R, row_bytes]."""
+    return torch.cat([rows.clone() for rows in packed_rows(tensor)])
+
+
+def widen(rows: Tensor, dtype: str) -> Tensor:
+    """Widen stored rows, uint8 [n, row_bytes], to float32 [n, C] without rounding."""
+    name = dtype.removeprefix(PREFIX)
+    if name in TORCH_DTYPE:
+        return rows.view(TORCH_DTYPE[name]).float()
+    with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale; the pull checks values
+        wide = _widened(rows.numpy(), name)
+    return torch.from_numpy(np.ascontiguousarray(wide, np.float32))
+
+
+def retile(rows: Tensor, dtype: str) -> Tensor:
+    """Sort stored rows of a type that `keeps` a form into tiles, uint8 of one dimension."""
+    name = dtype.removeprefix(PREFIX)
+    about, width = _BY_NAME[name], _SAME[name][1]
+    blocks = rows.view(len(rows), -1, about.size_bytes)
+    scales, codes = blocks[..., :width], blocks[..., width:]
+    if name == "Q8_0":
+        codes = codes ^ 0x80  # int8 -> code - 128
+    return sort_into_tiles(codes, scales, _PADDING[name])
+
+
+def scales_of(rows: Tensor, dtype: str) -> Tensor:
+    """Return the scales of stored rows as float32; MXFP4's are powers of 2."""
+    name = dtype.removeprefix(PREFIX)
+    about, width = _BY_NAME[name], _SAME[name][1]
+    raw = rows.view(len(rows), -1, about.size_bytes)[..., :width].contiguous()
+    if name == "MXFP4":
+        return torch.ldexp(torch.ones(raw.shape), raw.int() - 127)
+    return raw.view(torch.float16).float()
+
+
+def _widened(rows: np.ndarray[Any, np.dtype[np.uint8]], name: str) -> Any:
+    kinds = _gguf()
+    return kinds.quants.dequantize(rows, kinds.GGMLQuantizationType[name])
+
+
+@cache
+def _gguf() -> Any:
+    import gguf  # 0.2 s
+
+    return gguf

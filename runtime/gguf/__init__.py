@@ -1,0 +1,1 @@
+"""Read GGUF files, the format of llama.cpp, as checkpoints."""

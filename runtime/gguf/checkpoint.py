@@ -1,0 +1,170 @@
+"""Build a checkpoint from a GGUF file: our family's config, dense tensors by name, experts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from moeinf.runtime.checkpoints.checkpoint import CONFIG, Checkpoint, Recipe, SourceTensor
+from moeinf.runtime.checkpoints.ggml import dtype_of
+from moeinf.runtime.checkpoints.torch_bin import open_folder
+from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
+from moeinf.runtime.gguf.header import GgufTensor
+from moeinf.runtime.gguf.keys import Keys
+from moeinf.runtime.gguf.reader import SUFFIX, GgufFile, read_gguf
+from moeinf.runtime.gguf.vocabulary import tokenizer_files
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
+}
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")
+_STACKED = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
+_ALONE = re.compile(r"ffn_(gate|up|down)\.(0|[1-9]\d{0,8})\.weight")  # files of 2024
+_NULL = ("q_lora_rank",)  # null has a meaning
+_MAX_PIECES = 1 << 20  # tensors of experts
+
+
+def open_local(path: Path) -> Checkpoint:
+    """Open a GGUF file or a checkpoint folder. Raises BadCheckpoint."""
+    return open_gguf(path) if is_gguf(path) else open_folder(path)
+
+
+def is_gguf(path: Path) -> bool:
+    """Return True for the name of a GGUF file."""
+    return path.name.lower().endswith(SUFFIX)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Read the headers of a GGUF file as a checkpoint. Raises BadCheckpoint."""
+    return checkpoint_of(read_gguf(path))
+
+
+def checkpoint_of(file: GgufFile) -> Checkpoint:
+    """Build the checkpoint of a file whose headers are known. Raises BadCheckpoint."""
+    name = file.metadata.get("general.architecture")
+    known = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    keys = Keys(str(name)[:40], file)
+    if known is None:
+        raise keys.bad(
+            f"has the architecture {keys.name!r}, which is not supported; "
+            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    if not keys.get("expert_count"):
+        raise keys.bad("is a dense model; moeinf runs mixture-of-experts models")
+    config = known.config(keys) | {"tie_word_embeddings": "output.weight" not in file.tensors}
+    config = {key: value for key, value in config.items() if value is not None or key in _NULL}
+    made = {CONFIG: json.dumps(config).encode(), **tokenizer_files(file.metadata)}
+    tensors, experts = _sorted(keys, known)
+    return Checkpoint(file.paths[0].parent, config, tensors, experts, made)
+
+
+def _sorted(
+    keys: Keys, known: Architecture
+) -> tuple[dict[str, SourceTensor], dict[tuple[int, int, str], SourceTensor]]:
+    """Return dense tensors by their names in our family, and experts by place and role.
+
+    Blocks after the last layer, which predict further tokens, are left out.
+    """
+    tensors: dict[str, SourceTensor] = {}
+    experts: dict[tuple[int, int, str], SourceTensor] = {}
+    sparse = _sparse_layers(keys)
+    for name, tensor in keys.file.tensors.items():
+        match = _BLOCK.fullmatch(name)
+        if match is None:
+            named = _TOP.get(name, name)
+            tensors[named] = source_tensor(tensor)
+            continue
+        block, inner = int(match[1]), match[2]
+        if block >= keys.layers:
+            continue
+        layer = sparse.get(block, len(sparse))
+        if tensor.shape[0] > keys.count("expert_count") and _STACKED.fullmatch(inner):
+            raise keys.bad(f"has {tensor.name!r} for more experts than expert_count")
+        found = list(_experts_of(tensor, inner))
+        experts |= {(layer, expert, role): piece for expert, role, piece in found}
+        if len(experts) > _MAX_PIECES:
+            raise keys.bad(f"has more than {_MAX_PIECES} tensors of experts")
+        if not found and inner not in known.used:
+            named, made = _dense(keys, known, block, inner, tensor)
+            tensors[named] = made
+    for block in range(keys.layers):
+        tensors |= _made(keys, known, block)
+    return tensors, experts
+
+
+def _made(keys: Keys, known: Architecture, block: int) -> dict[str, SourceTensor]:
+    """Return the tensors of a block that are made of stored ones, by name."""
+    found: dict[str, SourceTensor] = {}
+    for named, made in known.made.items():
+        stored = [keys.file.tensors.get(f"blk.{block}.{part}") for part in made.parts]
+        parts = tuple(source_tensor(tensor) for tensor in stored if tensor is not None)
+        if len(parts) == len(stored):
+            shape, make = made.how(keys, *(part.shape for part in parts))
+            found[f"model.layers.{block}.{named}"] = replace(
+                parts[0], shape=shape, recipe=Recipe(parts, make)
+            )
+    return found
+
+
+def _sparse_layers(keys: Keys) -> Mapping[int, int]:
+    """Return the index of every MoE layer by its block: the blocks that have a router."""
+    blocks = [
+        block for block in range(keys.layers) if keys.has_tensor("ffn_gate_inp.weight", block)
+    ]
+    return {block: layer for layer, block in enumerate(blocks)}
+
+
+def _dense(
+    keys: Keys, known: Architecture, block: int, inner: str, tensor: GgufTensor
+) -> tuple[str, SourceTensor]:
+    """Return the name in our family of a tensor of a block, and the tensor in our order of rows."""
+    stem, dot, end = inner.rpartition(".")
+    made = source_tensor(tensor)
+    named = known.names.get(inner)
+    if named is None:
+        named = known.names[stem] + dot + end if stem in known.names else None
+    if named is None:
+        return tensor.name, made
+    if stem in known.moves:
+        recipe = Recipe((made,), known.moves[stem](keys), moves_rows=True)
+        made = replace(made, recipe=recipe)
+    return f"model.layers.{block}.{named}", made
+
+
+def source_tensor(tensor: GgufTensor) -> SourceTensor:
+    """Return a stored tensor with the dtype that encode.py knows."""
+    return SourceTensor(
+        tensor.name, dtype_of(tensor.type), tensor.shape, tensor.path, tensor.offset,
+        tensor.size_bytes,
+    )  # fmt: skip
+
+
+def _experts_of(tensor: GgufTensor, inner: str) -> Iterator[tuple[int, str, SourceTensor]]:
+    """Yield (expert, role, tensor) for each expert that a tensor of a block holds."""
+    whole = source_tensor(tensor)
+    if match := _ALONE.fullmatch(inner):
+        yield int(match[2]), match[1], whole
+        return
+    match = _STACKED.fullmatch(inner)
+    if match is None:
+        return
+    suffix = "_bias" if match[2] == "bias" else ""
+    roles = ("gate", "up") if match[1] == "gate_up" else (match[1],)
+    for expert in range(tensor.shape[0]):
+        mine = _share(whole, expert, tensor.shape[0], tensor.shape[1:])
+        for number, role in enumerate(roles):
+            rows = (mine.shape[0] // len(roles), *mine.shape[1:])
+            yield expert, role + suffix, _share(mine, number, len(roles), rows)
+
+
+def _share(tensor: SourceTensor, number: int, count: int, shape: tuple[int, ...]) -> SourceTensor:
+    """Return share `number` of `count` equal shares along the outermost side."""
+    size = tensor.size_bytes // count
+    return replace(tensor, shape=shape, offset=tensor.offset + number * size, size_bytes=size)

@@ -1,0 +1,89 @@
+"""Look up the metadata of a GGUF file by the keys of its architecture.
+
+Values are passed on as they are: a family's parse checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeinf.models.config import MAX_LAYERS
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+from moeinf.runtime.gguf.reader import GgufFile
+
+_THETA = 10000.0  # llama.cpp's default
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The metadata and tensors of a file of architecture `name`."""
+
+    name: str
+    file: GgufFile
+
+    def get(self, key: str) -> Any:
+        """Return the value of `<architecture>.<key>`, or None."""
+        return self.file.metadata.get(f"{self.name}.{key}")
+
+    def count(self, key: str) -> int:
+        """Return a positive integer. Raises BadCheckpoint."""
+        value = self.get(key)
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise self.bad(f"has no valid {self.name}.{key}")
+        return value
+
+    def bad(self, problem: str) -> BadCheckpoint:
+        """Return an error that names the file."""
+        return BadCheckpoint(f"{self.file.paths[0]} {problem}")
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers, without those that predict further tokens."""
+        extra = self.get("nextn_predict_layers") or 0
+        count = self.count("block_count")
+        if type(extra) is not int or not 0 <= extra < count <= MAX_LAYERS:
+            raise self.bad(f"has an invalid {self.name}.nextn_predict_layers or block_count")
+        return count - extra
+
+    @property
+    def kv_heads(self) -> int:
+        absent = self.get("attention.head_count_kv") is None
+        return self.count("attention.head_count" if absent else "attention.head_count_kv")
+
+    @property
+    def vocab(self) -> int:
+        """The number of rows of the embedding."""
+        tensor = self.file.tensors.get("token_embd.weight")
+        if tensor is None:
+            raise self.bad("lacks token_embd.weight")
+        return tensor.shape[0]
+
+    def has_tensor(self, name: str, block: int = 0) -> bool:
+        """Return True if the block has a tensor of this name."""
+        return f"blk.{block}.{name}" in self.file.tensors
+
+    def rope(self) -> Mapping[str, Any]:
+        """Return `rope_parameters`. Raises BadCheckpoint for a scaling that we do not know."""
+        theta = self.get("rope.freq_base")
+        found: dict[str, Any] = {"rope_theta": _THETA if theta is None else theta}
+        kind = self.get("rope.scaling.type")
+        if "rope_freqs.weight" in self.file.tensors:
+            raise self.bad("has factors of rope frequencies (rope_freqs), which are not supported")
+        if kind in (None, "none"):
+            return found | {"rope_type": "default"}
+        if kind not in ("linear", "yarn"):
+            raise self.bad(f"has the rope scaling {str(kind)[:40]!r}, which is not supported")
+        found |= {"rope_type": kind, "factor": self.get("rope.scaling.factor")}
+        if kind == "linear":
+            return found
+        if self.get("rope.scaling.yarn_ext_factor") not in (None, 1.0):
+            raise self.bad("has a rope.scaling.yarn_ext_factor, which is not supported")
+        more = {
+            "original_max_position_embeddings": self.get("rope.scaling.original_context_length"),
+            "attention_factor": self.get("rope.scaling.yarn_attn_factor"),
+            "beta_fast": self.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": self.get("rope.scaling.yarn_beta_slow"),
+        }
+        return found | {key: value for key, value in more.items() if value is not None}

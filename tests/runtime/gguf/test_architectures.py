@@ -1,0 +1,45 @@
+"""Every architecture: a GGUF file gives the config and the bytes of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeinf.models import family_of
+from moeinf.runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.gguf.checkpoint import open_gguf
+from moeinf.runtime.library.shard_writer import all_targets
+from scripts.make_checkpoint import byte_tokenizer
+from tests.gguf_files import write_gguf
+from tests.tiny import save_tiny
+
+SAME = ["olmoe"]
+
+
+def stored(checkpoint: Checkpoint, form: str = "F32") -> dict[str, bytes]:
+    """Return the content of every file of a pull, without headers."""
+    inventory = take_inventory(family_of(checkpoint.config), checkpoint)
+    assert inventory.unused == []
+    return {
+        target.name: b"".join(
+            bytes(block) for n in range(len(target.parts)) for block in target.data(n)
+        )
+        for target in all_targets(inventory, form)
+    }
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_file_is_the_checkpoint_that_it_was_made_of(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path / "x", seed=3)
+    byte_tokenizer().save(str(tmp_path / "x" / "tokenizer.json"))
+    theirs = open_checkpoint(tmp_path / "x")
+    ours = open_gguf(write_gguf(tmp_path / "x", tmp_path / "x.gguf"))
+    family = family_of(theirs.config)
+    assert family_of(ours.config) is family
+    assert family.parse(ours.config) == family.parse(theirs.config)
+    assert ours.made is not None
+    assert json.loads(ours.made["config.json"]) == ours.config
+    assert stored(ours) == stored(theirs)
