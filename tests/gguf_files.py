@@ -19,8 +19,21 @@ from torch import Tensor
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
 ARCHITECTURES = {  # model_type -> GGUF's architecture
+    "arctic": gguf.MODEL_ARCH.ARCTIC,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_PAIRED = ("mixtral", "arctic", "granitemoe")
 
 
 def float32(name: str, values: Tensor) -> Kind:
@@ -47,6 +60,8 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     config = config | config.pop("text_config", {})
+    if "mlp_layer_types" in config:
+        config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
     arch = ARCHITECTURES[config["model_type"]]
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -56,6 +71,7 @@ def write_gguf(
     _add_keys(writer, config)
     if tokens:
         _add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
+        writer.add_tokenizer_pre("glm4" if config["model_type"].startswith("glm4") else "gpt-2")
         if (template := folder / "chat_template.jinja").exists():
             writer.add_chat_template(template.read_text())
         if isinstance(config.get("eos_token_id"), int):
@@ -78,9 +94,11 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if config.get("intermediate_size"):
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    latent = config["model_type"] in _LATENT
+    writer.add_head_count_kv(1 if latent else config["num_key_value_heads"])
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
@@ -92,15 +110,74 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             value = rope.get("attention_factor" if key == "attn_factor" else key)
             if value is not None:
                 getattr(writer, f"add_rope_scaling_yarn_{key}")(value)
-    if "rope_theta" in rope:
-        writer.add_rope_freq_base(rope["rope_theta"])
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is not None:
+        writer.add_rope_freq_base(theta)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
     writer.add_expert_count(next(config[key] for key in experts if config.get(key)))
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if config.get("head_dim") is not None:
+    if config["model_type"] in _LATENT:
+        _add_latent_keys(writer, config)
+    elif config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+
+    _add_more_keys(writer, config)
+
+
+def _add_latent_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Write what DeepseekV2Model.set_gguf_parameters does."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(turned)
+    mscale = (config.get("rope_parameters") or {}).get("mscale_all_dim")
+    if mscale is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
+
+
+def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Write what single architectures have."""
+    family, adders = config["model_type"], {
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "linear_conv_kernel_dim": writer.add_ssm_conv_kernel,
+        "linear_key_head_dim": writer.add_ssm_state_size,
+        "linear_num_key_heads": writer.add_ssm_group_count,
+        "linear_num_value_heads": writer.add_ssm_time_step_rank,
+    }  # fmt: skip
+    for key, add in adders.items():
+        if config.get(key) is not None:
+            add(config[key])
+    if family in (*_LATENT, "glm4_moe") and config.get("norm_topk_prob"):
+        writer.add_expert_weights_norm(True)
+    if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    rope = config.get("rope_parameters") or {}
+    if family in ("glm4_moe", "qwen3_5_moe_text"):
+        share = rope.get("partial_rotary_factor", 0.5)
+        writer.add_rope_dimension_count(int(config["head_dim"] * share))
+    if family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if family == "qwen3_5_moe_text":
+        inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        writer.add_ssm_inner_size(inner)
 
 
 def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
@@ -110,7 +187,6 @@ def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
     words |= {number: token["content"] for number, token in added.items()}
     count = max(words) + 1
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([words.get(number, f"[PAD{number}]") for number in range(count)])
     writer.add_token_types([3 if number in added else 1 for number in range(count)])
     merges = tokenizer["model"].get("merges", [])
@@ -133,4 +209,88 @@ def _converted(stored: Mapping[str, Tensor], config: Mapping[str, Any]) -> Named
 
 def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
     """Yield a tensor as the converter of its architecture changes it."""
-    yield name, values
+    family = config["model_type"]
+    tied = name == "lm_head.weight" and config.get("tie_word_embeddings")
+    if tied or not values.numel():
+        return
+    if name.endswith("e_score_correction_bias"):
+        name = name.replace("_bias", ".bias")
+    if family in _PAIRED and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+        halves = values.reshape(config[heads], 2, -1, values.shape[1])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    if family in _LATENT and name.endswith("kv_b_proj.weight"):
+        yield from _latent(name, values, config)
+    elif family == "granitemoe" and "_linear." in name:
+        yield from _fused(name, values, ".input_linear.weight", ".output_linear.weight")
+    elif family == "qwen3_5_moe_text" and ".mlp.experts." in name:
+        yield from _fused(name, values, ".gate_up_proj", ".down_proj")
+    elif family == "qwen3_5_moe_text":
+        yield _delta(name, values, config)
+    elif family == "gpt_oss":
+        yield from _gpt_oss(name, values)
+    else:
+        yield name, values
+
+
+def _latent(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
+    nope, wide = config["qk_nope_head_dim"], config["v_head_dim"]
+    both = values.view(config["num_attention_heads"], nope + wide, -1)
+    yield name.replace("kv_b_proj", "k_b_proj"), both[:, :nope].transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), both[:, nope:]
+
+
+def _fused(name: str, values: Tensor, gate_up: str, down: str) -> Named:
+    if name.endswith(down):
+        yield f"{_experts(name)}.down_proj.weight", values
+        return
+    assert name.endswith(gate_up)
+    for role, half in zip(("gate", "up"), values.chunk(2, 1), strict=True):
+        yield f"{_experts(name)}.{role}_proj.weight", half
+
+
+def _experts(name: str) -> str:
+    return f"model.layers.{name.split('.')[2]}.mlp.experts"
+
+
+def _gpt_oss(name: str, values: Tensor) -> Named:
+    if name.endswith("sinks"):
+        yield name + ".weight", values
+        return
+    if ".mlp.experts." not in name:
+        yield name, values
+        return
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    rows = values if suffix == "bias" else values.transpose(1, 2)
+    if "down_proj" in name:
+        yield f"{_experts(name)}.down_proj.{suffix}", rows
+        return
+    yield f"{_experts(name)}.gate_proj.{suffix}", rows[:, ::2]
+    yield f"{_experts(name)}.up_proj.{suffix}", rows[:, 1::2]
+
+
+def _delta(name: str, values: Tensor, config: Mapping[str, Any]) -> tuple[str, Tensor]:
+    """Change a tensor as Qwen3NextModel and _LinearAttentionVReorderBase do."""
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys, width = config["linear_key_head_dim"] * groups, config["linear_value_head_dim"]
+
+    def tiled(rows: Tensor, size: int) -> Tensor:
+        whole = rows.reshape(groups, heads // groups, size, *rows.shape[1:])
+        return whole.transpose(0, 1).reshape(rows.shape)
+
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        values = values.squeeze()
+        values = torch.cat((values[: 2 * keys], tiled(values[2 * keys :], width)))
+    elif ".in_proj_z." in name:
+        values = tiled(values, width)
+    elif ".out_proj." in name:
+        values = tiled(values.T, width).T
+    elif name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_bias")):
+        values = tiled(values, 1)
+    if name.endswith(".A_log"):
+        values = -values.exp()
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        values = values + 1
+    return name, values

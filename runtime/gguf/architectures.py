@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
+from moeinf.runtime.gguf.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
 from moeinf.runtime.gguf.keys import Keys
+from moeinf.runtime.gguf.latent import KV_B
+from moeinf.runtime.gguf.made import Change, Made
 from moeinf.runtime.gguf.rows import unpaired
 
-Change = Callable[[Keys], Callable[[Tensor], Tensor]]  # of the rows of one tensor
+_GATING_SIGMOID = 2
 
 # GGUF's name inside a block -> the name inside a layer. A `.weight` or `.bias` stays.
 _ATTENTION = {
@@ -34,23 +35,39 @@ _MLP = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK_SPARSE = {"ffn_gate_inp": "block_sparse_moe.gate"}
+_SHARED = {  # one expert that runs for all tokens
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_SIGMOID = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+_AFTER = {"post_attention_norm": "post_attention_layernorm"}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # in files of before April 2025
+}
+_ARCTIC = {
+    "ffn_norm": "residual_layernorm",
+    "ffn_gate": "residual_mlp.w1",
+    "ffn_down": "residual_mlp.w2",
+    "ffn_up": "residual_mlp.w3",
+    "ffn_norm_exps": "post_attention_layernorm",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+}
 _PAIRED: dict[str, Change] = {  # rows of Q and K in pairs, for llama.cpp's other kind of rope
     "attn_q": lambda keys: unpaired(keys.count("attention.head_count")),
     "attn_k": lambda keys: unpaired(keys.kv_heads),
 }
-
-
-@dataclass(frozen=True)
-class Made:
-    """How a tensor is made of stored ones, with the names inside a block.
-
-    how takes the metadata and the parts' shapes, and returns the tensor's shape and the function
-    that makes its values. Raises BadCheckpoint for parts that do not fit.
-    """
-
-    parts: tuple[str, ...]
-    how: Callable[..., tuple[tuple[int, ...], Callable[..., Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,169 @@ def _olmoe(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    return _body(keys, "mixtral") | {
+        "intermediate_size": keys.get("feed_forward_length"),
+        "num_local_experts": keys.get("expert_count"),
+    }
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    if keys.get("expert_shared_feed_forward_length"):
+        raise keys.bad("has shared experts, which are not supported in granitemoe")
+    return _body(keys, "granitemoe") | {
+        "intermediate_size": keys.get("feed_forward_length"),
+        "num_local_experts": keys.get("expert_count"),
+        "attention_multiplier": keys.get("attention.scale"),
+        "embedding_multiplier": keys.get("embedding_scale"),
+        "residual_multiplier": keys.get("residual_scale"),
+        "logits_scaling": keys.get("logit_scale"),
+    }
+
+
+def _arctic(keys: Keys) -> dict[str, Any]:
+    found = _body(keys, "arctic")
+    return found | {
+        "intermediate_size": keys.get("feed_forward_length"),
+        "num_local_experts": keys.get("expert_count"),
+        "rope_theta": found["rope_parameters"]["rope_theta"],
+        "moe_layer_frequency": 1,
+        "parallel_attn_mlp_res": True,
+    }
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    found = _body(keys, "gpt_oss")
+    return found | {
+        "intermediate_size": keys.get("expert_feed_forward_length"),
+        "num_local_experts": keys.get("expert_count"),
+        "sliding_window": keys.get("attention.sliding_window"),
+        "rope_parameters": {**found["rope_parameters"], "truncate": False},  # as trained
+    }
+
+
+def _qwen2(keys: Keys) -> dict[str, Any]:
+    return (
+        _body(keys, "qwen2_moe")
+        | _qwen_experts(keys)
+        | {
+            "qkv_bias": keys.has_tensor("attn_q.bias"),
+            "norm_topk_prob": keys.get("expert_weights_norm") or False,
+        }
+    )
+
+
+def _qwen3(keys: Keys) -> dict[str, Any]:
+    # llama.cpp always renormalises.
+    return _body(keys, "qwen3_moe") | _qwen_experts(keys) | {"norm_topk_prob": True}
+
+
+def _qwen_experts(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.get("expert_count"),
+        "intermediate_size": keys.get("feed_forward_length"),
+        "moe_intermediate_size": keys.side("ffn_down_exps.weight", -1),
+        "shared_expert_intermediate_size": keys.side("ffn_down_shexp.weight", -1),
+    }
+
+
+def _sigmoid(keys: Keys) -> dict[str, Any]:
+    """Return the experts' part of DeepSeek's and GLM's configs."""
+    return {
+        "n_routed_experts": keys.get("expert_count"),
+        "n_shared_experts": keys.get("expert_shared_count") or 0,
+        "intermediate_size": keys.get("feed_forward_length"),
+        "moe_intermediate_size": keys.get("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,
+        "n_group": keys.get("expert_group_count") or 1,
+        "topk_group": keys.get("expert_group_used_count") or 1,
+        "norm_topk_prob": keys.get("expert_weights_norm") or False,
+        "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
+        "num_nextn_predict_layers": 0,  # left out
+    }
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    return (
+        _body(keys, "glm4_moe")
+        | _sigmoid(keys)
+        | {
+            "rope_parameters": keys.partial_rope(),
+            "use_qk_norm": keys.has_tensor("attn_q_norm.weight"),
+        }
+    )
+
+
+def _deepseek(keys: Keys) -> dict[str, Any]:
+    """Return the config of DeepSeek-V2 or -V3, or of GLM-4.7-Flash, which is stored like V3."""
+    gating = keys.get("expert_gating_func")
+    biased = any(keys.has_tensor("exp_probs_b.bias", block) for block in range(keys.layers))
+    sigmoid = gating == _GATING_SIGMOID or (gating is None and biased)
+    glm = keys.file.metadata.get("tokenizer.ggml.pre") == "glm4"
+    found = _body(keys, ("glm4_moe_lite" if glm else "deepseek_v3") if sigmoid else "deepseek_v2")
+    found |= _sigmoid(keys)
+    turned = keys.count("rope.dimension_count")
+    found |= {
+        "num_key_value_heads": keys.get("attention.head_count"),
+        "head_dim": None,
+        "q_lora_rank": keys.get("attention.q_lora_rank"),
+        "kv_lora_rank": keys.get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": keys.count(keys.first("attention.key_length_mla", "key_length"))
+        - turned,
+        "v_head_dim": keys.get(keys.first("attention.value_length_mla", "value_length")),
+        "attention_bias": keys.has_tensor("attn_kv_a_mqa.bias"),
+        "rope_parameters": keys.rope() | keys.mscale(),
+    }
+    if not sigmoid:
+        limited = found["n_group"] != 1
+        found["topk_method"] = "group_limited_greedy" if limited else "greedy"
+    return found
+
+
+def _qwen35(keys: Keys) -> dict[str, Any]:
+    heads = keys.count("ssm.time_step_rank")
+    kinds = {True: "linear_attention", False: "full_attention"}
+    return (
+        _body(keys, "qwen3_5_moe_text")
+        | _qwen_experts(keys)
+        | {
+            "rope_parameters": keys.partial_rope(),
+            "linear_num_key_heads": keys.get("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": keys.get("ssm.state_size"),
+            "linear_value_head_dim": keys.count("ssm.inner_size") // heads,
+            "linear_conv_kernel_dim": keys.get("ssm.conv_kernel"),
+            "layer_types": [kinds[keys.has_tensor("ssm_a", b)] for b in range(keys.layers)],
+        }
+    )
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "arctic": Architecture(_arctic, _ATTENTION | _ARCTIC, _PAIRED),
+    "deepseek2": Architecture(
+        _deepseek, _ATTENTION | _MLP | _SIGMOID | _LATENT, made={"self_attn.kv_b_proj.weight": KV_B}
+    ),
+    "glm4moe": Architecture(_glm4, _ATTENTION | _MLP | _SIGMOID | _AFTER),
+    "gpt-oss": Architecture(
+        _gpt_oss,
+        {
+            **_ATTENTION,
+            **_AFTER,
+            "ffn_gate_inp": "mlp.router",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+    ),
+    "granitemoe": Architecture(
+        _granite, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.router.layer"}, _PAIRED
+    ),
+    "llama": Architecture(
+        _mixtral, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
+    ),
     "olmoe": Architecture(_olmoe, _ATTENTION | _MLP),
+    "qwen2moe": Architecture(_qwen2, _ATTENTION | _MLP | _SHARED),
+    "qwen35moe": Architecture(
+        _qwen35, _ATTENTION | _MLP | _SHARED | _AFTER | DELTA_NAMES, DELTA_MOVES, DELTA_MADE
+    ),
+    "qwen3moe": Architecture(_qwen3, _ATTENTION | _MLP),
 }

@@ -12,6 +12,7 @@ from moeinf.runtime.checkpoints.checkpoint import CONFIG, Checkpoint, Recipe, So
 from moeinf.runtime.checkpoints.ggml import dtype_of
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
+from moeinf.runtime.gguf.delta_net import minus_one
 from moeinf.runtime.gguf.header import GgufTensor
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.reader import SUFFIX, GgufFile, read_gguf
@@ -78,8 +79,7 @@ def _sorted(
     for name, tensor in keys.file.tensors.items():
         match = _BLOCK.fullmatch(name)
         if match is None:
-            named = _TOP.get(name, name)
-            tensors[named] = source_tensor(tensor)
+            tensors[_TOP.get(name, name)] = _top(keys, source_tensor(tensor))
             continue
         block, inner = int(match[1]), match[2]
         if block >= keys.layers:
@@ -121,6 +121,13 @@ def _sparse_layers(keys: Keys) -> Mapping[int, int]:
     return {block: layer for layer, block in enumerate(blocks)}
 
 
+def _top(keys: Keys, tensor: SourceTensor) -> SourceTensor:
+    """Return a tensor outside the blocks as our families have it."""
+    if keys.name != "qwen35moe" or tensor.name != "output_norm.weight":
+        return tensor
+    return replace(tensor, recipe=Recipe((tensor,), minus_one(keys, tensor.shape)[1]))
+
+
 def _dense(
     keys: Keys, known: Architecture, block: int, inner: str, tensor: GgufTensor
 ) -> tuple[str, SourceTensor]:
@@ -135,6 +142,8 @@ def _dense(
     if stem in known.moves:
         recipe = Recipe((made,), known.moves[stem](keys), moves_rows=True)
         made = replace(made, recipe=recipe)
+    if stem == "ffn_gate_inp_shexp":  # one row, also where a file has a vector
+        made = replace(made, shape=(1, tensor.shape[-1]))
     return f"model.layers.{block}.{named}", made
 
 

@@ -5,7 +5,6 @@ Values are passed on as they are: a family's parse checks them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +63,34 @@ class Keys:
         """Return True if the block has a tensor of this name."""
         return f"blk.{block}.{name}" in self.file.tensors
 
-    def rope(self) -> Mapping[str, Any]:
+    def side(self, name: str, number: int) -> int | None:
+        """Return a side of a tensor in the first block that has it, or None."""
+        for block in range(self.layers):
+            tensor = self.file.tensors.get(f"blk.{block}.{name}")
+            if tensor is not None:
+                return tensor.shape[number]
+        return None
+
+    def first(self, key: str, older: str) -> str:
+        """Return `key`, or in its place `attention.<older>` if the file lacks it."""
+        return f"attention.{older}" if self.get(key) is None else key
+
+    def partial_rope(self) -> dict[str, Any]:
+        """Return `rope_parameters` of heads of which a part rotates."""
+        whole, part = self.count("attention.key_length"), self.get("rope.dimension_count")
+        if part is None:
+            return self.rope()
+        return self.rope() | {"partial_rotary_factor": self.count("rope.dimension_count") / whole}
+
+    def mscale(self) -> dict[str, Any]:
+        """Return DeepSeek's mscale; llama.cpp knows only models whose two values are equal."""
+        value = self.get("rope.scaling.yarn_log_multiplier")
+        if type(value) is not float:
+            return {}
+        both = round(10 * value, 6)
+        return {"mscale": both, "mscale_all_dim": both}
+
+    def rope(self) -> dict[str, Any]:
         """Return `rope_parameters`. Raises BadCheckpoint for a scaling that we do not know."""
         theta = self.get("rope.freq_base")
         found: dict[str, Any] = {"rope_theta": _THETA if theta is None else theta}

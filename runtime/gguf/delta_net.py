@@ -1,0 +1,107 @@
+"""Restore the tensors of Qwen3.5: llama.cpp stores value heads in another order.
+
+Several value heads share a key head. A checkpoint has them side by side; llama.cpp has first one of
+each key head, then the second ones. It also stores norms plus 1, and decay rates as -exp(A_log).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moeinf.runtime.gguf.keys import Keys
+from moeinf.runtime.gguf.made import Change, Made
+
+_Sides = tuple[int, ...]
+_Make = Callable[[Tensor], Tensor]
+
+
+def _sizes(keys: Keys) -> tuple[int, int, int]:
+    """Return the numbers of key heads and value heads, and the width of a value head."""
+    key_heads, heads = keys.count("ssm.group_count"), keys.count("ssm.time_step_rank")
+    width, rest = divmod(keys.count("ssm.inner_size"), heads)
+    if heads % key_heads or rest:
+        raise keys.bad("has value heads that do not fit its key heads")
+    return key_heads, heads, width
+
+
+def _grouped(rows: Tensor, key_heads: int, heads: int) -> Tensor:
+    """Sort the rows of value heads: [0 of each key head, 1 of each, …] -> by key head."""
+    whole = rows.reshape(heads // key_heads, key_heads, -1, *rows.shape[1:])
+    return whole.transpose(0, 1).reshape(rows.shape)
+
+
+def _values_grouped(keys: Keys) -> _Make:
+    """Return a function that sorts the value heads' rows, the last ones; Q and K come before."""
+    key_heads, heads, width = _sizes(keys)
+
+    def make(rows: Tensor) -> Tensor:
+        first = len(rows) - heads * width
+        if first < 0:
+            raise keys.bad(f"has a tensor of {len(rows)} rows for {heads} value heads")
+        return torch.cat((rows[:first], _grouped(rows[first:], key_heads, heads)))
+
+    return make
+
+
+def _heads_grouped(keys: Keys) -> _Make:
+    """Return a function that sorts one row per value head."""
+    key_heads, heads, _ = _sizes(keys)
+
+    def make(rows: Tensor) -> Tensor:
+        if len(rows) != heads:
+            raise keys.bad(f"has a tensor of {len(rows)} rows for {heads} value heads")
+        return _grouped(rows, key_heads, heads)
+
+    return make
+
+
+def _output(keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    make = _values_grouped(keys)  # of columns
+    return sides, lambda values: make(values.T).T
+
+
+def _rates(keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    make = _heads_grouped(keys)
+    return sides, lambda values: make((-values).log())
+
+
+def _steps(keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    return sides, _heads_grouped(keys)
+
+
+def _kernel(keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    return (sides[0], 1, sides[-1]), _values_grouped(keys)
+
+
+def minus_one(_keys: Keys, sides: _Sides) -> tuple[_Sides, _Make]:
+    """Restore a norm that is stored plus 1."""
+    return sides, partial(torch.add, other=-1.0)
+
+
+DELTA_NAMES = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_norm": "linear_attn.norm",
+}
+DELTA_MOVES: dict[str, Change] = {
+    "attn_qkv": _values_grouped,
+    "attn_gate": _values_grouped,
+    "ssm_alpha": _heads_grouped,
+    "ssm_beta": _heads_grouped,
+}
+DELTA_MADE = {
+    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), _output),
+    "linear_attn.A_log": Made(("ssm_a",), _rates),
+    "linear_attn.dt_bias": Made(("ssm_dt.bias",), _steps),
+    "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), _kernel),
+    "input_layernorm.weight": Made(("attn_norm.weight",), minus_one),
+    "post_attention_layernorm.weight": Made(("post_attention_norm.weight",), minus_one),
+    "self_attn.q_norm.weight": Made(("attn_q_norm.weight",), minus_one),
+    "self_attn.k_norm.weight": Made(("attn_k_norm.weight",), minus_one),
+}
