@@ -23,6 +23,7 @@ _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
 _HUB_END = re.compile(r"(?:/tree/main)?/?(?=:|$)")  # of a page's address
 _LATEST = "latest"
+_QUANT = re.compile(r"(?:ud-)?i?q\d(?:_[a-z0-9]+)*|mxfp4_moe|f16|fp16|tq\d_0")  # of a GGUF file
 # Ollama writes a model's size as its tag; the short name here.
 _OLLAMA = {
     "gpt-oss:20b": "gpt-oss",
@@ -90,8 +91,25 @@ def plain(text: str) -> str:
     return _OLLAMA.get(text.lower(), text)
 
 
+def split_quant(text: str) -> tuple[str, str | None]:
+    """Split `org/name-gguf:QUANT`, a quantisation in a repository of GGUF files, into two.
+
+    The second part is None for other names, also for those with a tag of ours.
+    """
+    whole, colon, quant = plain(text).rpartition(":")
+    wanted = colon and quant.lower() not in TAGS and _QUANT.fullmatch(quant.lower())
+    return (whole, quant) if wanted and "gguf" in whole.lower() else (text, None)
+
+
 def parse_name(text: str) -> ModelName:
-    """Parse `name[:tag]` or `org/name[:tag]`, in any spelling of `plain`. Raises BadName."""
+    """Parse `name[:tag]` or `org/name[:tag]`, in any spelling of `plain`. Raises BadName.
+
+    The quantisation of a GGUF file becomes part of the name: org/name-gguf:Q8_0 is
+    org--name-gguf-q8_0.
+    """
+    whole, quant = split_quant(text)
+    if quant is not None:
+        text = f"{whole}-{quant}"
     whole, colon, tag = plain(text).lower().partition(":")
     parts = whole.split("/")
     fine = len(parts) <= 2 and all(

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import torch
@@ -66,7 +67,9 @@ def write_gguf(
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    common = dict(gguf.TensorNameMap.block_mappings_cfg)  # a map of arctic would change it
+    with mock.patch.object(gguf.TensorNameMap, "block_mappings_cfg", common):
+        names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _add_keys(writer, config)
     if tokens:
@@ -80,13 +83,19 @@ def write_gguf(
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         kind = type_of(mapped, values)
-        data = gguf.quants.quantize(values.float().contiguous().numpy(), kind)
+        data = values.numpy() if values.dtype == torch.uint8 else quantised(values, kind)
+        if values.dtype == torch.uint8:  # MXFP4 already
+            kind = Kind.MXFP4
         writer.add_tensor(mapped, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else sorted(path.parent.glob(f"{path.stem}-*.gguf"))[0]
+
+
+def quantised(values: Tensor, kind: Kind) -> Any:
+    return gguf.quants.quantize(values.float().contiguous().numpy(), kind)
 
 
 def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -113,7 +122,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is not None:
         writer.add_rope_freq_base(theta)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-5))
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
     writer.add_expert_count(next(config[key] for key in experts if config.get(key)))
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -195,7 +204,10 @@ def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
 
 def _converted(stored: Mapping[str, Tensor], config: Mapping[str, Any]) -> Named:
     """Yield (name of the checkpoint, values), with the experts of a layer stacked."""
-    stacks: dict[str, dict[int, Tensor]] = {}
+    stored, stacks = dict(stored), dict[str, dict[int, Tensor]]()
+    for name in [name for name in stored if name.endswith("_blocks")]:
+        scales = stored.pop(name.replace("_blocks", "_scales"))
+        yield from _mxfp4(name, stored.pop(name), scales)
     for name, values in stored.items():
         before, found, after = name.partition(".experts.")
         number, _, role = after.partition(".")
@@ -267,6 +279,18 @@ def _gpt_oss(name: str, values: Tensor) -> Named:
         return
     yield f"{_experts(name)}.gate_proj.{suffix}", rows[:, ::2]
     yield f"{_experts(name)}.up_proj.{suffix}", rows[:, 1::2]
+
+
+def _mxfp4(name: str, blocks: Tensor, scales: Tensor) -> Named:
+    """Yield blocks [E, R, G, 16] with scales as GGML's: the scale first, j beside j + 16."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [E, R, G, 32]
+    halves = codes[..., :16] | codes[..., 16:] << 4
+    packed = torch.cat((scales[..., None], halves), -1).flatten(2)  # [E, R, 17 G]
+    if "down_proj" in name:
+        yield f"{_experts(name)}.down_proj.weight", packed
+        return
+    yield f"{_experts(name)}.gate_proj.weight", packed[:, ::2].contiguous()
+    yield f"{_experts(name)}.up_proj.weight", packed[:, 1::2].contiguous()
 
 
 def _delta(name: str, values: Tensor, config: Mapping[str, Any]) -> tuple[str, Tensor]:

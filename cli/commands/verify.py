@@ -66,18 +66,20 @@ def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSou
     from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.gguf.checkpoint import open_local
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
-    from moeinf.runtime.hub.listing import is_offline, look_up
-    from moeinf.runtime.hub.repository import HubSource
+    from moeinf.runtime.hub.listing import is_offline, look_up_all
+    from moeinf.runtime.hub.repository import HubSource, source_files
     from moeinf.runtime.library.verify import LocalRepair
 
     if manifest.source == DEMO:
         return LocalRepair(open_folder(DEMO_CHECKPOINT))
     if not manifest.source.startswith("hub:"):
         return LocalRepair(open_local(Path(manifest.source)))
-    repository = manifest.source.removeprefix("hub:")
+    repository, _, quant = manifest.source.removeprefix("hub:").partition(":")
     cached = cached_checkpoint(repository, manifest.revision)
     if cached is not None:
         missing = {damage.path for damage in damages}.intersection(lacking(cached.folder))
         if is_offline() or not missing:
             return LocalRepair(cached)
-    return HubSource(look_up(repository, manifest.revision, None), aside, None)
+    everything = look_up_all(repository, manifest.revision, None, "model")
+    found, found_quant = source_files(everything, quant or None, None)
+    return HubSource(found, aside, None, quant=found_quant)

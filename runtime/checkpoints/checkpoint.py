@@ -134,6 +134,13 @@ class Checkpoint:
         path = self.folder / name
         return read_small(path, most_bytes) if os.path.lexists(path) else None
 
+    def need_small_file(self, name: str) -> bytes:
+        """Return the content of a small file. Raises BadCheckpoint, also if it is absent."""
+        data = self.small_file(name, max_json_bytes(name))
+        if data is None:
+            raise BadCheckpoint(f"{self.folder / name} is missing")
+        return data
+
 
 Headers = Callable[[str], dict[str, SourceTensor]]  # file name -> its tensors
 

@@ -79,14 +79,19 @@ def _sorted(
     for name, tensor in keys.file.tensors.items():
         match = _BLOCK.fullmatch(name)
         if match is None:
+            if name.startswith(("model.", "lm_head.")):  # of another format
+                raise keys.bad(f"has {name[:80]!r}, which is no name of a GGUF tensor")
             tensors[_TOP.get(name, name)] = _top(keys, source_tensor(tensor))
             continue
         block, inner = int(match[1]), match[2]
         if block >= keys.layers:
             continue
         layer = sparse.get(block, len(sparse))
-        if tensor.shape[0] > keys.count("expert_count") and _STACKED.fullmatch(inner):
-            raise keys.bad(f"has {tensor.name!r} for more experts than expert_count")
+        if stack := _STACKED.fullmatch(inner):
+            fits = len(tensor.shape) == (3 if stack[2] == "weight" else 2)
+            fits = fits and tensor.shape[0] == keys.count("expert_count")
+            if not fits or (stack[1] == "gate_up" and tensor.shape[1] % 2):
+                raise keys.bad(f"has {name[:80]!r} of a shape that does not fit expert_count")
         found = list(_experts_of(tensor, inner))
         experts |= {(layer, expert, role): piece for expert, role, piece in found}
         if len(experts) > _MAX_PIECES:

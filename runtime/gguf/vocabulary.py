@@ -6,11 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files of a byte-level BPE tokenizer: name -> content."""
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(tokens, list) or not isinstance(kinds, list) or len(tokens) != len(kinds):
+        raise BadCheckpoint("tokenizer.ggml.tokens and token_type do not fit")
+    if not all(isinstance(text, str) for text in tokens):
+        raise BadCheckpoint("tokenizer.ggml.tokens is not a list of texts")
     special = [
         {"id": number, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
          "normalized": False, "special": kind == 3}

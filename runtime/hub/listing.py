@@ -60,10 +60,13 @@ def look_up(
     name: str, revision: str | None, token: str | None, stop: threading.Event | None = None
 ) -> Repository:
     """Ask the hub for a model's commit and the files in its top folder. Raises RepositoryError."""
-    found = look_up_all(name, revision, token, "model", stop)
-    # Subfolders hold other formats: original/, metal/, …
+    return in_top_folder(look_up_all(name, revision, token, "model", stop))
+
+
+def in_top_folder(found: Repository) -> Repository:
+    """Return a repository without subfolders: they hold other formats (original/, metal/, …)."""
     files = {path: file for path, file in found.files.items() if path == file.name}
-    return Repository(name, found.commit, files)
+    return Repository(found.name, found.commit, files)
 
 
 def look_up_all(

@@ -41,6 +41,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.fp8 import files_of, join_scales
 from moeinf.runtime.checkpoints.fused_experts import join_blocks
 from moeinf.runtime.checkpoints.remote_torch_bin import check_table, read_remote_table
+from moeinf.runtime.gguf.checkpoint import checkpoint_of
+from moeinf.runtime.gguf.header import Header
+from moeinf.runtime.gguf.header import parse_header as parse_gguf
+from moeinf.runtime.gguf.reader import join_parts, read_part
 from moeinf.runtime.hub.download import (
     RANGE_BYTES,
     DownloadFailed,
@@ -53,7 +57,8 @@ from moeinf.runtime.hub.download import (
     has_promised_hash,
     is_promised,
 )
-from moeinf.runtime.hub.listing import Repository
+from moeinf.runtime.hub.gguf_files import has_gguf, quant_files
+from moeinf.runtime.hub.listing import Repository, in_top_folder
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
@@ -80,6 +85,22 @@ def fetcher_of(
     return Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience(), stop)
 
 
+def source_files(
+    everything: Repository, quant: str | None, tag: str | None
+) -> tuple[Repository, str | None]:
+    """Return a repository with the files that a source may use, and their GGUF quantisation.
+
+    That is None for a checkpoint's folder, which is preferred unless `quant` names one. quant, tag:
+    see quant_files. Raises BadCheckpoint.
+    """
+    found = in_top_folder(everything)
+    folder = SAFETENSORS.given(found.files.__contains__) or BIN.given(found.files.__contains__)
+    if quant is None and (folder or not has_gguf(everything)):
+        return found, None
+    quant, files = quant_files(everything, quant, tag)
+    return Repository(found.name, found.commit, {file.name: file for file in files}), quant
+
+
 class HubSource:
     """A repository's checkpoint, fetched file by file into `folder`, a part of a workplace.
 
@@ -100,20 +121,33 @@ class HubSource:
         stop: threading.Event | None = None,
         snapshot: Path | None = None,
         note: Callable[[str], None] = lambda _: None,
+        quant: str | None = None,
     ) -> None:
         self._repository = repository
         self._folder, self._snapshot = folder, snapshot
         self._workers = workers
         self._note = note
         self._fetcher = fetcher_of(token, patience, stop)
-        self.origin = f"hub:{repository.name}"
+        self.origin = f"hub:{repository.name}" + (f":{quant}" if quant is not None else "")
         self.revision: str | None = repository.commit
+        self._tables: dict[str, dict[str, SourceTensor]] = {}  # tables of `.bin` files
+        self._headers: dict[str, bytes] = {}  # SHA-256 of headers, with their lengths
+        self._parts: dict[str, Header] = {}  # of GGUF files
+        if quant is None:
+            self._open_folder(repository)
+        else:
+            self.files = list(repository.files.values())
+            file = join_parts([folder / part.name for part in self.files], self._part)
+            self.checkpoint = checkpoint_of(file)
+            self.small: list[RemoteFile] = []
+            self._identified = dict(repository.files)
+
+    def _open_folder(self, repository: Repository) -> None:
+        """Read config, index and headers, as a checkpoint's folder has them."""
         packaging = SAFETENSORS if SAFETENSORS.given(self._has) else BIN
         if not packaging.given(self._has):
             raise BadCheckpoint(f"{repository.name} has neither {INDEX} nor {SINGLE}")
         index = self._json(packaging.index) if self._has(packaging.index) else None
-        self._tables: dict[str, dict[str, SourceTensor]] = {}  # tables of `.bin` files
-        self._headers: dict[str, bytes] = {}  # SHA-256 of headers, with their lengths
         headers = self._header if packaging is SAFETENSORS else self._table
         beside = self._json(QUANTISED) if self._has(QUANTISED) else None
         config = with_quantised(self._json(CONFIG), beside)
@@ -162,7 +196,8 @@ class HubSource:
         """
         place = {file.name: number for number, file in enumerate(self.files)}
         last = list(range(len(self.files)))  # for each file, the file after which it is released
-        for tensor in join_blocks(self.checkpoint, join_scales(self.checkpoint)).values():
+        dense = join_blocks(self.checkpoint, join_scales(self.checkpoint))
+        for tensor in (*dense.values(), *self.checkpoint.experts.values()):
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:
                 last[number] = max(last[number], *places)
@@ -181,7 +216,9 @@ class HubSource:
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self.small:
             self._obtain(file, 1, lambda _: None)
-        if read_json(self._folder / CONFIG) != self.checkpoint.config:  # without a promised hash
+        made = self.checkpoint.made is not None
+        if not made and read_json(self._folder / CONFIG) != self.checkpoint.config:
+            # Its hash was not promised.
             raise DownloadFailed(f"{CONFIG}: it is not the one that the hub sent before")
         return self.checkpoint
 
@@ -233,6 +270,8 @@ class HubSource:
                 os.close(descriptor)
 
     def small_file(self, name: str) -> bytes:
+        if self._parts:
+            return self.checkpoint.need_small_file(name)
         file = self._file(name)
         if file.size_bytes > max_json_bytes(name):
             raise BadCheckpoint(f"{self._repository.name}: {name} is too large")
@@ -262,6 +301,16 @@ class HubSource:
         self._tables[name] = read_remote_table(file.size_bytes, read, self._folder / name)
         return self._tables[name]
 
+    def _part(self, path: Path) -> Header:
+        """Return the header of a remote GGUF file."""
+        file = self._file(path.name)
+
+        def read(at: int, count: int) -> bytes:
+            return fetch_bytes(self._fetcher, file, at, at + count)
+
+        self._parts[path.name] = parse_gguf(path, file.size_bytes, read)
+        return self._parts[path.name]
+
     def _check_table(self, path: Path) -> None:
         """Compare the table of a complete file with the one that was read ahead.
 
@@ -270,10 +319,14 @@ class HubSource:
         if path.name in self._tables:
             check_table(path, self._tables[path.name])
             return
-        with path.open("rb") as file:
-            start = file.read(8)
-            text = file.read(header_length(path, os.fstat(file.fileno()).st_size, start))
-        if hashlib.sha256(start + text).digest() != self._headers[path.name]:
+        if path.name in self._parts:
+            same = read_part(path) == self._parts[path.name]
+        else:
+            with path.open("rb") as file:
+                start = file.read(8)
+                text = file.read(header_length(path, os.fstat(file.fileno()).st_size, start))
+            same = hashlib.sha256(start + text).digest() == self._headers[path.name]
+        if not same:
             raise DownloadFailed(
                 f"{path.name}: its header is not the one that the hub sent before. "
                 f"Try: moeinf pull {self._repository.name}"

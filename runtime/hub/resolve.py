@@ -14,7 +14,16 @@ from moeinf.runtime.hub.suggestions import fitting, is_dense, nearest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.staging import downloads_of
 from moeinf.runtime.machine.memory import available_bytes
-from moeinf.runtime.names import DEMO, ModelName, check_not_demo, expand, is_path, parse_name, plain
+from moeinf.runtime.names import (
+    DEMO,
+    ModelName,
+    check_not_demo,
+    expand,
+    is_path,
+    parse_name,
+    plain,
+    split_quant,
+)
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -84,10 +93,12 @@ def find_source(
         return wanted, LocalSource.watched(open_folder(DEMO_CHECKPOINT), DEMO)
     check_not_demo(wanted)
 
+    from moeinf.runtime.gguf.tags import best_tag
     from moeinf.runtime.hub.hf_cache import cached_snapshot
-    from moeinf.runtime.hub.listing import is_offline, look_up
-    from moeinf.runtime.hub.repository import HubSource
+    from moeinf.runtime.hub.listing import is_offline, look_up_all
+    from moeinf.runtime.hub.repository import HubSource, source_files
 
+    model, quant = split_quant(model)
     repository = model.partition(":")[0]
     entry = entry_of(model)
     if entry is not None:
@@ -97,10 +108,15 @@ def find_source(
         raise UnknownSource(model)
     if is_offline():
         return wanted, _offline(repository, revision, note)
-    found = look_up(repository, revision, token, stop)
+    everything = look_up_all(repository, revision, token, "model", stop)
+    tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
+    found, quant = source_files(everything, quant, tag)
     aside = downloads_of(Library(settings).folder(wanted))
     snapshot = cached_snapshot(repository, found.commit)
-    source = HubSource(found, aside, token, workers, stop=stop, snapshot=snapshot, note=note)
+    source = HubSource(found, aside, token, workers, None, stop, snapshot, note, quant)
+    if quant is not None and tag is None:
+        best = best_tag(source.checkpoint.experts.values())
+        wanted = ModelName(wanted.name, best or wanted.tag)
     if source.cached:
         part = "" if source.download_bytes() == 0 else f"{len(source.cached)} files of "
         note(f"{part}{repository} is in the Hugging Face cache and is used from there")

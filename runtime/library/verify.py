@@ -20,7 +20,6 @@ from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     Checkpoint,
     SourceTensor,
-    max_json_bytes,
 )
 from moeinf.runtime.checkpoints.fp8 import sources
 from moeinf.runtime.checkpoints.inventory import take_inventory
@@ -80,10 +79,7 @@ class LocalRepair:
         """Do nothing: the files are local."""
 
     def small_file(self, name: str) -> bytes:
-        data = self.checkpoint.small_file(name, max_json_bytes(name))
-        if data is None:
-            raise BadCheckpoint(f"{self.checkpoint.folder / name} is missing")
-        return data
+        return self.checkpoint.need_small_file(name)
 
 
 def verify(folder: Path, manifest: Manifest, progress: Progress) -> list[Damage]:

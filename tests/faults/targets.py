@@ -51,6 +51,7 @@ from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files
+from tests.faults.gguf_targets import GGUF_TARGETS
 from tests.faults.hub_targets import HUB_TARGETS
 
 Seeds = Callable[[], list[bytes]]
@@ -384,4 +385,4 @@ TARGETS: dict[str, Target] = {
     "requests": Target(*request_targets.TARGET),
     "schema": Target(*schema_targets.TARGET),
 }
-TARGETS |= {name: Target(*about) for name, about in HUB_TARGETS.items()}
+TARGETS |= {name: Target(*about) for name, about in (*HUB_TARGETS.items(), *GGUF_TARGETS.items())}
