@@ -2,8 +2,9 @@ r"""Name the regular expressions that cut a text into words before byte-level BP
 
 A GGUF file has only a name, `tokenizer.ggml.pre`. The names are those of llama.cpp's
 `src/llama-vocab.cpp`. The expressions are those of the models' own tokenizer.json. llama.cpp
-approximates some of them: it counts no combining mark (`\p{M}`) as a part of a word in `gpt-4o`,
-`tekken` and `kimi-k2`.
+approximates some of them: combining marks (`\p{M}`) are no part of a word in `gpt-4o`, `tekken` and
+`kimi-k2`, case does not cut a word in `kimi-k2`, and spaces beyond ASCII match no range in
+`deepseek-llm` and `deepseek-coder`.
 """
 
 from __future__ import annotations
