@@ -65,6 +65,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         words = _words("gemma4" if kind == "gemma4" else pre)
         merges = _merges(metadata)
         found = _vocabulary(metadata, {}, words.adds_bos, merges)
+        if not merges and any(map(_needs_merges, found.texts, found.kinds)):
+            raise BadCheckpoint("tokenizer.ggml.merges is missing: its tokens are made by merges")
         document = _dumped(_byte_pairs(found, merges, words))
     else:
         raise BadCheckpoint(
@@ -163,7 +165,7 @@ def _texts(metadata: Mapping[str, Any]) -> list[str]:
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the pairs that BPE merges, the first ones first. Raises BadCheckpoint."""
-    merges = metadata.get(_KEY + "merges")
+    merges = metadata.get(_KEY + "merges", [])  # a writer leaves an empty list out
     if not isinstance(merges, list) or len(merges) > _MAX_MERGES:
         raise BadCheckpoint(f"tokenizer.ggml.merges: expected a list of up to {_MAX_MERGES} texts")
     pairs: dict[tuple[str, str], None] = {}
@@ -176,6 +178,10 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
         pairs.setdefault((merge[:cut], merge[cut + 1 :]))
     return list(pairs)
+
+
+def _needs_merges(text: str, kind: int) -> bool:
+    return kind == _NORMAL and len(text) > 1
 
 
 def _merged(texts: list[str], merges: list[tuple[str, str]]) -> set[str]:
