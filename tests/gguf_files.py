@@ -73,12 +73,13 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _add_keys(writer, config)
     if tokens:
-        _add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
+        count = _add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
         writer.add_tokenizer_pre("glm4" if config["model_type"].startswith("glm4") else "gpt-2")
         if (template := folder / "chat_template.jinja").exists():
             writer.add_chat_template(template.read_text())
-        if isinstance(config.get("eos_token_id"), int):
-            writer.add_eos_token_id(config["eos_token_id"])
+        eos = config.get("eos_token_id")
+        if isinstance(eos, int) and eos < count:  # tiny tokenizers lack the original's
+            writer.add_eos_token_id(eos)
     for name, values in _converted(stored, config):
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
@@ -189,7 +190,8 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_ssm_inner_size(inner)
 
 
-def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
+def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> int:
+    """Write the vocabulary; return its size."""
     vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
     added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     words = {number: text for text, number in vocabulary}
@@ -200,6 +202,7 @@ def _add_tokens(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
     writer.add_token_types([3 if number in added else 1 for number in range(count)])
     merges = tokenizer["model"].get("merges", [])
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    return count
 
 
 def _converted(stored: Mapping[str, Tensor], config: Mapping[str, Any]) -> Named:
