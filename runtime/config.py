@@ -79,6 +79,30 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 @dataclass(frozen=True)
+class OtherStores:
+    """The folders in which other programs keep GGUF files. They need not exist."""
+
+    ollama: tuple[Path, ...]
+    lm_studio: tuple[Path, ...]
+    llama_cpp: tuple[Path, ...]
+
+
+def read_other_stores(environment: Mapping[str, str] | None = None) -> OtherStores:
+    """Read HOME, OLLAMA_MODELS, LLAMA_CACHE and XDG_CACHE_HOME, as those programs do."""
+    env = os.environ if environment is None else environment
+    home = Path(env["HOME"]) if env.get("HOME") else Path("~").expanduser()
+    ollama = (home / ".ollama/models", Path("/usr/share/ollama/.ollama/models"))
+    if env.get("OLLAMA_MODELS"):
+        ollama = (Path(env["OLLAMA_MODELS"]).expanduser(),)
+    cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
+    return OtherStores(
+        ollama=ollama,
+        lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
+        llama_cpp=(Path(env.get("LLAMA_CACHE") or cache / "llama.cpp").expanduser(),),
+    )
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """The options of `moeinf serve`: its address, its limits and the sharing of its engines.
 

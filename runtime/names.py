@@ -46,6 +46,7 @@ _OLLAMA = {
     "granite3.1-moe:1b": "granite-3.1-1b-a400m",
     "granite3.1-moe:3b": "granite-3.1-3b-a800m",
 }
+OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
 
 
@@ -68,8 +69,8 @@ class ModelName:
 
 
 def is_path(text: str) -> bool:
-    """Return True if MODEL is the path of a local checkpoint folder."""
-    return text in (".", "..", "~") or text.startswith(("./", "../", "/", "~/"))
+    """Return True if MODEL is the path of a local checkpoint, or ollama:NAME, which has one."""
+    return text in (".", "..", "~") or text.startswith(("./", "../", "/", "~/", OLLAMA))
 
 
 def default_tag(name: str) -> str:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeinf.cli.options import Json, Quiet, known_models
+from moeinf.cli.options import Json, Quiet, Usage, known_models
 from moeinf.cli.output import Output
-from moeinf.runtime.config import Settings, read_environment
+from moeinf.runtime.config import Settings, read_environment, read_other_stores
 from moeinf.runtime.hub.resolve import DenseModel, can_be_had, find_source
 from moeinf.runtime.hub.suggestions import is_dense, nearest
 from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
+from moeinf.runtime.library.local_stores import LocalModel, local_models
 from moeinf.runtime.library.manifest import Manifest, storable
 from moeinf.runtime.library.staging import PullInProgress
 from moeinf.runtime.names import DEMO, TAGS, BadName, ModelName, parse_name, plain
@@ -32,13 +33,13 @@ Token = Annotated[
 
 def pull(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./FOLDER",
+            metavar="MODEL[:TAG] | ORG/NAME[:TAG] | ./PATH | ollama:NAME",
             show_default=False,
             autocompletion=known_models,
         ),
-    ],
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME[:TAG]", help="The model's name.", show_default=False)
     ] = None,
@@ -51,15 +52,20 @@ def pull(
     allow_nan: Annotated[
         bool, typer.Option("--allow-nan", help="Go on where weights are NaN or infinite.")
     ] = False,
+    list_local: Annotated[
+        bool,
+        typer.Option("--list-local", help="List files of Ollama, LM Studio and llama.cpp."),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Fetch a model from the hub, or read a checkpoint folder, and repack its experts.
 
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
-    folder, or demo. TAG is q4 (the default), q4d8 (q4, but the experts' down_proj in q8), q8, mxfp4
-    (the default of gpt-oss), bf16 (the default of demo) or f32. An interrupted pull resumes where
-    it stopped; a model that is up to date is left unchanged.
+    folder or GGUF file, a model of Ollama on this machine (ollama:NAME), or demo. TAG is q4 (the
+    default), q4d8 (q4, but the experts' down_proj in q8), q8, mxfp4 (the default of gpt-oss), bf16
+    (the default of demo) or f32. An interrupted pull resumes where it stopped; a model that is up to
+    date is left unchanged.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
     glm4_moe_lite, gpt_oss, granitemoe, mixtral, nllb-moe, olmoe, phimoe, qwen2_moe, qwen3_5_moe,
@@ -68,6 +74,11 @@ def pull(
     Example: moeinf pull olmoe:q4
     """
     out, settings = Output(json=json, quiet=quiet), read_environment()
+    if list_local:
+        _print_local(out)
+        return
+    if model is None:
+        raise Usage("MODEL is missing: a short name, ORG/NAME, ./PATH or ollama:NAME")
     wanted, source = find_source(model, name, settings, out.note, revision, token, workers)
     if dry_run:
         _print_sizes(wanted, source, out)
@@ -128,6 +139,28 @@ def _pull(
 
     with out.progress(str(name)) as progress:
         return repack(source, Library(settings), name, progress, out.note, allow_nan)
+
+
+def _print_local(out: Output) -> None:
+    models = local_models(read_other_stores())
+    if out.json:
+        out.document({"models": [_as_json(model) for model in models]})
+        return
+    rows = []
+    for model in models:
+        size = f"damaged: {model.problem}" if model.path is None else format_bytes(model.size_bytes)
+        path = "" if model.path is None or str(model.path) == model.name else str(model.path)
+        rows.append([model.name, size, model.store, path])
+    out.table(["MODEL", "SIZE", "STORE", "FILE"], rows)
+    if not models:
+        out.note("no GGUF file of Ollama, LM Studio or llama.cpp is on this machine")
+
+
+def _as_json(model: LocalModel) -> dict[str, str | int]:
+    about = {"name": model.name, "store": model.store}
+    if model.path is None:
+        return about | {"problem": model.problem}
+    return {**about, "size_bytes": model.size_bytes, "path": str(model.path)}
 
 
 def _print_sizes(name: ModelName, source: Source, out: Output) -> None:

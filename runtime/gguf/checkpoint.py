@@ -25,6 +25,7 @@ _TOP = {
     "output.weight": "lm_head.weight",
     "output.bias": "lm_head.bias",
 }
+_BLOB = re.compile(r"sha256-[0-9a-f]{64}")
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")
 _STACKED = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _ALONE = re.compile(r"ffn_(gate|up|down)\.(0|[1-9]\d{0,8})\.weight")  # files of 2024
@@ -38,8 +39,8 @@ def open_local(path: Path) -> Checkpoint:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True for the name of a GGUF file."""
-    return path.name.lower().endswith(SUFFIX)
+    """Return True for the name of a GGUF file, also in Ollama's store."""
+    return path.name.lower().endswith(SUFFIX) or _BLOB.fullmatch(path.name) is not None
 
 
 def open_gguf(path: Path) -> Checkpoint:

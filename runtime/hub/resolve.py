@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeinf.errors import NotFound
-from moeinf.runtime.config import Settings
+from moeinf.runtime.config import Settings, read_other_stores
 from moeinf.runtime.hub.aliases import entry_of
 from moeinf.runtime.hub.suggestions import fitting, is_dense, nearest
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.local_stores import ollama_model, ollama_name
 from moeinf.runtime.library.staging import downloads_of
 from moeinf.runtime.machine.memory import available_bytes
 from moeinf.runtime.names import (
     DEMO,
+    OLLAMA,
     ModelName,
     check_not_demo,
     expand,
@@ -78,11 +80,15 @@ def find_source(
 
     Once `stop` is set, every request fails with RepositoryError or DownloadFailed.
 
-    Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed.
+    Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed,
+    NoSuchOllamaModel, BadStore.
     """
     from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.library.sources import LocalSource  # both modules import torch
 
+    if model.startswith(OLLAMA):
+        path = ollama_model(model, read_other_stores())
+        return _local(path, ollama_name(model) if name is None else name)
     if is_path(model):
         return _local(expand(model), name)
     if is_dense(model):

@@ -75,9 +75,8 @@ def ollama_model(name: str, stores: OtherStores) -> Path:
 
     Raises NoSuchOllamaModel, and BadStore if the model's manifest or its file cannot be used.
     """
-    wanted = OLLAMA + name.removeprefix(OLLAMA).strip()
-    if ":" not in wanted.removeprefix(OLLAMA).rpartition("/")[2]:
-        wanted += f":{_TAG}"
+    wanted = name.removeprefix(OLLAMA)
+    wanted = f"{OLLAMA}{wanted}" if ":" in wanted.rpartition("/")[2] else f"{OLLAMA}{wanted}:{_TAG}"
     models = [model for root in stores.ollama for model in _of_ollama(root)]
     for model in models:
         if model.name.lower() == wanted.lower():
@@ -88,6 +87,12 @@ def ollama_model(name: str, stores: OtherStores) -> Path:
     more = ", …" if len(models) > _MAX_LISTED else ""
     here = f"; it has {names}{more}" if names else "; it has no models"
     raise NoSuchOllamaModel(f"{wanted[:200]} is not in Ollama's store{here}")
+
+
+def ollama_name(name: str) -> str:
+    """Return the name that a model of Ollama gets here: NAME, or NAME-TAG."""
+    base, _, tag = name.removeprefix(OLLAMA).rpartition("/")[2].partition(":")
+    return base if tag in ("", _TAG) else f"{base}-{tag}"
 
 
 def _of_ollama(root: Path) -> Iterator[LocalModel]:
@@ -142,23 +147,25 @@ def _of_files(store: str, root: Path, depth: int) -> Iterator[LocalModel]:
 
     Files that encode images (mmproj-….gguf) are left out.
     """
-    files = {path: parts[-1] for parts, path in _files(root, depth)}
-    sizes: dict[Path, int] = {}
+    sizes: dict[Path, dict[str, int]] = {}  # of the parts of each first part
     problems: dict[Path, str] = {}
-    for path, name in files.items():
+    for parts, path in _files(root, depth):
+        name = parts[-1]
         if not name.endswith(".gguf") or name.startswith("mmproj"):
             continue
         part = _PART.fullmatch(name)
         first = path if part is None else path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf")
         try:
-            sizes[first] = sizes.get(first, 0) + _size(path)
+            sizes.setdefault(first, {})[name] = _size(path)
         except OSError as error:
             problems[first] = reason(error)
-        if first not in files:
-            problems[first] = f"its first part, {first.name}, is missing"
-    for path, size in sizes.items():
-        if path not in problems:
-            yield LocalModel(store, str(path), size, path)
+    for path, found in sizes.items():
+        part = _PART.fullmatch(path.name)
+        missing = (1 if part is None else int(part[3])) - len(found)
+        if missing and path not in problems:
+            problems[path] = f"{missing} of its parts are missing"
+        elif path not in problems:
+            yield LocalModel(store, str(path), sum(found.values()), path)
     for path, problem in problems.items():
         yield LocalModel(store, str(path), problem=problem)
 

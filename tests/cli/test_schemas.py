@@ -16,6 +16,7 @@ from tests.cli.conftest import SCHEMAS, check_document
 # They run in this order in one home: later ones use files of earlier ones. FOLDER: a checkpoint.
 DOCUMENTS = (
     ("pull-dry-run", "pull demo --dry-run"),
+    ("pull-list-local", "pull --list-local"),
     ("plan", "plan demo:q4 --memory 200KiB"),
     ("pull", "pull FOLDER --name mine:q8"),
     ("pull", "pull demo"),

@@ -204,6 +204,7 @@ def test_a_pull_ends_with_its_client(empty: tuple[str, Library], hub: Hub) -> No
     [
         ("/etc", 400),
         ("./here", 400),
+        ("ollama:qwen3", 400),
         ("~/x", 400),
         ("no such", 400),
         ("unheard-of", 404),
