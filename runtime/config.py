@@ -91,12 +91,11 @@ def read_other_stores(environment: Mapping[str, str] | None = None) -> OtherStor
     """Read HOME, OLLAMA_MODELS, LLAMA_CACHE and XDG_CACHE_HOME, as those programs do."""
     env = os.environ if environment is None else environment
     home = Path(env["HOME"]) if env.get("HOME") else Path("~").expanduser()
-    ollama = (home / ".ollama/models", Path("/usr/share/ollama/.ollama/models"))
-    if env.get("OLLAMA_MODELS"):
-        ollama = (Path(env["OLLAMA_MODELS"]).expanduser(),)
+    chosen = env.get("OLLAMA_MODELS")
+    both = (home / ".ollama/models", Path("/usr/share/ollama/.ollama/models"))
     cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
     return OtherStores(
-        ollama=ollama,
+        ollama=(Path(chosen).expanduser(),) if chosen else both,
         lm_studio=(home / ".lmstudio/models", home / ".cache/lm-studio/models"),
         llama_cpp=(Path(env.get("LLAMA_CACHE") or cache / "llama.cpp").expanduser(),),
     )

@@ -157,7 +157,7 @@ def _print_local(out: Output) -> None:
 
 
 def _as_json(model: LocalModel) -> dict[str, str | int]:
-    about = {"name": model.name, "store": model.store}
+    about: dict[str, str | int] = {"name": model.name, "store": model.store}
     if model.path is None:
         return about | {"problem": model.problem}
     return {**about, "size_bytes": model.size_bytes, "path": str(model.path)}

@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from moeinf.runtime.checkpoints.checkpoint import CONFIG, Checkpoint, Recipe, SourceTensor
+from moeinf.runtime.checkpoints.checkpoint import (
+    CONFIG,
+    BadCheckpoint,
+    Checkpoint,
+    Recipe,
+    SourceTensor,
+)
 from moeinf.runtime.checkpoints.ggml import dtype_of
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
@@ -62,7 +68,10 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
         raise keys.bad("is a dense model; moeinf runs mixture-of-experts models")
     config = known.config(keys) | {"tie_word_embeddings": "output.weight" not in file.tensors}
     config = {key: value for key, value in config.items() if value is not None or key in _NULL}
-    made = {CONFIG: json.dumps(config).encode(), **tokenizer_files(file.metadata)}
+    try:
+        made = {CONFIG: json.dumps(config).encode(), **tokenizer_files(file.metadata)}
+    except BadCheckpoint as error:
+        raise keys.bad(f"has a tokenizer that cannot be used: {error}") from None
     tensors, experts = _sorted(keys, known)
     return Checkpoint(file.paths[0].parent, config, tensors, experts, made)
 
