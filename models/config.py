@@ -138,6 +138,10 @@ class Fields:
             return None
         return Fields(value, f"{self._where}: {name}")
 
+    def sections(self) -> list[Fields]:
+        """Return all values as nested objects."""
+        return [Fields(value, f"{self._where}: {name}") for name, value in self._values.items()]
+
     def is_word(self, name: str, word: str) -> bool:
         """Return True if the key's value is this word."""
         value = self._values.get(name)

@@ -91,6 +91,9 @@ class SourceTensor:
     scales: SourceTensor | None = None  # see fp8.py: one factor per block of `block` weights
     block: tuple[int, int] = (1, 1)
     pick: Pick | None = None  # see fused_experts.py
+    factor: SourceTensor | None = None  # see nvfp4.py: one factor of all weights
+    zeros: SourceTensor | None = None  # see packed_integers.py: the code of 0 in every block
+    stated: SourceTensor | None = None  # see packed_integers.py: holds the shape [R, C]
     recipe: Recipe | None = None  # then dtype and place are those of the first stored tensor
 
 

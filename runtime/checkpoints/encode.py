@@ -12,6 +12,7 @@ from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.direct_io import BLOCK_BYTES
 from moeinf.offload.format.layout import is_tiled
 from moeinf.offload.format.quantise import quantise
+from moeinf.runtime.checkpoints import fp8, nvfp4, packed_integers
 from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     Recipe,
@@ -20,7 +21,6 @@ from moeinf.runtime.checkpoints.checkpoint import (
     memory_of,
     read_exactly,
 )
-from moeinf.runtime.checkpoints.fp8 import wide_rows
 from moeinf.runtime.checkpoints.fused_experts import mxfp4_tiles, picked_values
 from moeinf.runtime.checkpoints.ggml import (
     all_packed_rows,
@@ -43,7 +43,8 @@ def encoded(tensor: SourceTensor, form: str, look: Look = unseen) -> Iterator[me
     """Return the tensor in the format `form`, in blocks of bounded size.
 
     A tensor with a `pick` or a `recipe` is one block. `look` gets all values before they are
-    encoded, or the scales of a format of GGML that is kept; its exceptions propagate. MXFP4 is made
+    encoded, or the scales of a format of GGML that is kept, but not those of other tiles that keep
+    the source's codes and scales; its exceptions propagate. MXFP4 is made
     only from MXFP4. A block is valid until the next one is taken. Raises BadCheckpoint if the file
     ends early.
     """
@@ -54,7 +55,7 @@ def encoded(tensor: SourceTensor, form: str, look: Look = unseen) -> Iterator[me
     if is_ggml(tensor.dtype):
         return (_of_ggml(tensor, rows, form, look) for rows in packed_rows(tensor))
     if tensor.scales is not None:
-        return _widened(tensor, form, look)
+        return _joined(tensor, form, look)
     return _tiles(tensor, form, look) if is_tiled(form) else _plain(tensor, form, look)
 
 
@@ -100,9 +101,23 @@ def _plain(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
         yield block
 
 
-def _widened(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
-    for rows in wide_rows(tensor, BLOCK_ROWS):
+def _joined(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
+    """Yield a matrix with scales: its codes where the format keeps them, else its weights."""
+    kept = packed_integers.kept_tiles(tensor, form)
+    if kept is not None:
+        yield from map(memory_of, kept)
+        return
+    for rows in _wide_rows(tensor):
         yield _stored(tensor, rows, form, look)
+
+
+def _wide_rows(tensor: SourceTensor) -> Iterator[Tensor]:
+    """Yield the weights as float32, some row blocks of tiles at a time."""
+    if tensor.dtype == nvfp4.NVFP4:
+        return nvfp4.wide_rows(tensor)
+    if tensor.dtype in packed_integers.BITS:
+        return packed_integers.wide_rows(tensor)
+    return fp8.wide_rows(tensor, BLOCK_ROWS)
 
 
 def _tiles(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:

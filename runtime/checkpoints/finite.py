@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeinf.errors import Failure
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
+from moeinf.runtime.checkpoints.packed_integers import could_keep
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
 # The largest magnitude of each format. q8 and q4 have float16 scales, times 127 and 8 steps.
@@ -49,6 +50,7 @@ class WeightCheck:
         self._allow = allow
         self._lock = threading.Lock()
         self.found: list[str] = []  # names of tensors, in the order of discovery
+        self.rounded: list[str] = []  # those whose codes could have been kept, but for their scales
 
     def again(self, broken: Sequence[str]) -> None:
         """Check the tensors that an earlier attempt found and wrote. Raises NotFiniteWeights."""
@@ -59,6 +61,8 @@ class WeightCheck:
         """Check some values of a tensor that will be stored as `form`. Raises NotFiniteWeights."""
         if not values.numel():
             return
+        if could_keep(tensor, form):
+            self._note(tensor, self.rounded)
         least, largest = (float(x) for x in values.aminmax())
         if -_MOST[form] <= least and largest <= _MOST[form]:  # false for NaN
             return
@@ -66,9 +70,12 @@ class WeightCheck:
             finite = np.isfinite(least) and np.isfinite(largest)
             what = f"values beyond what {form} can hold" if finite else "NaN or infinity"
             raise NotFiniteWeights(f"{tensor.path.name}: {tensor.name!r} has {what}")
+        self._note(tensor, self.found)
+
+    def _note(self, tensor: SourceTensor, names: list[str]) -> None:
         with self._lock:
-            if tensor.name not in self.found:
-                self.found.append(tensor.name)
+            if tensor.name not in names:
+                names.append(tensor.name)
 
 
 def check_logits(logits: NDArray[np.float32]) -> None:

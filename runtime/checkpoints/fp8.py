@@ -87,13 +87,18 @@ def widen(raw: Tensor, scales: Tensor, block: tuple[int, int], first: int = 0) -
 
 
 def sources(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
-    """Return the tensors to read for these weights: scales and stored tensors included."""
+    """Return the tensors to read for these weights: the weights and what belongs to them."""
     stored = (s for t in tensors for s in (t.recipe.stored if t.recipe else (t,)))
-    return [piece for t in stored for piece in (t, t.scales) if piece is not None]
+    return [
+        piece
+        for t in stored
+        for piece in (t, t.scales, t.factor, t.zeros, t.stated)
+        if piece is not None
+    ]
 
 
 def files_of(tensor: SourceTensor) -> set[Path]:
-    """Return the files that hold the tensor and its scales."""
+    """Return the files that hold the tensor and what belongs to it."""
     return {piece.path for piece in sources([tensor])}
 
 

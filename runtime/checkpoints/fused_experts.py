@@ -13,9 +13,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moeinf.native import BLOCK_ROWS
+from moeinf.offload.format.tiling import tile
 from moeinf.runtime.checkpoints.checkpoint import (
     TORCH_DTYPE,
     BadCheckpoint,
@@ -28,7 +27,7 @@ MXFP4 = "MXFP4"  # the dtype of a tensor that joins its blocks and scales
 _GROUP = 32  # weights that share a scale
 _SURELY_FINITE = 252  # 6 (the largest E2M1) times this scale's 2^125 fits in a float32
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def join_blocks(
@@ -83,43 +82,18 @@ def mxfp4_tiles(tensor: SourceTensor) -> tuple[Tensor, Tensor | None]:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not MXFP4")
     blocks, scales = _blocks_and_scales(tensor)
     large = widen_blocks(blocks, scales) if int(scales.max()) > _SURELY_FINITE else None
-    return tile_blocks(blocks, scales), large
-
-
-def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Pack blocks [R, G, 16] and scales [R, G], uint8, into tiles, uint8 of one dimension.
-
-    The padding to whole tiles has codes of 0 and scale bytes of 0, the least scale.
-    """
-    codes = _codes(blocks)  # [R, G, 32]
-    nibbles = codes[..., :16] | codes[..., 16:] << 4  # low: k, high: k + 16
-    return sort_into_tiles(nibbles, scales[..., None])
-
-
-def sort_into_tiles(codes: Tensor, scales: Tensor, padding: int = 0) -> Tensor:
-    """Sort codes [R, G, c] and scales [R, G, s], uint8, into tiles, uint8 of one dimension.
-
-    c and s are the bytes of a group's codes and of its scale. The padding to whole tiles has codes
-    of `padding` and scales of 0 bytes.
-    """
-    rows, groups, _ = scales.shape
-    more = (0, 0, 0, groups % 2, 0, -rows % BLOCK_ROWS)  # bytes, then columns, then rows
-    codes = functional.pad(codes, more, value=padding)
-    scales = functional.pad(scales, more)
-    shape = (len(scales) // BLOCK_ROWS, BLOCK_ROWS, -(-groups // 2), 2)  # [B, 16, tiles, 2]
-    words = codes.reshape(*shape, -1, 4).permute(0, 2, 3, 4, 1, 5).flatten(2)
-    tail = scales.reshape(*shape, -1).permute(0, 2, 3, 1, 4).flatten(2)
-    return torch.cat((words, tail), -1).view(-1)
+    return tile(nibbles(blocks).flatten(1), scales, MXFP4), large
 
 
 def widen_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
     """Widen blocks [R, G, 16] and scales [R, G], uint8, to [R, 32 G] float32 without loss."""
-    numbers = _E2M1[_codes(blocks).int()]  # [R, G, 32]
+    numbers = E2M1[nibbles(blocks).int()]  # [R, G, 32]
     return torch.ldexp(numbers, scales[..., None].int() - 127).flatten(1)
 
 
-def _codes(blocks: Tensor) -> Tensor:
-    return torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+def nibbles(packed: Tensor) -> Tensor:
+    """Return the codes [..., 2 n] of bytes [..., n], the low nibble first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def _blocks_and_scales(tensor: SourceTensor) -> tuple[Tensor, Tensor]:

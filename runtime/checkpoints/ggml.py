@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS
+from moeinf.offload.format.tiling import sort_into_tiles
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, SourceTensor, read_exactly
-from moeinf.runtime.checkpoints.fused_experts import MXFP4, sort_into_tiles
+from moeinf.runtime.checkpoints.fused_experts import MXFP4
 
 PREFIX = "GGML_"  # of the dtype of a SourceTensor: GGML_Q4_K
 _ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32

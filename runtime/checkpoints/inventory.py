@@ -32,9 +32,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
     Pick,
     SourceTensor,
 )
-from moeinf.runtime.checkpoints.fp8 import join_scales
-from moeinf.runtime.checkpoints.fused_experts import MXFP4, join_blocks
+from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.ggml import dtype_of, is_ggml
+from moeinf.runtime.checkpoints.joining import joined
+from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 
 _HEAD = "lm_head.weight"
 # Tensors that stay float32. The correction bias only chooses experts: in bfloat16 DeepSeek-V3 would
@@ -203,6 +204,11 @@ class Inventory:
         )
 
     @property
+    def has_nvfp4(self) -> bool:
+        """True if an expert has an NVFP4 matrix, which the tags q4 and q8 round."""
+        return any(t.dtype == NVFP4 for parts in self.experts.values() for t in parts.values())
+
+    @property
     def has_mxfp4(self) -> bool:
         """True if all matrices of experts are MXFP4 in the checkpoint, so that it can be kept."""
         return all(
@@ -224,7 +230,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
-    for name, tensor in join_blocks(checkpoint, join_scales(checkpoint)).items():
+    for name, tensor in joined(checkpoint).items():
         fused = family.fused(name, config)
         if fused is not None:
             for key, role, piece in _unfuse(fused, tensor, model.moe):

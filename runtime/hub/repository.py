@@ -38,8 +38,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     read_json,
     with_quantised,
 )
-from moeinf.runtime.checkpoints.fp8 import files_of, join_scales
-from moeinf.runtime.checkpoints.fused_experts import join_blocks
+from moeinf.runtime.checkpoints.fp8 import files_of
+from moeinf.runtime.checkpoints.joining import joined
 from moeinf.runtime.checkpoints.remote_torch_bin import check_table, read_remote_table
 from moeinf.runtime.gguf.checkpoint import checkpoint_of
 from moeinf.runtime.gguf.header import Header
@@ -196,7 +196,7 @@ class HubSource:
         """
         place = {file.name: number for number, file in enumerate(self.files)}
         last = list(range(len(self.files)))  # for each file, the file after which it is released
-        dense = join_blocks(self.checkpoint, join_scales(self.checkpoint))
+        dense = joined(self.checkpoint)
         for tensor in (*dense.values(), *self.checkpoint.experts.values()):
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:

@@ -225,6 +225,8 @@ class Assembler:
     def _commit(self) -> None:
         for name in self._check.found:
             self._work.add_broken(name)
+        for name in self._check.rounded:
+            self._work.add_rounded(name)
         self._work.commit()
 
     def spent(self, path: Path) -> bool:

@@ -8,6 +8,7 @@ journal is appended only after its data is durable, so that a rerun can continue
     {"part": [file, n, crc]}  the n-th source tensor is in the unfinished `file`, with this CRC-32C
     {"done": name}        a source file is no longer needed
     {"broken": name}      a source tensor that has been written, with NaN or infinity in it
+    {"rounded": name}     one whose integers were quantised again, because its scales do not fit
 
 The bytes of a part may change before the rerun: shard_writer.py compares them with the CRC-32C.
 """
@@ -46,6 +47,7 @@ class _Line(Struct):
     part: tuple[str, int, int] | None = None
     done: str | None = None
     broken: str | None = None
+    rounded: str | None = None
 
 
 class PullInProgress(Conflict, RuntimeError):
@@ -64,10 +66,12 @@ class Workplace:
         self.parts: dict[tuple[str, int], int] = {}  # (file, number) -> CRC-32C
         self.done: set[str] = set()
         self.broken: list[str] = []
+        self.rounded: list[str] = []
         self._pending: list[dict[str, object]] = []
         if not self._resume(making):
             self._remove(keep_downloads=self._is_of_repository(making))
-            self.files, self.parts, self.done, self.broken = {}, {}, set(), []
+            self.files, self.parts, self.done = {}, {}, set()
+            self.broken, self.rounded = [], []
             folder.mkdir(parents=True, exist_ok=True)
             self._pending.append({"making": dict(making)})
             self.commit()
@@ -92,6 +96,12 @@ class Workplace:
         if tensor not in self.broken:
             self.broken.append(tensor)
             self._pending.append({"broken": tensor})
+
+    def add_rounded(self, tensor: str) -> None:
+        """Record a tensor whose integers were not kept, effective from the next commit."""
+        if tensor not in self.rounded:
+            self.rounded.append(tensor)
+            self._pending.append({"rounded": tensor})
 
     def commit(self) -> None:
         """Make all files in the folder durable, then append their journal lines durably."""
@@ -160,6 +170,8 @@ class Workplace:
             self.done.add(line.done)
         elif line.broken is not None:
             self.broken.append(line.broken)
+        elif line.rounded is not None:
+            self.rounded.append(line.rounded)
 
     def _take_back(self, file: str) -> bool:
         """Return whether the parts of `file` exist, after a rename to the unfinished name if due.

@@ -13,10 +13,11 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from moeinf.offload.format.quantise import dequantise
+from moeinf.offload.format.tiling import tile
 from moeinf.runtime.checkpoints.checkpoint import Recipe, SourceTensor
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.finite import NotFiniteWeights, WeightCheck
-from moeinf.runtime.checkpoints.fused_experts import tile_blocks, widen_blocks
+from moeinf.runtime.checkpoints.fused_experts import nibbles, widen_blocks
 from moeinf.runtime.checkpoints.ggml import TYPES, bits_of, dtype_of, keeps, widen
 
 FORMS = {"Q4_0": "Q4", "Q8_0": "Q8", "MXFP4": "MXFP4"}
@@ -73,7 +74,7 @@ def test_mxfp4_becomes_the_tiles_of_gpt_oss(rows: int, columns: int, tmp_path: P
     codes = torch.cat((halves & 15, halves >> 4), -1)  # in order of columns
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     assert torch.equal(widen_blocks(blocks, raw[..., 0]), values)
-    assert torch.equal(joined(tensor, "MXFP4"), tile_blocks(blocks, raw[..., 0]))
+    assert torch.equal(joined(tensor, "MXFP4"), tile(nibbles(blocks).flatten(1), raw[..., 0], "MXFP4"))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
