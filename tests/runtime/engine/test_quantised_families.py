@@ -30,6 +30,7 @@ from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import Forms, take_inventory
+from moeinf.runtime.checkpoints.packed_integers import could_keep
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
@@ -41,6 +42,7 @@ from tests.encoder_decoders import PAIRS, save_pair
 from tests.fakes import DictParts
 from tests.tiny import save_tiny
 from tests.tiny_mxfp4 import save_mxfp4
+from tests.tiny_packed import compressed, integers, nvfp4, save_packed, scheme
 
 # for the 90 % of tokens that err least: the others have a choice changed by rounding
 TOLERANCE = 2e-2
@@ -58,6 +60,7 @@ SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores a
 }
 CASES = [(name, tag) for name in CONFIGS for tag in ("q8", "q4")]
 CASES += [("gpt-oss-blocks", "mxfp4"), ("gpt-oss", "q4d8"), ("olmoe-yarn", "q4d8")]
+CASES += [("int4", "q4"), ("int4", "q8"), ("int8", "q8"), ("nvfp4", "q8"), ("nvfp4", "q4")]
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ def widened(tensor: SourceTensor, form: str) -> Tensor:
     as_torch = torch.float32 if form in ("Q4", "Q8", "MXFP4", "F32") else torch.bfloat16
     source = b"".join(encoded(tensor, "BF16" if as_torch == torch.bfloat16 else "F32"))
     values = torch.frombuffer(bytearray(source), dtype=as_torch).view(tensor.shape)
-    if form not in ("Q4", "Q8"):
+    if form not in ("Q4", "Q8") or could_keep(tensor, form):
         return values
     return dequantise(quantise(values, form), form, *tensor.shape)
 
@@ -216,6 +219,12 @@ def test_near_the_reference(name: str, tag: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     if tag == "mxfp4":
         save_mxfp4(folder)
+    elif name in ("int4", "int8"):
+        bits = int(name.removeprefix("int"))
+        save_packed(folder, compressed(scheme(bits)), lambda _: integers(bits))
+    elif name == "nvfp4":
+        modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        save_packed(folder, modelopt, lambda _: nvfp4(divides=False), "qwen3_moe")
     elif name in PAIRS:
         shallow = SHALLOW if name in ("switch", "switch-full") else {}
         save_pair(name, folder, 3, **shallow)
