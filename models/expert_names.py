@@ -36,7 +36,7 @@ class ExpertNames:
             if ".experts." in name:
                 raise ModelDataError(
                     f"{name[:200]!r} is not the way this family stores an expert; "
-                    "only per-expert tensors that are not quantised are supported"
+                    "only one tensor per expert and matrix is supported"
                 )
             return None
         layer, expert = int(match[1]), int(match[2])

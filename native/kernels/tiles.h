@@ -22,7 +22,7 @@
 //           a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6
 //     512   scales:  group 0, row 0 … 15;  group 1, row 0 … 15      E8M0: byte e means 2^(e − 127)
 //
-//   weight = scale · (code − zero),  zero = 8 in q4 (codes 0 … 15), 128 in q8 (codes 1 … 255)
+//   weight = scale · (code − zero),  zero = 8 in q4 (codes 0 … 15), 128 in q8 (codes 0 … 255)
 //
 // mxfp4 has the values of the checkpoint, sorted into tiles: nothing is rounded. Its kernels look
 // codes up: twice a code's value is an integer, and adding 12 makes it unsigned. So below, a code
@@ -42,7 +42,7 @@
 //   group        d = Σ_k q_k · code_k − zero · Σ_k q_k                       exact integer
 //   output       y = fma(float(d), scale · s, y) over groups 0, 1, …         f32, from 0
 //
-// |d| ≤ 32 · 127 · 127 < 2^24, so float(d) is exact.
+// |d| ≤ 32 · 127 · 128 < 2^24, so float(d) is exact.
 #pragma once
 
 #include <cstddef>

@@ -101,8 +101,9 @@ def _zeros(tensor: SourceTensor) -> Tensor | None:
     """Return the zero points, uint8 [R, C/g], or None for symmetric codes."""
     if tensor.zeros is None:
         return None
-    packed = read_whole(tensor.zeros).view(tensor.zeros.shape).T.contiguous()  # [G, words]
-    raw = packed.view(torch.uint8)
+    words, groups = tensor.zeros.shape
+    packed = read_whole(tensor.zeros).view(words, groups).T.reshape(-1)
+    raw = packed.view(torch.uint8).view(groups, -1)
     codes = nibbles(raw) if tensor.dtype == INT4 else raw
     return codes[:, : tensor.shape[0]].T
 

@@ -81,7 +81,10 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / TOKENIZER
         if not path.is_file():
-            raise BadCheckpoint(f"{path} is missing, and so is a SentencePiece model to make it of")
+            raise BadCheckpoint(
+                f"{path} is missing, and so is a SentencePiece model to make it of; a tiktoken "
+                "vocabulary is not converted"
+            )
         about = _about(folder)
         self.chat_template = chat_template(folder, about)
         self.bos = _content(about.get("bos_token"))

@@ -11,6 +11,7 @@ from moeinf.models import ModelDataError, family_of
 from moeinf.models.quantisation import UnsupportedQuantisation
 from tests.encoder_decoders import PAIRS
 from tests.tiny import TINY, tiny_config
+from tests.tiny_packed import compressed, scheme
 
 NAMES = ["mixtral", "olmoe", "deepseek-v3", "glm4", "gpt-oss", "phimoe", "qwen3", "qwen3.5"]
 NAMES += ["switch", "nllb"]
@@ -23,6 +24,52 @@ def values(name: str) -> dict[str, Any]:
     return dict(getattr(transformers, pair.config_class)(**pair.settings).to_dict())
 
 
+def mixed(form: str) -> dict[str, Any]:
+    """Return a quantization_config with packed integers and a group of another form."""
+    said = compressed(scheme(), scheme(), form="mixed-precision")
+    for group, name in zip(said["config_groups"].values(), ("pack-quantized", form), strict=True):
+        group["format"] = name
+    return said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        compressed(scheme()),
+        compressed(scheme(8, 0, symmetric=False)),
+        {**compressed({**scheme(), "actorder": "weight"}), "sparsity_config": {}},
+        compressed({"num_bits": 4, "type": "float"}, form="nvfp4-pack-quantized"),
+        compressed({"num_bits": 8, "block_structure": [128, 128]}, form="float-quantized"),
+        mixed("nvfp4-pack-quantized"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+    ],
+)
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3", "glm4", "qwen3.5"])
+def test_the_forms_that_are_read(said: dict[str, Any], name: str) -> None:
+    config = {**values(name), "quantization_config": said}
+    assert family_of(config).parse(config) == family_of(config).parse(values(name))
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups"),
+        ({**compressed(scheme()), "config_groups": {"a": 7}}, "config_groups: a must be an object"),
+        (compressed({**scheme(), "num_bits": "4"}), "num_bits"),
+        (compressed({**scheme(), "group_size": -2}), "group_size"),
+        (compressed({**scheme(), "strategy": "tensor"}), "strategy"),
+        (compressed({**scheme(), "type": "float"}), "type"),
+        (compressed({**scheme(), "symmetric": None}), "symmetric"),
+    ],
+)
+def test_groups_that_make_no_sense(said: dict[str, Any], problem: str) -> None:
+    config = {**values("qwen3"), "quantization_config": said}
+    with pytest.raises(ModelDataError, match=problem):
+        family_of(config).parse(config)
+
+
 @pytest.mark.parametrize(
     ("said", "method"),
     [
@@ -32,14 +79,22 @@ def values(name: str) -> dict[str, Any]:
         ({"load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": "auto-round", "bits": 2}, "AutoRound (2 bits)"),
         (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            "compressed-tensors (NVFP4)",
+            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            "compressed-tensors (int-quantized)",
+        ),
+        (compressed(scheme(3)), "compressed-tensors (3 bits)"),
+        (compressed({**scheme(), "actorder": "group"}), "compressed-tensors (actorder group)"),
+        (
+            {**compressed(scheme()), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "compressed-tensors (sparse)",
         ),
         (
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            "compressed-tensors (float-quantized)",
+            compressed({"num_bits": 8, "block_structure": [96, 128]}, form="float-quantized"),
+            "compressed-tensors (odd blocks)",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt (NVFP4)"),
+        (mixed("mxfp4-pack-quantized"), "compressed-tensors (mxfp4-pack-quantized)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "ModelOpt (NVFP4_AWQ)"),
+        ({"quant_method": "modelopt"}, "ModelOpt"),
         ({"quant_method": "quanto"}, "quanto"),
         ({"quant_method": "\x1b[31mred" + "x" * 99}, "[31mred" + "x" * 32),
         ({"bits": 4}, "an unnamed method (4 bits)"),

@@ -22,15 +22,15 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from moeinf.runtime.library.sources import LocalSource, Source
 from tests.hub_server import Hub, serve
 
-NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+AWQ = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4_AWQ"}}
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Return the demo with ModelOpt's file beside it, and a config that does not mention it."""
-    shutil.copytree(DEMO_CHECKPOINT, tmp_path / "nvfp4")
-    (tmp_path / "nvfp4" / QUANTISED).write_text(json.dumps(NVFP4))
-    return tmp_path / "nvfp4"
+    shutil.copytree(DEMO_CHECKPOINT, tmp_path / "awq")
+    (tmp_path / "awq" / QUANTISED).write_text(json.dumps(AWQ))
+    return tmp_path / "awq"
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ def refused(source: Source) -> str:
 
 def test_a_folder(repository: Path) -> None:
     for opened in (open_checkpoint(repository), open_folder(repository)):
-        assert refused(LocalSource(opened, "nvfp4")) == "ModelOpt (NVFP4)"
+        assert refused(LocalSource(opened, "awq")) == "ModelOpt (NVFP4_AWQ)"
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_repository(tmp_path: Path) -> None:
     source = HubSource(look_up("org/demo", None, None), tmp_path / "work", None)
-    assert refused(source) == "ModelOpt (NVFP4)"
+    assert refused(source) == "ModelOpt (NVFP4_AWQ)"
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_cache_that_lacks_the_file(tmp_path: Path) -> None:
     found = look_up("org/demo", None, None)
     source = HubSource(found, tmp_path / "work", None, snapshot=DEMO_CHECKPOINT)
-    assert refused(source) == "ModelOpt (NVFP4)"
+    assert refused(source) == "ModelOpt (NVFP4_AWQ)"
 
 
 @pytest.mark.parametrize(
