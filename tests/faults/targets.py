@@ -13,7 +13,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,11 +24,8 @@ import torch
 from safetensors.torch import save
 
 from moeinf.models import FAMILIES, ModelDataError, family_of
-from moeinf.models.config import Fields
-from moeinf.models.quantisation import refuse_quantised
 from moeinf.native import crc32c
 from moeinf.offload.format.array_file import BadContainer
-from moeinf.offload.format.layout import stored_bytes
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.recording_file import recording_from_bytes, recording_to_bytes
 from moeinf.offload.routing.route_csv import BadRouteTrace, read_route_csv
@@ -38,11 +34,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     Checkpoint,
     open_checkpoint,
-    read_header,
 )
-from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.inventory import take_inventory
-from moeinf.runtime.checkpoints.joining import joined
 from moeinf.runtime.checkpoints.torch_bin import read_torch_file
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.collection_file import EamcState, ForeignEamc, import_eamc
@@ -57,6 +50,7 @@ from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
 from tests.faults import request_targets, schema_targets
 from tests.faults import tokenizer_targets as files
+from tests.faults.checkpoint_targets import CHECKPOINT_TARGETS
 from tests.faults.gguf_targets import GGUF_TARGETS
 from tests.faults.hub_targets import HUB_TARGETS
 
@@ -75,40 +69,6 @@ class Target:
     check: Callable[[bytes, Path], None]
     refuses: tuple[type[Exception], ...]
     seeds: Seeds
-
-
-def _safetensors(data: bytes, folder: Path, name: str = "x.safetensors") -> None:
-    path = folder / name
-    path.write_bytes(data)
-    tensors = read_header(path)
-    length = struct.unpack("<Q", data[:8])[0]
-    assert sum(t.size_bytes for t in tensors.values()) == len(data) - 8 - length
-
-
-def _header(data: bytes, folder: Path, name: str = "x.safetensors") -> None:
-    """Read a header of the right length, followed by the data it declares if that is small."""
-    try:
-        ends = [about["data_offsets"][1] for about in json.loads(data).values()]
-        room = max(ends) if all(type(end) is int for end in ends) else 0
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        room = 0
-    body = bytes(room if 0 <= room <= 4096 else 0)
-    _safetensors(struct.pack("<Q", len(data)) + data + body, folder, name)
-
-
-def _packed(data: bytes, folder: Path) -> None:
-    """Read the matrices of a line of quantization_config and a line of a header."""
-    section, _, header = data.partition(b"\n")
-    (folder / "config.json").write_bytes(b'{"quantization_config": ' + section + b"}")
-    with suppress(BadCheckpoint):  # it is valid JSON; `header` writes model.safetensors
-        _header(header, folder, "model.safetensors")
-    checkpoint = open_checkpoint(folder)
-    refuse_quantised(Fields(checkpoint.config))
-    for tensor in joined(checkpoint).values():
-        if tensor.scales is not None:
-            for form in ("Q4", "Q8", "BF16"):
-                size = sum(block.nbytes for block in encoded(tensor, form))
-                assert size == stored_bytes(form, tensor.shape)
 
 
 def _index(data: bytes, folder: Path) -> None:
@@ -325,34 +285,6 @@ def _parquets() -> list[bytes]:
     return [out.getvalue()]
 
 
-def _safetensors_seeds() -> list[bytes]:
-    tensors = {"a": torch.ones(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
-    return [save(tensors), save({"x": torch.ones(0)}), b"GGUF\x03\0\0\0" + bytes(32)]
-
-
-def _headers() -> list[bytes]:
-    return [data[8 : 8 + struct.unpack("<Q", data[:8])[0]] for data in _safetensors_seeds()[:2]]
-
-
-def _packed_seeds() -> list[bytes]:
-    weights = {"num_bits": 4, "group_size": 32, "symmetric": False, "strategy": "group"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    one = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    codes = {"weight_packed": torch.ones(3, 8).int(), "weight_scale": torch.ones(3, 2).bfloat16()}
-    codes |= {"weight_zero_point": torch.ones(1, 2).int(), "weight_shape": torch.ones(2).long()}
-    raw, scale = torch.zeros(3, 16).byte(), torch.ones(3, 2).to(torch.float8_e4m3fn)
-    four = {"weight": raw, "weight_scale": scale, "weight_scale_2": torch.ones(())}
-    eight = {"weight": scale, "weight_scale": torch.ones(3, 1), "input_scale": torch.ones(())}
-    sections = [{**one, "config_groups": groups}]
-    sections += 2 * [{"quant_method": "modelopt", "quant_algo": "NVFP4"}]
-    found = []
-    for section, parts in zip(sections, (codes, four, eight), strict=True):
-        data = save({f"a.{name}": part for name, part in parts.items()})
-        header = data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
-        found.append(json.dumps(section).encode() + b"\n" + header)
-    return found
-
-
 def _of(*texts: str) -> Seeds:
     return lambda: [text.encode() for text in texts]
 
@@ -384,9 +316,6 @@ _CONVERSATION = (
 )
 
 TARGETS: dict[str, Target] = {
-    "safetensors": Target(_safetensors, (BadCheckpoint,), _safetensors_seeds),
-    "header": Target(_header, (BadCheckpoint,), _headers),
-    "packed": Target(_packed, (BadCheckpoint, ModelDataError), _packed_seeds),
     "index": Target(_index, (BadCheckpoint,), _of('{"weight_map": {"a": "a.safetensors"}}')),
     "config": Target(_config, (BadCheckpoint, ModelDataError), _configs),
     "manifest": Target(_manifest, (DamagedModel,), _manifests),
@@ -426,4 +355,5 @@ TARGETS: dict[str, Target] = {
     "requests": Target(*request_targets.TARGET),
     "schema": Target(*schema_targets.TARGET),
 }
-TARGETS |= {name: Target(*about) for name, about in (*HUB_TARGETS.items(), *GGUF_TARGETS.items())}
+MORE = {**CHECKPOINT_TARGETS, **GGUF_TARGETS, **HUB_TARGETS}
+TARGETS |= {name: Target(*about) for name, about in MORE.items()}

@@ -169,11 +169,12 @@ def test_fused_experts_are_named(tmp_path: Path) -> None:
 def test_what_an_earlier_attempt_wrote_is_not_forgotten(tmp_path: Path) -> None:
     """A pull with --allow-nan is interrupted and resumed without the option."""
     work = Workplace(tmp_path / "work", {"of": "x"})
-    work.add_broken("a.weight")
-    work.add_broken("a.weight")
+    for _ in range(2):
+        work.add_broken("a.weight")
+        work.add_rounded("b.weight")
     work.commit()
     again = Workplace(tmp_path / "work", {"of": "x"})
-    assert again.broken == ["a.weight"]
+    assert (again.broken, again.rounded) == (["a.weight"], ["b.weight"])
     assert Workplace(tmp_path / "work", {"of": "y"}).broken == []
 
 
