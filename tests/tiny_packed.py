@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scripts.make_checkpoint import byte_tokenizer
 from tests.tiny import TINY, save_tiny
-from tests.tiny_families import YARN, deepseek_v3, qwen3
+from tests.tiny_families import YARN, deepseek_v3, glm4, qwen3, qwen35
 
 Packed = tuple[dict[str, Tensor], Tensor]  # tensors by the end of their name, what they mean
 Packer = Callable[[int, int, torch.Generator], Packed]  # rows, columns
@@ -42,6 +42,8 @@ WIDE = {  # every side is a multiple of 32, moe_intermediate_size of half a tile
         routed_scaling_factor=2.827,
         rope_parameters={**YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "glm4_moe": glm4(hidden_size=64, moe_intermediate_size=32, head_dim=16, intermediate_size=96),
+    "qwen3_5_moe": qwen35(hidden_size=64, moe_intermediate_size=32),
     "qwen3_moe": qwen3(hidden_size=64, moe_intermediate_size=64, head_dim=16),
 }
 
@@ -174,7 +176,7 @@ def save_packed(
         save_tiny(family, wide_folder, seed=5)
     byte_tokenizer().save(str(wide_folder / "tokenizer.json"))
     shutil.copytree(wide_folder, folder)
-    stored, meaning = load_file(folder / "model.safetensors"), {}
+    stored, meaning = unfused(load_file(folder / "model.safetensors")), {}
     wide, draw = dict(stored), torch.Generator().manual_seed(4)
     for name, tensor in wide.items():
         pack = choose(name) if name.endswith("_proj.weight") else None
@@ -187,6 +189,23 @@ def save_packed(
     save_file(wide | meaning, wide_folder / "model.safetensors", {"format": "pt"})
     change_config(folder, quantization_config=quantised)
     return meaning
+
+
+def unfused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Store each expert's matrices on their own, as ModelOpt does."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, fused, role = name.rpartition(".experts.")
+        if not fused or tensor.dim() != 3:
+            found[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = {role: matrix}
+            if role == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, weight in parts.items():
+                found[f"{prefix}.experts.{expert}.{part}.weight"] = weight.contiguous()
+    return found
 
 
 def change_config(folder: Path, **changes: Any) -> None:

@@ -58,7 +58,10 @@ class WeightCheck:
             raise NotFiniteWeights(f"{broken[0]!r} has NaN or infinity, and is written already")
 
     def look(self, tensor: SourceTensor, values: Tensor, form: str) -> None:
-        """Check some values of a tensor that will be stored as `form`. Raises NotFiniteWeights."""
+        """Check some values of a tensor that will be stored as `form`. Raises NotFiniteWeights.
+
+        Kept codes are not shown to it, so a tensor that could keep them is noted as rounded.
+        """
         if not values.numel():
             return
         if could_keep(tensor, form):

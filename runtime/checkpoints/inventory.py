@@ -230,7 +230,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     dense: dict[str, SourceTensor] = {}
     experts: dict[ExpertKey, dict[str, SourceTensor]] = {}
     unused: list[str] = []
-    for name, tensor in joined(checkpoint).items():
+    for name, tensor in joined(checkpoint, lambda name: family.ignores(name, config)).items():
         fused = family.fused(name, config)
         if fused is not None:
             for key, role, piece in _unfuse(fused, tensor, model.moe):

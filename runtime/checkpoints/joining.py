@@ -7,7 +7,7 @@ formats: every matrix has the format that its own tensors show. Matrices of neit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from moeinf.models.quantisation import IntegerScheme, integer_schemes, quantised_section
@@ -36,11 +36,14 @@ _UNUSED = (
 )
 
 
-def joined(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
+def joined(
+    checkpoint: Checkpoint, ignores: Callable[[str], bool] = lambda _: False
+) -> Mapping[str, SourceTensor]:
     """Return the tensors of a checkpoint, one per matrix, by the name X.weight.
 
-    Parts of a matrix may be in different files. Raises BadCheckpoint for parts that are missing,
-    misshapen or of another dtype.
+    Parts of a matrix may be in different files. ignores: names that are left as they are, because
+    the family does not load them. Raises BadCheckpoint for parts that are missing, misshapen or of
+    another dtype.
     """
     section = quantised_section(checkpoint.config)
     if section.get("quant_method") not in ("compressed-tensors", "modelopt"):
@@ -48,6 +51,8 @@ def joined(checkpoint: Checkpoint) -> Mapping[str, SourceTensor]:
     found = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(_UNUSED)}
     schemes = integer_schemes(section)
     for name, tensor in checkpoint.tensors.items():
+        if ignores(name):
+            continue
         if name.endswith(_PACKED):
             _join_packed(found, name.removesuffix(_PACKED), tensor, schemes)
         elif name.endswith(_WEIGHT) and tensor.dtype == "U8":
@@ -165,7 +170,7 @@ def _join_fp8(found: dict[str, SourceTensor], prefix: str, weight: SourceTensor)
     """Join 8-bit floats with one scale for all, one per row, or one per block of weights."""
     parts = _Parts(found, prefix, weight)
     rows, columns = weight.shape
-    scales = parts.need("_scale")
+    scales = parts.take("_scale_inv") or parts.need("_scale")
     shape = {(): (1, 1), (1,): (1, 1), (rows,): (rows, 1)}.get(scales.shape, scales.shape)
     if scales.dtype not in TORCH_DTYPE or len(shape) != 2 or 0 in shape:
         raise parts.misfit(scales, "a float for all weights, per row or per block")

@@ -19,6 +19,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_token
 
+from moeinf.models import family_of
 from moeinf.runtime.checkpoints.checkpoint import (
     BIN,
     CONFIG,
@@ -196,7 +197,9 @@ class HubSource:
         """
         place = {file.name: number for number, file in enumerate(self.files)}
         last = list(range(len(self.files)))  # for each file, the file after which it is released
-        dense = joined(self.checkpoint)
+        family = family_of(self.checkpoint.config)
+        config = family.parse(self.checkpoint.config)
+        dense = joined(self.checkpoint, lambda name: family.ignores(name, config))
         for tensor in (*dense.values(), *self.checkpoint.experts.values()):
             places = [place[path.name] for path in files_of(tensor)]
             for number in places:

@@ -91,10 +91,8 @@ def repack(
                     f"NaN or infinity in {_first_of(work.broken)}: this model may fail at any token"
                 )
             if work.rounded:
-                note(
-                    f"{len(work.rounded)} packed matrices were rounded, because their scales or "
-                    f"zero points do not fit {name.tag}: {_first_of(work.rounded)}"
-                )
+                names = _first_of(work.rounded)
+                note(f"rounded, because scales or zero points do not fit {name.tag}: {names}")
             remove_strangers(target, (file.path for file in manifest.files))
         except UnusableInput:
             if not source.fetched:  # a rerun would be refused as well

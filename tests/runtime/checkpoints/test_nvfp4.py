@@ -90,6 +90,26 @@ def test_a_pull_writes_what_the_weights_mean(divides: bool, tag: str, tmp_path: 
     assert ["NVFP4 (4.5 bits" in note for note in notes] == [True] * (tag != "f32")
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_5_moe"])
+def test_the_families_that_people_publish(family: str, tmp_path: Path) -> None:
+    """Layers of multi-token prediction may be in a form that is not read."""
+    pack = nvfp4(divides=False)
+    meaning = save_packed(
+        tmp_path / "x", SPELLINGS[False], lambda n: pack if ".experts." in n else None, family
+    )
+    path, last = tmp_path / "x" / "model.safetensors", {"qwen3_5_moe": "mtp.layers.0"}
+    tensors = load_file(path)
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if ".layers." in name)
+    extra = f"{last.get(family, f'model.layers.{layers}')}.mlp.experts.0.up_proj.weight"
+    save_file(tensors | {extra: bytes_of(3, 5)}, path, {"format": "pt"})
+    weights = []
+    for name in ("x", "x-wide"):
+        manifest = pull(tmp_path / name, Settings(tmp_path / "home"), f"{name}:q8")
+        weights.append({f.path: f.sha256 for f in manifest.files if f.path.endswith("tensors")})
+    assert len(meaning) == 3 * (len(weights[0]) - 1)
+    assert weights[0] == weights[1]
+
+
 def test_the_stored_parts_mean_the_weights(tmp_path: Path) -> None:
     """The seam for tiles: nothing is rounded but the product with the factor."""
     meaning = save(tmp_path / "x")
