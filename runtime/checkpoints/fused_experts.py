@@ -82,7 +82,12 @@ def mxfp4_tiles(tensor: SourceTensor) -> tuple[Tensor, Tensor | None]:
         raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not MXFP4")
     blocks, scales = _blocks_and_scales(tensor)
     large = widen_blocks(blocks, scales) if int(scales.max()) > _SURELY_FINITE else None
-    return tile(nibbles(blocks).flatten(1), scales, MXFP4), large
+    return tile_blocks(blocks, scales), large
+
+
+def tile_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return blocks [R, G, 16] and scales [R, G], uint8, as tiles, uint8 of one dimension."""
+    return tile(nibbles(blocks).flatten(1), scales, MXFP4)
 
 
 def widen_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
