@@ -18,6 +18,7 @@ from moeinf.cli.commands.cp import cp
 from moeinf.cli.commands.devices import devices
 from moeinf.cli.commands.eamc import eamc
 from moeinf.cli.commands.eval import evaluate_text
+from moeinf.cli.commands.export import export
 from moeinf.cli.commands.help import help_of
 from moeinf.cli.commands.list_models import list_models
 from moeinf.cli.commands.plan import plan
@@ -63,6 +64,7 @@ app.command("ps")(ps)
 app.command("stop")(stop)
 app.command("cp")(cp)
 app.command("rm")(rm)
+app.command("export")(export)
 app.command("trace")(trace)
 app.add_typer(eamc, name="eamc")
 app.command("simulate")(simulate)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moeinf.native import syncfs
@@ -15,10 +16,19 @@ from moeinf.runtime.regular_files import open_regular
 
 
 def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write `path` completely or not at all; on return it is on the disk. Raises OSError.
+    """Write `path` completely or not at all; on return it is on the disk. Raises OSError."""
+    with replaced(path, mode) as descriptor:
+        view = memoryview(data)
+        while view:  # a write may be short
+            view = view[os.write(descriptor, view) :]
 
-    Concurrent writers of one file wait for each other. A killed process leaves `.NAME.partial`,
-    which the next writer reuses.
+
+@contextmanager
+def replaced(path: Path, mode: int = 0o644) -> Iterator[int]:
+    """Yield a descriptor of an empty file, which becomes `path` at the end, durably.
+
+    After an error `path` is unchanged. Concurrent writers of one file wait for each other. A killed
+    process leaves `.NAME.partial`, which the next writer reuses. Raises OSError.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -28,9 +38,7 @@ def write_bytes_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise
     try:
         os.ftruncate(descriptor, 0)
-        view = memoryview(data)
-        while view:  # a write may be short
-            view = view[os.write(descriptor, view) :]
+        yield descriptor
         os.fsync(descriptor)
         partial.replace(path)
     except BaseException:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.arctic import ArcticConfig, ArcticReference
 from tests.tiny_configs import TINY
+from tests.tiny_families import Tiny
 
 __all__ = ["TINY", "save_tiny", "tiny_config", "tiny_reference"]
 
@@ -22,9 +23,9 @@ _ATTENTION_GAIN = 1.6  # so that attention is not uniform
 _ROUTER_GAIN = 2.5  # so that neither chance nor a single logit chooses the experts
 
 
-def tiny_config(name: str) -> Any:
-    """Return the transformers config of TINY[name]."""
-    tiny = TINY[name]
+def tiny_config(name: str | Tiny) -> Any:
+    """Return the transformers config of TINY[name], or of a configuration of its own."""
+    tiny = _tiny(name)
     common = {"vocab_size": 97, "max_position_embeddings": 128, "pad_token_id": None}
     settings = {key: _copied(value) for key, value in {**common, **tiny.settings}.items()}
     if tiny.family == "arctic":  # no class in transformers 5
@@ -32,7 +33,11 @@ def tiny_config(name: str) -> Any:
     return getattr(transformers, tiny.config_class)(**settings)
 
 
-def tiny_reference(name: str, seed: int = 0) -> Any:
+def _tiny(name: str | Tiny) -> Tiny:
+    return name if isinstance(name, Tiny) else TINY[name]
+
+
+def tiny_reference(name: str | Tiny, seed: int = 0) -> Any:
     """Return the transformers model with random float32 weights, eager, in eval mode.
 
     The weights keep hidden states near 1, so routing and attention affect the result.
@@ -43,7 +48,7 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = _scaled(parameter_name, noise)
-        if TINY[name].family == "qwen3_5_moe" and _is_centred(parameter_name):
+        if _tiny(name).family == "qwen3_5_moe" and _is_centred(parameter_name):
             parameter.data -= 1
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
@@ -51,7 +56,7 @@ def tiny_reference(name: str, seed: int = 0) -> Any:
     return model.eval()
 
 
-def _empty(name: str) -> Any:
+def _empty(name: str | Tiny) -> Any:
     config = tiny_config(name)
     if isinstance(config, ArcticConfig):
         return ArcticReference(config)
@@ -62,7 +67,9 @@ def _empty(name: str) -> Any:
         )
 
 
-def save_tiny(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def save_tiny(
+    name: str | Tiny, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Any:
     """Write config.json and safetensors with hub-style names to `folder`; return the model."""
     model = tiny_reference(name, seed).to(dtype)
     model.save_pretrained(folder)

@@ -151,12 +151,12 @@ class Rope:
         """
         assert dim % 2 == 0, dim
         self._frequencies = inverse_frequencies(config, dim).to(device)
-        self._factor = _attention_factor(config)
+        self._factor = attention_factor(config)
         self._original = config.original_context
         self._long: tuple[Tensor, float] | None = None
         if config.kind == "longrope":
             long = inverse_frequencies(config, dim, beyond_original=True).to(device)
-            self._long = long, _attention_factor(config, beyond_original=True)
+            self._long = long, attention_factor(config, beyond_original=True)
 
     def __call__(self, positions: Tensor, contexts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Map positions [T] to (cos, sin), each [T, dim/2] float32, times the attention factor.
@@ -216,7 +216,7 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _attention_factor(config: RopeConfig, beyond_original: bool = False) -> float:
+def attention_factor(config: RopeConfig, beyond_original: bool = False) -> float:
     """Return the factor on cos and sin."""
     if config.kind == "longrope":
         given = config.long_mscale if beyond_original else config.short_mscale

@@ -1,1 +1,1 @@
-"""Read GGUF files, the format of llama.cpp, as checkpoints."""
+"""The GGUF format of llama.cpp: its files, architectures and vocabularies."""

@@ -43,6 +43,7 @@ DOCUMENTS = (
     ("simulate", "simulate TRACE --policies lru --device-capacity 5%,10% --miss auto,fetch"),
     ("eamc-clear", "eamc clear demo"),
     ("verify", "verify demo"),
+    ("export", "export demo --gguf GGUF"),
     ("cp", "cp demo other"),
     ("rm", "rm other:bf16 mine:q8"),
     ("prune", "prune"),
@@ -60,6 +61,7 @@ def test_documents(
     (tmp_path / "text").write_text("The quick brown fox. 17+25=42")
     files = {"FOLDER": str(DEMO_CHECKPOINT), "TEXT": str(tmp_path / "text")}
     files |= {name: str(tmp_path / f"{name}.eam") for name in ("TRACE", "EAMC")}
+    files["GGUF"] = str(tmp_path / "demo.gguf")
     for name, line in DOCUMENTS:
         code = answer([*(files.get(word, word) for word in line.split()), "--json"])
         document = json.loads(capsys.readouterr().out)

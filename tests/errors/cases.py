@@ -138,6 +138,23 @@ def _(place: Place) -> list[str]:
     return ["pull", "./x"]
 
 
+@case("file_exists")
+def _(place: Place) -> list[str]:
+    (place.folder / "demo.gguf").write_text("mine")
+    return ["export", "demo", "--gguf", "demo.gguf"]
+
+
+@case("cannot_export")
+def _(place: Place) -> list[str]:
+    source = place.folder / "x"
+    shutil.copytree(DEMO_CHECKPOINT, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "norm_topk_prob": True}))
+    (place.home / "models").unlink()
+    pull(source, Settings(place.home), "x:bf16")
+    return ["export", "x:bf16", "--gguf", "x.gguf"]
+
+
 @case("cannot_repair")
 def _(place: Place) -> list[str]:
     shutil.copytree(DEMO_CHECKPOINT, place.folder / "source")

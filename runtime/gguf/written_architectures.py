@@ -1,0 +1,149 @@
+"""Describe a family's model in the keys of llama.cpp, and refuse what llama.cpp computes otherwise.
+
+Source: the conversion and src/models of github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeinf.errors import UnusableInput
+from moeinf.models.base import MoeShape
+from moeinf.models.layers.attention import GqaShape
+from moeinf.models.layers.decoder import BodyConfig
+from moeinf.models.layers.rope import RopeConfig, attention_factor
+from moeinf.models.olmoe import OlmoeConfig
+from moeinf.runtime.gguf.writer import Value
+
+
+class CannotExport(UnusableInput, ValueError):
+    """llama.cpp cannot run the model, or would compute something else."""
+
+    code = "cannot_export"
+    hint = "`moeinf export --help`, which names the families"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What llama.cpp must know of a model.
+
+    keys           metadata, without the name of the architecture in front
+    moe_layers     the decoder layer of each MoE layer
+    copies_embedding  llama.cpp wants an output head, and the checkpoint ties it to the embedding
+    paired         heads of the tensors whose rows are in another order (written_names.py)
+    renamed        tensors that this architecture names differently
+    kv_b           (heads, nope, value) of a kv_b_proj that is split
+    """
+
+    architecture: str
+    keys: Mapping[str, Value]
+    moe_layers: Sequence[int]
+    copies_embedding: bool = False
+    paired: Mapping[str, int] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    kv_b: tuple[int, int, int] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def written(model_type: str, config: Any) -> Written:
+    """Return the description of a model of this family and checked config.
+
+    Raises CannotExport for a family without a counterpart, or for a switch that llama.cpp ignores.
+    """
+    describe = _FAMILIES.get(model_type)
+    if describe is None:
+        known = ", ".join(sorted(_FAMILIES))
+        raise CannotExport(f"{model_type}: the family cannot be exported as GGUF (only {known})")
+    return describe(config)
+
+
+def _refuse(model_type: str, switches: Mapping[str, bool]) -> None:
+    """Raise CannotExport for the first switch that is on."""
+    for words, on in switches.items():
+        if on:
+            raise CannotExport(f"{model_type}: llama.cpp ignores {words}, so answers would differ")
+
+
+def _sizes(body: BodyConfig, moe: MoeShape) -> dict[str, Value]:
+    return {
+        "block_count": body.layers,
+        "context_length": body.max_context,
+        "embedding_length": body.hidden,
+        "vocab_size": body.vocab,
+        "attention.head_count": body.heads,
+        "attention.layer_norm_rms_epsilon": float(body.norm_eps),
+        "expert_count": moe.experts,
+        "expert_used_count": moe.top_k,
+    }
+
+
+def _heads(shape: GqaShape) -> dict[str, Value]:
+    return {
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+    }
+
+
+def _rope(model_type: str, rope: RopeConfig, dimensions: int) -> dict[str, Value]:
+    """Return the keys of the rotary embedding. llama.cpp has yarn's usual factor built in."""
+    keys: dict[str, Value] = {
+        "rope.freq_base": float(rope.theta),
+        "rope.dimension_count": dimensions,
+    }
+    if rope.kind == "default":
+        return keys
+    if rope.kind not in ("linear", "yarn"):
+        raise CannotExport(f"{model_type}: rope type {rope.kind!r} cannot be exported as GGUF")
+    keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
+    if rope.kind == "linear":
+        return keys
+    usual = 0.1 * math.log(rope.factor) + 1
+    return keys | {
+        "rope.scaling.original_context_length": rope.original_context,
+        "rope.scaling.attn_factor": attention_factor(rope) / usual,
+        "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
+        "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
+    }
+
+
+def _rounding(rope: RopeConfig) -> tuple[str, ...]:
+    if rope.kind != "yarn" or rope.truncate:
+        return ()
+    return (
+        "llama.cpp rounds the ends of yarn's ramp, this model does not: logits differ a little",
+    )
+
+
+def _windowed(shape: GqaShape, body: BodyConfig) -> bool:
+    return shape.window is not None and shape.window < body.max_context
+
+
+def _olmoe(config: OlmoeConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    _refuse(
+        "olmoe",
+        {
+            "attention_bias": shape.bias,
+            "clip_qkv": shape.clip is not None,
+            "norm_topk_prob": config.renormalise,
+            "num_key_value_heads": shape.kv_heads != shape.heads,
+        },
+    )
+    keys = _sizes(body, moe) | _heads(shape) | _rope("olmoe", body.rope, shape.head_dim)
+    keys["feed_forward_length"] = moe.intermediate
+    return Written(
+        "olmoe",
+        keys,
+        range(body.layers),
+        copies_embedding=body.tied_embeddings,
+        notes=_rounding(body.rope),
+    )
+
+
+_FAMILIES: dict[str, Callable[[Any], Written]] = {
+    "olmoe": _olmoe,
+}

@@ -1,0 +1,396 @@
+"""Write an installed model as a GGUF file, in the bits that it has.
+
+Dense tensors are read in blocks of rows, experts one after the other. Each block is written at its
+place in the file, so memory is bounded by one expert, or by one matrix whose rows change places.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.errors import Conflict, problem
+from moeinf.models import family_of
+from moeinf.native import BLOCK_ROWS, crc32c
+from moeinf.offload.format.layout import ExpertLayout, plain_form, stored_bytes
+from moeinf.offload.format.shards import FileRecord
+from moeinf.runtime.atomic_files import replaced
+from moeinf.runtime.checkpoints.checkpoint import (
+    CONFIG,
+    BadCheckpoint,
+    SourceTensor,
+    read_exactly,
+    read_header,
+    read_json,
+)
+from moeinf.runtime.checkpoints.inventory import WantedParts
+from moeinf.runtime.engine.loader import check_small_files
+from moeinf.runtime.gguf.writer import FileLayout, Kind, Value, WrittenTensor, lay_out
+from moeinf.runtime.gguf.written_architectures import Written, written
+from moeinf.runtime.gguf.written_blocks import encode_rows, kind_of
+from moeinf.runtime.gguf.written_names import Change, Place, expert_name, places
+from moeinf.runtime.gguf.written_vocabulary import vocabulary
+from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
+from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.sizes import Progress, format_bytes
+from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer, end_tokens
+
+Bytes = NDArray[np.uint8]
+Note = Callable[[str], None]
+_BLOCK_BYTES = 4 << 20  # of a dense matrix, read at once
+_FILE_TYPES = {"F32": 0, "Q4": 2, "Q8": 7, "BF16": 32, "MXFP4": 38}  # of llama.cpp
+_HUB = "hub:"
+
+
+class FileExists(Conflict, FileExistsError):
+    """A file of that name exists, and the command does not replace it."""
+
+    code = "file_exists"
+    hint = "another name, or --force"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file that was written: its architecture, its tensors by type, its bytes."""
+
+    architecture: str
+    tensors: Mapping[str, int]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of the file that is made of a stored one."""
+
+    tensor: WrittenTensor
+    change: Change | None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A dense tensor of the model: where its bytes are, its format, its rows and columns."""
+
+    source: SourceTensor
+    form: str
+    rows: int
+    columns: int
+    outputs: tuple[_Output, ...]
+
+    @property
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield (first row, number of rows). A tensor whose rows change places is one block."""
+        step = self.rows
+        if all(output.change is None for output in self.outputs):
+            row_bytes = -(-self.source.size_bytes // self.rows)
+            step = max(1, _BLOCK_BYTES // row_bytes // BLOCK_ROWS) * BLOCK_ROWS
+        for first in range(0, self.rows, step):
+            yield first, min(step, self.rows - first)
+
+
+def export_gguf(
+    folder: Path, manifest: Manifest, target: Path, progress: Progress, note: Note, force: bool
+) -> Exported:
+    """Write the model in `folder` to the GGUF file `target`, completely or not at all.
+
+    Raises CannotExport, FileExists unless `force`, DamagedModel, and OSError (disk full).
+    """
+    if not force and os.path.lexists(target):
+        raise FileExists(f"{target} exists already")
+    check_small_files(folder, manifest)
+    values = read_json(folder / CONFIG)
+    family = family_of(values)
+    config = family.parse(values)
+    about = written(family.model_type, config)
+    wanted = WantedParts()
+    family.build(config, wanted)
+    dense = _dense(folder, manifest, about, wanted.shapes)
+    experts = _experts(manifest, about)
+    keys = _general(manifest, about) | _tokenizer(folder, about)
+    tensors = [output.tensor for stored in dense for output in stored.outputs]
+    layout = lay_out(keys, [*tensors, *experts.values()])
+    _check_space(target, layout)
+    for words in about.notes:
+        note(words)
+    total = sum(file.data_bytes for file in (manifest.file(DENSE), *manifest.shards()))
+    done = 0
+
+    def tell(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        progress("exporting", done, total)
+
+    with replaced(target) as descriptor:
+        file = _File(target, descriptor, layout)
+        file.begin()
+        _write_dense(file, manifest, dense, tell)
+        _write_experts(file, folder, manifest, experts, tell)
+    kinds = [tensor.kind.name for tensor in (*tensors, *experts.values())]
+    counted = {kind.name: kinds.count(kind.name) for kind in Kind if kind.name in kinds}
+    return Exported(about.architecture, counted, layout.size_bytes)
+
+
+def _check_space(target: Path, layout: FileLayout) -> None:
+    """Raise OSError (ENOSPC) with the bytes needed unless the disk has room for the file."""
+    free = shutil.disk_usage(target.parent).free
+    if free < layout.size_bytes:
+        needed = format_bytes(layout.size_bytes)
+        text = f"{needed} are needed, the disk has {format_bytes(free)} free"
+        raise OSError(errno.ENOSPC, text, str(target))
+
+
+def _dense(
+    folder: Path, manifest: Manifest, about: Written, shapes: Mapping[str, tuple[int, ...]]
+) -> list[_Stored]:
+    """Return the dense tensors in the order of their bytes. Raises DamagedModel."""
+    try:
+        tensors = read_header(folder / DENSE)
+    except BadCheckpoint as error:
+        raise DamagedModel(f"{manifest.model}: {error}".replace(f"{folder}/", "")) from error
+    return [
+        _stored(source, _form_of(source, shapes[source.name]), shapes[source.name], about)
+        for source in sorted(tensors.values(), key=lambda tensor: tensor.offset)
+    ]
+
+
+def _form_of(source: SourceTensor, shape: tuple[int, ...]) -> str:
+    """Return the format of a dense tensor; the header shows tiles as U8 of one dimension."""
+    if source.dtype != "U8":
+        return source.dtype
+    return next(form for form in ("Q4", "Q8") if source.size_bytes == stored_bytes(form, shape))
+
+
+def _stored(source: SourceTensor, form: str, shape: tuple[int, ...], about: Written) -> _Stored:
+    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    outputs = tuple(
+        _Output(_tensor(place, form), place.change) for place in places(source.name, shape, about)
+    )
+    return _Stored(source, form, rows, columns, outputs)
+
+
+def _tensor(place: Place, form: str) -> WrittenTensor:
+    return WrittenTensor(place.name, kind_of(form, place.shape, place.exact), place.shape)
+
+
+def _experts(manifest: Manifest, about: Written) -> dict[tuple[int, str], WrittenTensor]:
+    """Return the tensors with all experts of a layer, by MoE layer and role."""
+    found: dict[tuple[int, str], WrittenTensor] = {}
+    for layer, number in enumerate(about.moe_layers):
+        for part in _parts(manifest.expert_layout):
+            shape = (part.rows, part.columns) if part.columns > 1 else (part.rows,)
+            kind = kind_of(part.form, shape, exact=part.columns == 1)
+            found[layer, part.role] = WrittenTensor(
+                expert_name(number, part.role), kind, (manifest.experts, *shape)
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One matrix or bias of an expert: its place in the expert's bytes, its format and shape."""
+
+    role: str
+    form: str
+    offset_bytes: int
+    size_bytes: int
+    rows: int
+    columns: int = 1  # of a bias
+
+
+def _parts(layout: ExpertLayout) -> list[_Part]:
+    """Return the parts of an expert, with gate and up apart."""
+    f, d = layout.intermediate, layout.hidden
+    found: list[_Part] = []
+    for span in layout.spans:
+        at, size, form = span.offset_bytes, span.size_bytes, layout.dtype
+        bias = span.name.endswith("_bias")
+        columns = 1 if bias else f if span.name == "down" else d
+        if bias:
+            form = plain_form(form)
+        rows = d if span.name.startswith("down") else f
+        stem = span.name.removesuffix("_bias")
+        roles = ("gate", "up") if stem == "gate_up" else (stem,)
+        share = size // len(roles)
+        for number, role in enumerate(roles):
+            name = f"{role}_bias" if bias else role
+            found.append(_Part(name, form, at + number * share, share, rows, columns))
+    return found
+
+
+class _File:
+    """The file that is written: tensors at their places, in any order."""
+
+    def __init__(self, path: Path, descriptor: int, layout: FileLayout) -> None:
+        self._path, self._descriptor, self._layout = path, descriptor, layout
+
+    def begin(self) -> None:
+        """Write the header, and give the file its size. Raises OSError."""
+        with self._named():
+            os.ftruncate(self._descriptor, self._layout.size_bytes)
+        self._write_at(memoryview(self._layout.header), 0)
+
+    def write(self, tensor: WrittenTensor, rows: Bytes, offset: int) -> None:
+        """Write encoded rows `offset` bytes behind the tensor's begin. Raises OSError."""
+        data = np.ascontiguousarray(rows).reshape(-1).data
+        self._write_at(data, self._layout.offsets[tensor.name] + offset)
+
+    def _write_at(self, data: memoryview, offset: int) -> None:
+        done = 0
+        with self._named():
+            while done < data.nbytes:  # a write may be short
+                done += os.pwrite(self._descriptor, data[done:], offset + done)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in an error of the system."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
+
+
+def _write_dense(
+    file: _File, manifest: Manifest, dense: Sequence[_Stored], tell: Callable[[int], None]
+) -> None:
+    """Write the dense tensors. Raises DamagedModel unless they are what was pulled."""
+    record, checksum = manifest.file(DENSE), 0
+    path = dense[0].source.path
+    with _reading(manifest, DENSE):
+        source = open_regular(path)
+    try:
+        for stored in dense:
+            at = stored.source.offset
+            for first, rows in stored.blocks:
+                size_bytes = stored_bytes(stored.form, (rows, stored.columns))
+                data = np.empty(size_bytes, np.uint8)
+                with _reading(manifest, DENSE):
+                    read_exactly(source, data.data, at, path)
+                at += size_bytes
+                checksum = crc32c(data.data, checksum)
+                for output in stored.outputs:
+                    _write_rows(file, stored, output, data, first, rows)
+                tell(size_bytes)
+    finally:
+        os.close(source)
+    if checksum != record.crc32c:
+        raise DamagedModel(f"{manifest.model}: {DENSE} is not what was pulled")
+
+
+def _write_rows(
+    file: _File, stored: _Stored, output: _Output, data: Bytes, first: int, rows: int
+) -> None:
+    tensor = output.tensor
+    found = encode_rows(data, stored.form, rows, stored.columns, tensor.kind)
+    if output.change is not None:
+        found = output.change(found)
+    file.write(tensor, found, first * tensor.row_bytes)
+
+
+def _write_experts(
+    file: _File,
+    folder: Path,
+    manifest: Manifest,
+    tensors: Mapping[tuple[int, str], WrittenTensor],
+    tell: Callable[[int], None],
+) -> None:
+    """Write every expert into the tensors of its layer. Raises DamagedModel."""
+    parts = _parts(manifest.expert_layout)
+    for cell, record in enumerate(manifest.shards()):
+        layer, expert = divmod(cell, manifest.experts)
+        data = _shard(folder, manifest, record)
+        for part in parts:
+            tensor = tensors[layer, part.role]
+            piece = data[part.offset_bytes : part.offset_bytes + part.size_bytes]
+            rows = encode_rows(piece, part.form, part.rows, part.columns, tensor.kind)
+            file.write(tensor, rows, expert * rows.nbytes)
+        tell(data.nbytes)
+
+
+@contextmanager
+def _reading(manifest: Manifest, name: str) -> Iterator[None]:
+    """Turn an error of reading a model's file into DamagedModel."""
+    try:
+        yield
+    except BadCheckpoint as error:
+        raise DamagedModel(f"{manifest.model}: {name} is truncated") from error
+    except OSError as error:
+        raise DamagedModel(f"{manifest.model}: {name}: {problem(error)}") from error
+
+
+def _shard(folder: Path, manifest: Manifest, record: FileRecord) -> Bytes:
+    """Return the checked bytes of an expert. Raises DamagedModel."""
+    path, data = folder / record.path, np.empty(record.data_bytes, np.uint8)
+    with _reading(manifest, record.path):
+        source = open_regular(path)
+        try:
+            read_exactly(source, data.data, record.data_offset, path)
+        finally:
+            os.close(source)
+    if crc32c(data.data) != record.crc32c:
+        raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
+    return data
+
+
+def _general(manifest: Manifest, about: Written) -> dict[str, Value]:
+    """Return the keys of the model, with the architecture's name in front of its own."""
+    keys: dict[str, Value] = {
+        "general.architecture": about.architecture,
+        "general.type": "model",
+        "general.name": manifest.name,
+        "general.quantization_version": 2,
+        "general.file_type": _FILE_TYPES[manifest.dtype],
+    }
+    if manifest.source.startswith(_HUB) and manifest.source.count("/") == 1:
+        repository = manifest.source.removeprefix(_HUB)
+        organisation, name = repository.split("/")
+        keys |= {
+            "general.base_model.count": 1,
+            "general.base_model.0.name": name,
+            "general.base_model.0.organization": organisation,
+            "general.base_model.0.repo_url": f"https://huggingface.co/{repository}",
+        }
+    return keys | {f"{about.architecture}.{name}": value for name, value in about.keys.items()}
+
+
+def _tokenizer(folder: Path, about: Written) -> dict[str, Value]:
+    """Return the keys of the tokenizer, its special tokens and the chat template."""
+    tokenizer, count = Tokenizer(folder), about.keys["vocab_size"]
+    assert isinstance(count, int)
+    keys = vocabulary(read_json(folder / TOKENIZER), count, about.architecture)
+    bos = tokenizer.token_id(tokenizer.bos) if tokenizer.bos else None
+    eos = tokenizer.token_id(tokenizer.eos) if tokenizer.eos else None
+    ends = sorted(end_tokens(folder, tokenizer) - {eos})
+    if eos is None and ends:
+        eos = ends.pop(0)
+    found = {"bos": bos, "eos": eos, "eot": ends[0] if ends else None, **_others(folder, tokenizer)}
+    keys |= {f"tokenizer.ggml.{n}_token_id": i for n, i in found.items() if i is not None}
+    keys["tokenizer.ggml.add_bos_token"] = bos is not None and tokenizer.encode_text("a")[:1] == [
+        bos
+    ]
+    if tokenizer.chat_template is not None:
+        keys["tokenizer.chat_template"] = tokenizer.chat_template
+    return keys
+
+
+def _others(folder: Path, tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the padding and the unknown token that tokenizer_config.json names."""
+    path = folder / "tokenizer_config.json"
+    about: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+    found: dict[str, int | None] = {}
+    for key, name in (("pad_token", "padding"), ("unk_token", "unknown")):
+        token = about.get(key)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        found[name] = tokenizer.token_id(token) if isinstance(token, str) else None
+    return found

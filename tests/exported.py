@@ -1,0 +1,70 @@
+"""Models with random weights that llama.cpp can run, pulled and exported as GGUF.
+
+Their rows are whole groups of 256, so llama.cpp can quantise them to any of its types.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.jobs.export_gguf import Exported, export_gguf
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.sizes import parse_memory
+from tests import tiny_families
+from tests.conftest import ignore, pull
+from tests.tiny import save_tiny
+from tests.tiny_families import Tiny
+
+_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 272,  # the demo's tokenizer
+}
+FAMILIES: dict[str, Tiny] = {
+    "olmoe": tiny_families.olmoe(**_SIZES),
+    "olmoe-yarn": tiny_families.olmoe(
+        **_SIZES, rope_parameters={**tiny_families.YARN, "factor": 5.0}, tie_word_embeddings=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """An installed model and its file."""
+
+    settings: Settings
+    manifest: Manifest
+    file: Path
+    made: Exported
+
+    def engine(self) -> Engine:
+        """Open the model with all experts in memory."""
+        folder = Library(self.settings).folder(self.manifest.model)
+        config = EngineConfig(memory=parse_memory("100%"))
+        return Engine.open(self.manifest, folder, config, self.settings)
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """Write a checkpoint of FAMILIES[name] with the demo's tokenizer."""
+    save_tiny(FAMILIES[name], folder, seed=3)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_CHECKPOINT / file, folder)
+    return folder
+
+
+def exported(checkpoint: Path, folder: Path, tag: str) -> Model:
+    """Pull a checkpoint as `tag` and export it."""
+    settings, file = Settings(folder / "home"), folder / f"{tag}.gguf"
+    manifest = pull(checkpoint, settings, f"tiny:{tag}")
+    where = Library(settings).folder(manifest.model)
+    made = export_gguf(where, manifest, file, ignore, ignore, force=False)
+    return Model(settings, manifest, file, made)

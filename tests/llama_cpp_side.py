@@ -1,0 +1,106 @@
+"""Run a GGUF file in llama.cpp, and compare its logits with those of our engine.
+
+Import it only where llama_cpp can be imported: `pip install llama-cpp-python` compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp  # pyright: ignore[reportMissingImports]
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeinf.runtime.engine.engine import Engine
+
+_F32 = 0  # ggml's number, of the KV cache: by default llama.cpp rounds it to 16 bits
+
+
+class Llama:
+    """One file, open in llama.cpp on one thread of the CPU."""
+
+    def __init__(self, file: Path, context: int) -> None:
+        self._model: Any = llama_cpp.Llama(
+            str(file),
+            n_gpu_layers=0,
+            n_ctx=context,
+            n_threads=1,
+            n_threads_batch=1,
+            logits_all=True,
+            type_k=_F32,
+            type_v=_F32,
+            flash_attn=False,
+            verbose=False,
+        )
+
+    def close(self) -> None:
+        self._model.close()
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text in which special tokens count, as llama.cpp finds them."""
+        found: list[int] = self._model.tokenize(text.encode(), add_bos=False, special=True)
+        return found
+
+    def chat(self, text: str, count: int) -> str:
+        """Return the greedy answer to a message, through the template of the file."""
+        messages = [{"role": "user", "content": text}]
+        found = self._model.create_chat_completion(messages, temperature=0, max_tokens=count)
+        answer: str = found["choices"][0]["message"]["content"]
+        return answer
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Return [tokens, vocabulary] float32: the logits after every token of one text."""
+        self._model.reset()
+        self._model.eval(list(ids))
+        return torch.from_numpy(np.array(self._model.scores[: len(ids)], np.float32))
+
+
+@contextmanager
+def llama(file: Path, context: int = 512) -> Iterator[Llama]:
+    """Open a file in llama.cpp."""
+    opened = Llama(file, context)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far our logits are from llama.cpp's at some positions."""
+
+    positions: int
+    kl: float  # of llama.cpp's distribution to ours: mean, and the worst position
+    worst_kl: float
+    largest: float  # difference of a logit, both with mean 0 at each position
+    changed: int  # positions with another most probable token
+    gap: float  # largest lead of our most probable token over llama.cpp's, where they differ
+
+
+def difference(ours: Tensor, theirs: Tensor) -> Difference:
+    """Compare logits [tokens, vocabulary] of the same texts."""
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    a, b = ours.double(), theirs.double()
+    p, q = b.log_softmax(-1), a.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    best, other = a.argmax(-1), b.argmax(-1)
+    leads = (a.gather(1, best[:, None]) - a.gather(1, other[:, None])).flatten()
+    centred = (a - a.mean(-1, keepdim=True)) - (b - b.mean(-1, keepdim=True))
+    return Difference(
+        len(a),
+        float(kl.mean()),
+        float(kl.max()),
+        float(centred.abs().max()),
+        int((best != other).sum()),
+        float(leads.max()),
+    )
+
+
+def our_logits(engine: Engine, ids: Sequence[int]) -> Tensor:
+    """Return [tokens, vocabulary] float32: our logits after every token of one text."""
+    return engine.all_logits(engine.new_state(), list(ids)).float()
