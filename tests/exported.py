@@ -34,6 +34,14 @@ FAMILIES: dict[str, Tiny] = {
     "olmoe-yarn": tiny_families.olmoe(
         **_SIZES, rope_parameters={**tiny_families.YARN, "factor": 5.0}, tie_word_embeddings=True
     ),
+    "qwen3": tiny_families.qwen3(**_SIZES, moe_intermediate_size=256, head_dim=32),
+    "qwen3-grouped": tiny_families.qwen3(
+        **{**_SIZES, "num_key_value_heads": 2},
+        moe_intermediate_size=256,
+        head_dim=128,
+        tie_word_embeddings=True,
+        rope_parameters={**tiny_families.YARN, "factor": 4.0, "attention_factor": 0.8},
+    ),
 }
 
 

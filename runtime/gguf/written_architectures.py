@@ -16,6 +16,7 @@ from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig, attention_factor
 from moeinf.models.olmoe import OlmoeConfig
+from moeinf.models.qwen3_moe import Qwen3MoeConfig
 from moeinf.runtime.gguf.writer import Value
 
 
@@ -144,6 +145,23 @@ def _olmoe(config: OlmoeConfig) -> Written:
     )
 
 
+def _qwen3_moe(config: Qwen3MoeConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    _refuse(
+        "qwen3_moe",
+        {
+            "attention_bias": shape.bias,
+            "sliding_window": _windowed(shape, body),
+            "norm_topk_prob = false": not config.renormalise,
+            "layers without experts": moe.layers < body.layers,
+        },
+    )
+    keys = _sizes(body, moe) | _heads(shape) | _rope("qwen3_moe", body.rope, shape.head_dim)
+    keys["expert_feed_forward_length"] = moe.intermediate
+    return Written("qwen3moe", keys, range(body.layers), notes=_rounding(body.rope))
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
+    "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
 }
