@@ -42,6 +42,13 @@ FAMILIES: dict[str, Tiny] = {
         tie_word_embeddings=True,
         rope_parameters={**tiny_families.YARN, "factor": 4.0, "attention_factor": 0.8},
     ),
+    "mixtral": tiny_families.mixtral(**{**_SIZES, "num_key_value_heads": 2}),
+    "mixtral-linear": tiny_families.mixtral(
+        **{**_SIZES, "num_attention_heads": 2, "num_key_value_heads": 1},
+        head_dim=128,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from moeinf.models.base import MoeShape
 from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig, attention_factor
+from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
 from moeinf.runtime.gguf.writer import Value
@@ -161,7 +162,22 @@ def _qwen3_moe(config: Qwen3MoeConfig) -> Written:
     return Written("qwen3moe", keys, range(body.layers), notes=_rounding(body.rope))
 
 
+def _mixtral(config: MixtralConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    _refuse("mixtral", {"sliding_window": _windowed(shape, body)})
+    keys = _sizes(body, moe) | _heads(shape) | _rope("mixtral", body.rope, shape.head_dim)
+    keys["feed_forward_length"] = moe.intermediate
+    return Written(
+        "llama",
+        keys,
+        range(body.layers),
+        paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
     "olmoe": _olmoe,
 }
