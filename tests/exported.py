@@ -49,6 +49,12 @@ FAMILIES: dict[str, Tiny] = {
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
     ),
+    "gpt-oss": tiny_families.gpt_oss(
+        **{**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 4},
+        head_dim=64,
+        sliding_window=17,
+        rope_parameters={**tiny_families.YARN, "factor": 8.0},
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from moeinf.errors import UnusableInput
 from moeinf.models.base import MoeShape
+from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig, attention_factor
@@ -176,8 +177,34 @@ def _mixtral(config: MixtralConfig) -> Written:
     )
 
 
+def _gpt_oss(config: GptOssConfig) -> Written:
+    body, shape, moe = config.body, config.attention[0], config.moe
+    windows = {layer.window for layer in config.attention[::2]}
+    alternate = len(windows) == 1 and None not in windows
+    _refuse(
+        "gpt_oss",
+        {
+            "attention_bias = false": not shape.bias,
+            "layer_types": not alternate or any(layer.window for layer in config.attention[1::2]),
+        },
+    )
+    assert shape.window is not None
+    keys = _sizes(body, moe) | _heads(shape) | _rope("gpt_oss", body.rope, shape.head_dim)
+    keys["expert_feed_forward_length"] = moe.intermediate
+    keys["attention.sliding_window"] = shape.window
+    return Written(
+        "gpt-oss",
+        keys,
+        range(body.layers),
+        copies_embedding=body.tied_embeddings,
+        renamed={"ffn_norm": "post_attention_norm"},
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
     "olmoe": _olmoe,
 }
