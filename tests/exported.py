@@ -55,6 +55,11 @@ FAMILIES: dict[str, Tiny] = {
         sliding_window=17,
         rope_parameters={**tiny_families.YARN, "factor": 8.0},
     ),
+    "qwen2": tiny_families.qwen2(
+        **{**_SIZES, "num_key_value_heads": 2},
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=512,
+    ),
 }
 
 

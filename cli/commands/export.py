@@ -30,7 +30,7 @@ def export(
     gates and matrices whose rows are not whole groups of 32 become F32.
 
     Families that can be exported (`model_type` of config.json): gpt_oss, mixtral, olmoe,
-    qwen3_moe.
+    qwen2_moe, qwen3_moe.
 
     Example: moeinf export demo --gguf demo.gguf
     """

@@ -18,6 +18,7 @@ from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.rope import RopeConfig, attention_factor
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
+from moeinf.models.qwen2_moe import Qwen2MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
 from moeinf.runtime.gguf.writer import Value
 
@@ -202,9 +203,33 @@ def _gpt_oss(config: GptOssConfig) -> Written:
     )
 
 
+def _qwen2_moe(config: Qwen2MoeConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    _refuse(
+        "qwen2_moe",
+        {
+            "sliding_window": bool(config.sliding) and _windowed(shape, body),
+            "norm_topk_prob": config.renormalise,
+            "layers without experts": moe.layers < body.layers,
+            "head_dim": shape.heads * shape.head_dim != body.hidden,
+        },
+    )
+    keys = _sizes(body, moe) | _heads(shape) | _rope("qwen2_moe", body.rope, shape.head_dim)
+    keys["expert_feed_forward_length"] = moe.intermediate
+    keys["expert_shared_feed_forward_length"] = config.shared_intermediate
+    return Written(
+        "qwen2moe",
+        keys,
+        range(body.layers),
+        copies_embedding=body.tied_embeddings,
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
+    "qwen2_moe": _qwen2_moe,
     "olmoe": _olmoe,
 }
