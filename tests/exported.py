@@ -29,6 +29,15 @@ _SIZES = {
     "max_position_embeddings": 512,
     "vocab_size": 272,  # the demo's tokenizer
 }
+_DEEPSEEK = {
+    **{key: _SIZES[key] for key in _SIZES if key != "num_key_value_heads"},
+    "moe_intermediate_size": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_hidden_layers": 3,
+}
 FAMILIES: dict[str, Tiny] = {
     "olmoe": tiny_families.olmoe(**_SIZES),
     "olmoe-yarn": tiny_families.olmoe(
@@ -59,6 +68,26 @@ FAMILIES: dict[str, Tiny] = {
         **{**_SIZES, "num_key_value_heads": 2},
         moe_intermediate_size=256,
         shared_expert_intermediate_size=512,
+    ),
+    "deepseek-lite": tiny_families.deepseek(
+        **_DEEPSEEK,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        rope_parameters={
+            **tiny_families.YARN,
+            "factor": 40.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    ),
+    "deepseek": tiny_families.deepseek(
+        **_DEEPSEEK,
+        q_lora_rank=256,
+        first_k_dense_replace=0,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        tie_word_embeddings=True,
     ),
 }
 

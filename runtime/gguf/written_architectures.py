@@ -12,15 +12,21 @@ from typing import Any
 
 from moeinf.errors import UnusableInput
 from moeinf.models.base import MoeShape
+from moeinf.models.deepseek_v2 import DeepseekV2Config
 from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
+from moeinf.models.layers.feed_forward import FfnPlan
+from moeinf.models.layers.mla import MlaShape
 from moeinf.models.layers.rope import RopeConfig, attention_factor
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
 from moeinf.models.qwen2_moe import Qwen2MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
 from moeinf.runtime.gguf.writer import Value
+
+_SOFTMAX = 1  # of expert_gating_func
+_LITE_LAYERS = (26, 27)  # llama.cpp takes these for DeepSeek-V2-Lite, without q_lora_rank
 
 
 class CannotExport(UnusableInput, ValueError):
@@ -226,10 +232,64 @@ def _qwen2_moe(config: Qwen2MoeConfig) -> Written:
     )
 
 
+def _latent(
+    model_type: str, body: BodyConfig, shape: MlaShape, plan: FfnPlan, shared: int, scale: float
+) -> dict[str, Value]:
+    """Return the keys of latent attention and DeepSeek's experts. Raises CannotExport."""
+    rope, first = body.rope, plan.sparse_layers[0]
+    yarn = rope.kind == "yarn"
+    _refuse(
+        model_type,
+        {
+            "attention_bias": shape.bias,
+            "moe_layer_freq": list(plan.sparse_layers) != list(range(first, body.layers)),
+            "attention_factor": rope.attention_factor is not None,
+            "an mscale other than mscale_all_dim": yarn and rope.mscale != rope.mscale_all_dim,
+            "yarn without mscale_all_dim": yarn and not rope.mscale_all_dim,
+            "n_shared_experts = 0": not shared,
+        },
+    )
+    keys = _sizes(body, plan.moe) | _rope(model_type, rope, shape.rope)
+    if yarn:
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * (rope.mscale_all_dim or 0.0)
+        keys["rope.scaling.attn_factor"] = 1.0  # llama.cpp divides by its own
+    if plan.dense_intermediate is not None:
+        keys["feed_forward_length"] = plan.dense_intermediate
+    if body.layers not in _LITE_LAYERS or shape.q_lora is not None:
+        keys["attention.q_lora_rank"] = shape.q_lora or 0
+    return keys | {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": shape.kv_lora,
+        "attention.key_length": shape.kv_lora + shape.rope,
+        "attention.value_length": shape.kv_lora,
+        "attention.key_length_mla": shape.nope + shape.rope,
+        "attention.value_length_mla": shape.value,
+        "leading_dense_block_count": first,
+        "expert_feed_forward_length": plan.moe.intermediate,
+        "expert_shared_count": shared,
+        "expert_weights_scale": float(scale),
+    }
+
+
+def _deepseek_v2(config: DeepseekV2Config) -> Written:
+    body, shape, plan = config.body, config.attention, config.ffn
+    _refuse("deepseek_v2", {"topk_method = group_limited_greedy": config.groups is not None})
+    keys = _latent("deepseek_v2", body, shape, plan, config.shared_experts, config.routed_scale)
+    keys["expert_gating_func"] = _SOFTMAX
+    return Written(
+        "deepseek2",
+        keys,
+        plan.sparse_layers,
+        kv_b=(shape.heads, shape.nope, shape.value),
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
     "qwen2_moe": _qwen2_moe,
+    "deepseek_v2": _deepseek_v2,
     "olmoe": _olmoe,
 }
