@@ -89,6 +89,19 @@ FAMILIES: dict[str, Tiny] = {
         routed_scaling_factor=2.5,
         tie_word_embeddings=True,
     ),
+    "deepseek-v3": tiny_families.deepseek_v3(
+        **{**_DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 256},
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        rope_parameters={
+            **tiny_families.YARN,
+            "factor": 40.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from moeinf.errors import UnusableInput
 from moeinf.models.base import MoeShape
 from moeinf.models.deepseek_v2 import DeepseekV2Config
+from moeinf.models.deepseek_v3 import DeepseekV3Config
 from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
@@ -25,7 +26,7 @@ from moeinf.models.qwen2_moe import Qwen2MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
 from moeinf.runtime.gguf.writer import Value
 
-_SOFTMAX = 1  # of expert_gating_func
+_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _LITE_LAYERS = (26, 27)  # llama.cpp takes these for DeepSeek-V2-Lite, without q_lora_rank
 
 
@@ -285,11 +286,28 @@ def _deepseek_v2(config: DeepseekV2Config) -> Written:
     )
 
 
+def _deepseek_v3(config: DeepseekV3Config) -> Written:
+    body, shape, ffn = config.body, config.attention, config.ffn
+    keys = _latent("deepseek_v3", body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
+    keys["expert_gating_func"] = _SIGMOID
+    keys["expert_weights_norm"] = ffn.renormalise
+    if ffn.groups is not None:
+        keys["expert_group_count"], keys["expert_group_used_count"] = ffn.groups
+    return Written(
+        "deepseek2",
+        keys,
+        ffn.plan.sparse_layers,
+        kv_b=(shape.heads, shape.nope, shape.value),
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
     "qwen2_moe": _qwen2_moe,
     "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "olmoe": _olmoe,
 }
