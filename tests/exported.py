@@ -102,6 +102,12 @@ FAMILIES: dict[str, Tiny] = {
             "mscale_all_dim": 1.0,
         },
     ),
+    "granite": tiny_families.granite(
+        **{**_SIZES, "num_key_value_heads": 2},
+        embedding_multiplier=1.5,
+        logits_scaling=0.7,
+        residual_multiplier=0.6,
+    ),
 }
 
 

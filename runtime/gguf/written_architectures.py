@@ -15,6 +15,7 @@ from moeinf.models.base import MoeShape
 from moeinf.models.deepseek_v2 import DeepseekV2Config
 from moeinf.models.deepseek_v3 import DeepseekV3Config
 from moeinf.models.gpt_oss import GptOssConfig
+from moeinf.models.granitemoe import GraniteMoeConfig
 from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.feed_forward import FfnPlan
@@ -302,6 +303,26 @@ def _deepseek_v3(config: DeepseekV3Config) -> Written:
     )
 
 
+def _granitemoe(config: GraniteMoeConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    _refuse("granitemoe", {"attention_bias": shape.bias})
+    keys = _sizes(body, moe) | _heads(shape) | _rope("granitemoe", body.rope, shape.head_dim)
+    return Written(
+        "granitemoe",
+        keys
+        | {
+            "feed_forward_length": moe.intermediate,
+            "attention.scale": float(shape.softmax_scale),
+            "embedding_scale": float(body.embedding_scale),
+            "residual_scale": float(config.residual),
+            "logit_scale": float(body.logits_scale),
+        },
+        range(body.layers),
+        paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -309,5 +330,6 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen2_moe": _qwen2_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "granitemoe": _granitemoe,
     "olmoe": _olmoe,
 }
