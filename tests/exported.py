@@ -19,6 +19,7 @@ from tests import tiny_families
 from tests.conftest import ignore, pull
 from tests.tiny import save_tiny
 from tests.tiny_families import Tiny
+from tests.tiny_mxfp4 import save_mxfp4
 
 _SIZES = {
     "hidden_size": 256,
@@ -127,9 +128,15 @@ class Model:
         return Engine.open(self.manifest, folder, config, self.settings)
 
 
-def checkpoint(name: str, folder: Path) -> Path:
-    """Write a checkpoint of FAMILIES[name] with the demo's tokenizer."""
-    save_tiny(FAMILIES[name], folder, seed=3)
+def checkpoint(name: str, folder: Path, mxfp4: bool = False) -> Path:
+    """Write a checkpoint of FAMILIES[name] with the demo's tokenizer.
+
+    mxfp4: its experts are blocks, as in gpt-oss.
+    """
+    if mxfp4:
+        save_mxfp4(folder, FAMILIES[name])
+    else:
+        save_tiny(FAMILIES[name], folder, seed=3)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO_CHECKPOINT / file, folder)
     return folder

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tiny import tiny_reference
+from tests.tiny_families import Tiny
 
 D, F, E = 64, 32, 6  # of TINY["gpt-oss-blocks"]
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -32,15 +33,17 @@ def widened(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.tensor(rows)
 
 
-def save_mxfp4(folder: Path) -> Any:
+def save_mxfp4(folder: Path, tiny: str | Tiny = "gpt-oss-blocks") -> Any:
     """Write config.json and safetensors with blocks; return the model of transformers."""
-    model = tiny_reference("gpt-oss-blocks", seed=3)
+    model = tiny_reference(tiny, seed=3)
+    sizes = model.config
+    d, f, experts = sizes.hidden_size, sizes.intermediate_size, sizes.num_local_experts
     draw = torch.Generator().manual_seed(1)
     stored = {}
     for number, layer in enumerate(model.model.layers):
-        for name, outs, ins in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
-            blocks = torch.randint(256, (E, outs, ins // 32, 16), generator=draw).byte()
-            scales = torch.randint(122, 126, (E, outs, ins // 32), generator=draw).byte()
+        for name, outs, ins in (("gate_up_proj", 2 * f, d), ("down_proj", d, f)):
+            blocks = torch.randint(256, (experts, outs, ins // 32, 16), generator=draw).byte()
+            scales = torch.randint(122, 126, (experts, outs, ins // 32), generator=draw).byte()
             wide = torch.stack([widened(b, s) for b, s in zip(blocks, scales, strict=True)])
             getattr(layer.mlp.experts, name).data = wide.mT.contiguous()
             prefix = f"model.layers.{number}.mlp.experts.{name}"

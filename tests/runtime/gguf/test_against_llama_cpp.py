@@ -96,9 +96,20 @@ def assert_tied(engine: Engine, theirs: Llama, ids: list[int], begun: int) -> No
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tag", ["f32", "q4"])
 def test_logits_of_a_family(name: str, tag: str, tmp_path: Path) -> None:
-    model = exported(checkpoint(name, tmp_path / "checkpoint"), tmp_path, tag)
+    assert_near(exported(checkpoint(name, tmp_path / "checkpoint"), tmp_path, tag))
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    made = checkpoint("gpt-oss", tmp_path / "checkpoint", mxfp4=True)
+    model = exported(made, tmp_path, "mxfp4")
+    assert model.made.tensors["MXFP4"] == 3 * model.manifest.layers
+    assert_near(model)
+
+
+def assert_near(model: Model) -> None:
+    """Compare the logits after a text of random tokens."""
     ids = [random.Random(1).randrange(272) for _ in range(POSITIONS)]
     with model.engine() as engine, llama(model.file) as theirs:
         found = difference(our_logits(engine, ids), theirs.logits(ids))
-    assert found.kl < MOST_KL[tag], found
+    assert found.kl < MOST_KL[model.manifest.tag], found
     assert found.gap <= 2 * found.largest, found
