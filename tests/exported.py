@@ -109,6 +109,28 @@ FAMILIES: dict[str, Tiny] = {
         logits_scaling=0.7,
         residual_multiplier=0.6,
     ),
+    "glm4": tiny_families.glm4(
+        **{**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 3},
+        moe_intermediate_size=256,
+        n_routed_experts=8,
+        head_dim=64,
+        attention_bias=True,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+    ),
+    "glm4-head-norms": tiny_families.glm4(
+        **{**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 3},
+        moe_intermediate_size=256,
+        head_dim=64,
+        partial_rotary_factor=0.75,
+        use_qk_norm=True,
+        first_k_dense_replace=2,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=2,
+        tie_word_embeddings=True,
+    ),
 }
 
 

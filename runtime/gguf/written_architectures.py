@@ -14,6 +14,7 @@ from moeinf.errors import UnusableInput
 from moeinf.models.base import MoeShape
 from moeinf.models.deepseek_v2 import DeepseekV2Config
 from moeinf.models.deepseek_v3 import DeepseekV3Config
+from moeinf.models.glm4_moe import Glm4MoeConfig
 from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.granitemoe import GraniteMoeConfig
 from moeinf.models.layers.attention import GqaShape
@@ -21,6 +22,7 @@ from moeinf.models.layers.decoder import BodyConfig
 from moeinf.models.layers.feed_forward import FfnPlan
 from moeinf.models.layers.mla import MlaShape
 from moeinf.models.layers.rope import RopeConfig, attention_factor
+from moeinf.models.layers.sigmoid_experts import SigmoidExperts
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
 from moeinf.models.qwen2_moe import Qwen2MoeConfig
@@ -287,16 +289,24 @@ def _deepseek_v2(config: DeepseekV2Config) -> Written:
     )
 
 
+def _sigmoid(ffn: SigmoidExperts) -> dict[str, Value]:
+    """Return the keys of experts chosen by sigmoid scores."""
+    keys: dict[str, Value] = {
+        "expert_gating_func": _SIGMOID,
+        "expert_weights_norm": ffn.renormalise,
+        "expert_weights_scale": float(ffn.scale),
+    }
+    if ffn.groups is not None:
+        keys["expert_group_count"], keys["expert_group_used_count"] = ffn.groups
+    return keys
+
+
 def _deepseek_v3(config: DeepseekV3Config) -> Written:
     body, shape, ffn = config.body, config.attention, config.ffn
     keys = _latent("deepseek_v3", body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
-    keys["expert_gating_func"] = _SIGMOID
-    keys["expert_weights_norm"] = ffn.renormalise
-    if ffn.groups is not None:
-        keys["expert_group_count"], keys["expert_group_used_count"] = ffn.groups
     return Written(
         "deepseek2",
-        keys,
+        keys | _sigmoid(ffn),
         ffn.plan.sparse_layers,
         kv_b=(shape.heads, shape.nope, shape.value),
         notes=_rounding(body.rope),
@@ -323,6 +333,26 @@ def _granitemoe(config: GraniteMoeConfig) -> Written:
     )
 
 
+def _glm4_moe(config: Glm4MoeConfig) -> Written:
+    body, shape, ffn = config.body, config.attention, config.ffn
+    plan = ffn.plan
+    keys = _sizes(body, plan.moe) | _heads(shape) | _rope("glm4_moe", body.rope, config.turning)
+    if plan.dense_intermediate is not None:
+        keys["feed_forward_length"] = plan.dense_intermediate
+    keys |= {
+        "leading_dense_block_count": plan.sparse_layers[0],
+        "expert_feed_forward_length": plan.moe.intermediate,
+        "expert_shared_count": ffn.shared_experts,
+    }
+    return Written(
+        "glm4moe",
+        keys | _sigmoid(ffn),
+        plan.sparse_layers,
+        renamed={"ffn_norm": "post_attention_norm"},
+        notes=_rounding(body.rope),
+    )
+
+
 _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -331,5 +361,6 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "granitemoe": _granitemoe,
+    "glm4_moe": _glm4_moe,
     "olmoe": _olmoe,
 }

@@ -94,7 +94,6 @@ REFUSED: list[tuple[Tiny, str]] = [
     (TINY["deepseek-groups"], "group_limited_greedy"),
     (TINY["deepseek-bare"], "attention_bias"),
     (deepseek(q_lora_rank=None, rope_parameters={**YARN, "factor": 4.0}), "mscale_all_dim"),
-    (TINY["glm4-yarn"], "glm4_moe: the family"),
     (TINY["phimoe"], "phimoe: the family"),
 ]
 
