@@ -131,6 +131,11 @@ FAMILIES: dict[str, Tiny] = {
         n_shared_experts=2,
         tie_word_embeddings=True,
     ),
+    "glm4-lite": tiny_families.glm4_lite(
+        **{**_DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 256},
+        n_group=4,
+        topk_group=2,
+    ),
 }
 
 

@@ -30,7 +30,7 @@ def export(
     gates and matrices whose rows are not whole groups of 32 become F32.
 
     Families that can be exported (`model_type` of config.json): deepseek_v2, deepseek_v3,
-    glm4_moe, gpt_oss, granitemoe, mixtral, olmoe, qwen2_moe, qwen3_moe.
+    glm4_moe, glm4_moe_lite, gpt_oss, granitemoe, mixtral, olmoe, qwen2_moe, qwen3_moe.
 
     Example: moeinf export demo --gguf demo.gguf
     """

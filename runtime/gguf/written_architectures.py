@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from moeinf.errors import UnusableInput
@@ -130,6 +131,12 @@ def _rounding(rope: RopeConfig) -> tuple[str, ...]:
     return (
         "llama.cpp rounds the ends of yarn's ramp, this model does not: logits differ a little",
     )
+
+
+def _inner_norms(body: BodyConfig) -> tuple[str, ...]:
+    if body.norm_eps == 1e-6:
+        return ()
+    return ("llama.cpp uses rms_norm_eps in the norms of latents, this model 1e-6",)
 
 
 def _windowed(shape: GqaShape, body: BodyConfig) -> bool:
@@ -285,7 +292,7 @@ def _deepseek_v2(config: DeepseekV2Config) -> Written:
         keys,
         plan.sparse_layers,
         kv_b=(shape.heads, shape.nope, shape.value),
-        notes=_rounding(body.rope),
+        notes=(*_rounding(body.rope), *_inner_norms(body)),
     )
 
 
@@ -301,15 +308,15 @@ def _sigmoid(ffn: SigmoidExperts) -> dict[str, Value]:
     return keys
 
 
-def _deepseek_v3(config: DeepseekV3Config) -> Written:
+def _deepseek_v3(config: DeepseekV3Config, model_type: str = "deepseek_v3") -> Written:
     body, shape, ffn = config.body, config.attention, config.ffn
-    keys = _latent("deepseek_v3", body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
+    keys = _latent(model_type, body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
     return Written(
         "deepseek2",
         keys | _sigmoid(ffn),
         ffn.plan.sparse_layers,
         kv_b=(shape.heads, shape.nope, shape.value),
-        notes=_rounding(body.rope),
+        notes=(*_rounding(body.rope), *_inner_norms(body)),
     )
 
 
@@ -362,5 +369,6 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "deepseek_v3": _deepseek_v3,
     "granitemoe": _granitemoe,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": partial(_deepseek_v3, model_type="glm4_moe_lite"),
     "olmoe": _olmoe,
 }
