@@ -43,7 +43,7 @@ class CannotExport(UnusableInput, ValueError):
 
 @dataclass(frozen=True)
 class Written:
-    """What llama.cpp must know of a model.
+    """The description of a model for llama.cpp.
 
     keys           metadata, without the name of the architecture in front
     moe_layers     the decoder layer of each MoE layer
