@@ -29,12 +29,14 @@ class TokenType(IntEnum):
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_CODE = re.compile(r"\\x\{([0-9a-f]{1,5})\}")
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _SLASH_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2, _DIGITS = "ByteLevel", "Digits"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGITS = r"\p{N}"
 _LLAMA3 = rf"{_SHORT}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}"
 
 
@@ -56,8 +58,8 @@ _PRE = {  # the expressions of pre_tokenizer in tokenizer.json, in order
 }
 _BEGINNINGS = {  # the first expressions, where the others are long lists of characters
     (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"): "deepseek-v3",
-    ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"): "deepseek-coder",
-    ("[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿ"): "deepseek-llm",
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"): "deepseek-coder",
+    (r"[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿ"): "deepseek-llm",
 }
 
 
@@ -178,12 +180,20 @@ def _pre(tokenizer: Mapping[str, Any], has_merges: bool, architecture: str) -> s
 
 
 def _splits(tokenizer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the expressions by which texts are split."""
+    """Yield the expressions by which texts are split, each in one spelling."""
     for part in _parts(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         kind = part.get("type")
         if kind == "Split":
-            yield str((part.get("pattern") or {}).get("Regex"))
+            yield _spelt(str((part.get("pattern") or {}).get("Regex")))
+        elif kind == "Digits":
+            yield _DIGITS if part.get("individual_digits") else f"{_DIGITS}+"
         elif kind != "ByteLevel":
             yield str(kind)
         elif part.get("use_regex", True):
             yield _GPT2
+
+
+def _spelt(expression: str) -> str:
+    r"""Return an expression with characters in place of \x{…}, and the ends of lines escaped."""
+    found = _CODE.sub(lambda match: chr(int(match[1], 16)), expression)
+    return found.replace("\r", r"\r").replace("\n", r"\n")

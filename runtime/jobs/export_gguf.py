@@ -40,7 +40,7 @@ from moeinf.runtime.gguf.written_blocks import encode_rows, kind_of
 from moeinf.runtime.gguf.written_names import Change, Place, expert_name, places
 from moeinf.runtime.gguf.written_vocabulary import vocabulary
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
-from moeinf.runtime.regular_files import open_regular
+from moeinf.runtime.regular_files import check_regular, open_regular
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer, end_tokens
 
@@ -56,9 +56,6 @@ class FileExists(Conflict, FileExistsError):
 
     code = "file_exists"
     hint = "another name, or --force"
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -104,10 +101,12 @@ def export_gguf(
 ) -> Exported:
     """Write the model in `folder` to the GGUF file `target`, completely or not at all.
 
-    Raises CannotExport, FileExists unless `force`, DamagedModel, and OSError (disk full).
+    Raises CannotExport, FileExists unless `force`, DamagedModel, and OSError (disk full, a folder).
     """
-    if not force and os.path.lexists(target):
-        raise FileExists(f"{target} exists already")
+    if os.path.lexists(target):
+        if not force:
+            raise FileExists(f"{target} exists already")
+        check_regular(target)
     check_small_files(folder, manifest)
     values = read_json(folder / CONFIG)
     family = family_of(values)

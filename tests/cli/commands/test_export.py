@@ -131,6 +131,14 @@ def test_no_such_folder(moeinf: Command, tmp_path: Path) -> None:
     assert json.loads(result.out)["error"]["code"] == "io_error"
 
 
+def test_a_folder_is_not_replaced(moeinf: Command, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    result = moeinf("export", "demo", "--gguf", str(tmp_path / "x"), "--force", "--json")
+    assert result.code == 1
+    assert json.loads(result.out)["error"]["code"] == "io_error"
+    assert names(tmp_path) == ["x"]
+
+
 def test_a_full_disk(tmp_path: Path, demo_home: Path) -> None:
     """A limit of the file's size stands for the disk; no half file stays."""
 

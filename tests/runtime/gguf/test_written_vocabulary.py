@@ -22,6 +22,8 @@ GPT4O = (
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+HAN_KANA = r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 PLAIN = {**BYTE_LEVEL, "use_regex": False}
 DIGITS = {"type": "Digits", "individual_digits": True}
@@ -68,6 +70,12 @@ def test_merges_of_both_spellings() -> None:
         (sequence(split(LLAMA3), PLAIN), "dbrx"),
         (sequence(split(GPT4O), PLAIN), "gpt-4o"),
         (sequence(DIGITS, BYTE_LEVEL), "refact"),
+        (sequence(split(GPT2), PLAIN), "gpt-2"),
+        (sequence(split(r"\p{N}"), split(GPT2), PLAIN), "refact"),
+        (
+            sequence(split(r"\p{N}{1,3}"), split(HAN_KANA), split("long"), PLAIN),
+            "deepseek-v3",
+        ),
         (
             sequence(split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split("long"), PLAIN),
             "deepseek-v3",
