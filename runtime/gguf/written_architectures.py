@@ -116,13 +116,17 @@ def _rope(model_type: str, rope: RopeConfig, dimensions: int) -> dict[str, Value
     keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
     if rope.kind == "linear":
         return keys
-    usual = 0.1 * math.log(rope.factor) + 1
-    return keys | {
+    keys |= {
         "rope.scaling.original_context_length": rope.original_context,
-        "rope.scaling.attn_factor": attention_factor(rope) / usual,
         "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
         "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
     }
+    if rope.attention_factor is not None:  # as llama.cpp's conversion writes it; not used there
+        keys["rope.scaling.yarn_attn_factor"] = float(rope.attention_factor)
+    left = attention_factor(rope) / (0.1 * math.log(rope.factor) + 1)
+    if not math.isclose(left, 1):
+        keys["rope.scaling.attn_factor"] = left
+    return keys
 
 
 def _rounding(rope: RopeConfig) -> tuple[str, ...]:
@@ -263,7 +267,7 @@ def _latent(
     keys = _sizes(body, plan.moe) | _rope(model_type, rope, shape.rope)
     if yarn:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * (rope.mscale_all_dim or 0.0)
-        keys["rope.scaling.attn_factor"] = 1.0  # llama.cpp divides by its own
+        keys.pop("rope.scaling.attn_factor", None)  # llama.cpp divides by it here
     if plan.dense_intermediate is not None:
         keys["feed_forward_length"] = plan.dense_intermediate
     if body.layers not in _LITE_LAYERS or shape.q_lora is not None:
