@@ -14,7 +14,6 @@ from moeinf.native._native import (
     PAGE_BYTES,
     RESIDENT,
     SHARD_DATA_OFFSET,
-    TILE_COLUMNS,
     AdaptiveCore,
     Cancelled,
     CopyQueue,
@@ -44,6 +43,7 @@ from moeinf.native._native import (
     crc32c,
     dequantise_rows,
     gather_rows,
+    interleave_rows,
     is_gated,
     kernel_path,
     kernels_are_fast,
@@ -54,6 +54,7 @@ from moeinf.native._native import (
     set_compute_threads,
     sum_as_shares,
     syncfs,
+    tile_columns,
 )
 
 __all__ = [
@@ -67,7 +68,6 @@ __all__ = [
     "PAGE_BYTES",
     "RESIDENT",
     "SHARD_DATA_OFFSET",
-    "TILE_COLUMNS",
     "AdaptiveCore",
     "Cancelled",
     "CopyQueue",
@@ -97,6 +97,7 @@ __all__ = [
     "crc32c",
     "dequantise_rows",
     "gather_rows",
+    "interleave_rows",
     "is_gated",
     "kernel_path",
     "kernels_are_fast",
@@ -107,4 +108,5 @@ __all__ = [
     "set_compute_threads",
     "sum_as_shares",
     "syncfs",
+    "tile_columns",
 ]

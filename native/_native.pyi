@@ -373,7 +373,6 @@ def set_compute_threads(threads: int) -> None:
     """
 
 BLOCK_ROWS: Final[int]  # 16: rows of a quantised matrix that are stored together
-TILE_COLUMNS: Final[int]  # 64: columns of a tile
 GROUP: Final[int]  # 32: weights that share a scale
 
 def kernel_path() -> str:
@@ -382,8 +381,11 @@ def kernel_path() -> str:
 def kernels_are_fast() -> bool:
     """Return False on the portable path."""
 
+def tile_columns(format: str) -> int:
+    """Return the columns of a tile: 64, or 256 in q4k, q5k and q6k. Raises ValueError."""
+
 def matrix_bytes(format: str, rows: int, columns: int) -> int:
-    """Return the bytes of a matrix in bf16 (row-major), q8 or q4 (tiles.h). Raises ValueError."""
+    """Return the bytes of a matrix in bf16 (row-major) or in tiles (tiles.h). Raises ValueError."""
 
 # Addresses below are of memory that the caller keeps alive: contiguous tensors of the given
 # shapes, in bf16, or float32 where f32 is true. Tiles start at multiples of 64 bytes: else
@@ -393,12 +395,21 @@ def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, o
     """Write row blocks of q8 or q4 to out [count, columns] float32. Raises ValueError."""
 
 def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
-    """Dequantise row blocks of q8 or q4 to out [count, columns] float32. Raises ValueError."""
+    """Dequantise row blocks of tiles to out [count, columns] float32. Raises ValueError."""
+
+def interleave_rows(
+    rows: int, factors: int, count: int, columns: int, format: str, out: int
+) -> None:
+    """Sort GGUF blocks [count, ceil(columns / tile_columns), bytes of a block] into tiles.
+
+    Formats: q4k, q5k, q6k and nvfp4. factors: [count] float32 of nvfp4's rows; 0 means that all
+    are 1. Raises ValueError. Without the GIL.
+    """
 
 def gather_rows(
     blocks: int, format: str, rows: int, columns: int, ids: int, count: int, out: int, f32: bool
 ) -> None:
-    """Copy rows ids [count] int64 of a q8 or q4 matrix [rows, columns] to out [count, columns].
+    """Copy rows ids [count] int64 of a tiled matrix [rows, columns] to out [count, columns].
 
     Values are rounded to bf16 once. Raises IndexError for an invalid row.
     """

@@ -25,6 +25,10 @@ Format format_of(const std::string& name) {
     if (name == "q4") return Format::kQ4;
     if (name == "q8") return Format::kQ8;
     if (name == "mxfp4") return Format::kMxfp4;
+    if (name == "q4k") return Format::kQ4k;
+    if (name == "q5k") return Format::kQ5k;
+    if (name == "q6k") return Format::kQ6k;
+    if (name == "nvfp4") return Format::kNvfp4;
     if (name == "bf16") return Format::kBf16;
     throw std::invalid_argument("no kernel for the format '" + name + "'");
 }
@@ -36,10 +40,23 @@ Activation activation_of(const std::string& name) {
     throw std::invalid_argument("no kernel for the activation '" + name + "'");
 }
 
-Format quantised_format(const std::string& name) {
+Format tiled_format(const std::string& name) {
     const Format format = format_of(name);
     if (format == Format::kBf16) throw std::invalid_argument("bf16 has no tiles");
-    if (format == Format::kMxfp4) throw std::invalid_argument("mxfp4 is sorted, not quantised");
+    return format;
+}
+
+Format quantised_format(const std::string& name) {
+    const Format format = tiled_format(name);
+    if (format != Format::kQ4 && format != Format::kQ8)
+        throw std::invalid_argument(name + " is copied from a source, not quantised");
+    return format;
+}
+
+Format interleaved_format(const std::string& name) {
+    const Format format = format_of(name);
+    if (!is_interleaved(format))
+        throw std::invalid_argument(name + " is not a format of interleaved blocks");
     return format;
 }
 
@@ -211,7 +228,7 @@ void bind_kernels(py::module_& m) {
         "dequantise_rows",
         [](std::uintptr_t blocks, const std::string& format, std::size_t count,
            std::size_t columns, std::uintptr_t out) {
-            dequantise_rows(at(blocks), quantised_format(format), count, columns, at<float>(out));
+            dequantise_rows(at(blocks), tiled_format(format), count, columns, at<float>(out));
         },
         py::arg("blocks"), py::arg("format"), py::arg("count"), py::arg("columns"), py::arg("out"),
         no_gil);
@@ -224,16 +241,28 @@ void bind_kernels(py::module_& m) {
                 if (id < 0 || static_cast<std::size_t>(id) >= rows)
                     throw std::out_of_range("row " + std::to_string(id) + " of " +
                                             std::to_string(rows));
-            gather_rows(at(blocks), quantised_format(format), columns, wanted, at(out),
+            gather_rows(at(blocks), tiled_format(format), columns, wanted, at(out),
                         dtype_of(f32));
         },
         py::arg("blocks"), py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("ids"),
         py::arg("count"), py::arg("out"), py::arg("f32"), no_gil);
+    m.def(
+        "interleave_rows",
+        [](std::uintptr_t rows, std::uintptr_t factors, std::size_t count, std::size_t columns,
+           const std::string& format, std::uintptr_t out) {
+            interleave_rows(at(rows), at<const float>(factors), count, columns,
+                            interleaved_format(format), at(out));
+        },
+        py::arg("rows"), py::arg("factors"), py::arg("count"), py::arg("columns"),
+        py::arg("format"), py::arg("out"), no_gil);
+    m.def(
+        "tile_columns",
+        [](const std::string& format) { return tile_columns(tiled_format(format)); },
+        py::arg("format"));
     m.def("is_gated", [](const std::string& name) { return is_gated(activation_of(name)); },
           py::arg("activation"));
     m.attr("BLOCK_ROWS") = kBlockRows;
     m.attr("GROUP") = kGroup;
-    m.attr("TILE_COLUMNS") = kTileColumns;
 }
 
 }  // namespace moeinf

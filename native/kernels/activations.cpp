@@ -60,6 +60,16 @@ void fetch_group(RowView row, std::size_t columns, std::size_t group, float* out
     for (std::size_t i = count; i < kGroup; ++i) out[i] = 0.0f;
 }
 
+std::int32_t sum(Ints values) noexcept {
+    return values[0] + values[1] + values[2] + values[3];
+}
+
+// Returns QuantGroup::start from the sums of the first and the last 16 codes.
+std::int32_t start_of(Format format, std::int32_t first, std::int32_t second) noexcept {
+    if (has_half_groups(format)) return (first & 0xFFFF) | second * 0x10000;
+    return -(has_minima(format) ? 1 : zero_of(format)) * (first + second);
+}
+
 }  // namespace
 
 void quantise_group(const float* values, Format format, QuantGroup* out) noexcept {
@@ -79,16 +89,16 @@ void quantise_group(const float* values, Format format, QuantGroup* out) noexcep
     }
     const float inverse = 127.0f / magnitude;
     const Ints zero = bits_of(Floats{} + kRounder);
-    Ints sums{};
+    Ints halves[2]{};
     for (std::size_t i = 0; i < kGroup; i += kWide) {
         const Ints codes = bits_of(load(values + i) * inverse + kRounder) - zero;
-        sums += codes;
+        halves[i / (kGroup / 2)] += codes;
         for (std::size_t k = 0; k < kWide; ++k)
             out->codes[i + k] = static_cast<std::int8_t>(codes[k]);
     }
-    const float half = format == Format::kMxfp4 ? 0.5f : 1.0f;  // its codes are doubled (tiles.h)
+    const float half = is_e2m1(format) ? 0.5f : 1.0f;  // its codes are doubled (tiles.h)
     out->scale = magnitude / 127.0f * half;
-    out->start = -zero_of(format) * (sums[0] + sums[1] + sums[2] + sums[3]);
+    out->start = start_of(format, sum(halves[0]), sum(halves[1]));
 }
 
 void split_group(const float* values, SplitGroup* out) noexcept {
@@ -100,7 +110,7 @@ void split_group(const float* values, SplitGroup* out) noexcept {
 
 void quantise_row(RowView row, std::size_t columns, Format format, QuantGroup* out) noexcept {
     alignas(64) float values[kGroup];
-    for (std::size_t group = 0; group < groups_of(columns); ++group) {
+    for (std::size_t group = 0; group < groups_of(format, columns); ++group) {
         fetch_group(row, columns, group, values);
         quantise_group(values, format, out + group);
     }
@@ -108,7 +118,7 @@ void quantise_row(RowView row, std::size_t columns, Format format, QuantGroup* o
 
 void split_row(RowView row, std::size_t columns, SplitGroup* out) noexcept {
     alignas(64) float values[kGroup];
-    for (std::size_t group = 0; group < groups_of(columns); ++group) {
+    for (std::size_t group = 0; group < groups_of(Format::kBf16, columns); ++group) {
         fetch_group(row, columns, group, values);
         split_group(values, out + group);
     }

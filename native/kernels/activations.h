@@ -2,10 +2,13 @@
 //
 // One row of K activations in the form that kernels read:
 //
-//   for tiles    per group of 32:  { int32 start = −zero · Σ q,  float scale,  int8 q[32] }
+//   for tiles    per group of 32:  { int32 start,  float scale,  int8 q[32] }
+//                start   q8, q4, mxfp4   −zero · Σ q
+//                        q4k, q5k        −Σ q
+//                        q6k, nvfp4      int16 Σ q of the first 16, int16 Σ q of the last 16
 //   for bf16     per 32:           { float even[16] = k 0 2 … 30,  float odd[16] = k 1 3 … 31 }
 //
-// A row is padded with zeros to a multiple of 64. A group with an infinity or a NaN gets scale NaN
+// A row is padded with zeros to whole tiles (bf16: to a multiple of 64). A group with an infinity or a NaN gets scale NaN
 // and codes 0. So every output of that row is NaN, and no other row is affected. A group whose
 // largest magnitude is below kLeastMagnitude is taken as zeros.
 //
@@ -59,8 +62,8 @@ struct RowView {
 };
 
 // Returns the groups of a padded row of `columns` activations.
-constexpr std::size_t groups_of(std::size_t columns) {
-    return ceil_div(columns, kTileColumns) * kTileGroups;
+constexpr std::size_t groups_of(Format format, std::size_t columns) {
+    return tiles_of(format, columns) * (tile_columns(format) / kGroup);
 }
 
 void quantise_row(RowView row, std::size_t columns, Format format, QuantGroup* out) noexcept;

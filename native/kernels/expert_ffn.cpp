@@ -23,10 +23,10 @@ class Rows {
     Rows(Format format, std::size_t columns, std::size_t count, Scratch& scratch)
         : format_(format),
           columns_(columns),
-          stride_(groups_of(columns) * group_bytes()),
+          stride_(groups_of(format, columns) * group_bytes()),
           base_(scratch.take(count * stride_)) {}
 
-    std::size_t groups() const { return groups_of(columns_); }
+    std::size_t groups() const { return groups_of(format_, columns_); }
     const std::byte* row(std::size_t index) const { return base_ + index * stride_; }
 
     void fill(std::size_t index, RowView row) noexcept {
@@ -73,8 +73,15 @@ void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t coun
 }
 
 QuantLoop loop_of(const Kernels& kernels, Format format) {
-    if (format == Format::kMxfp4) return kernels.mxfp4;
-    return format == Format::kQ4 ? kernels.q4 : kernels.q8;
+    switch (format) {
+        case Format::kQ4: return kernels.q4;
+        case Format::kMxfp4: return kernels.mxfp4;
+        case Format::kQ4k: return kernels.q4k;
+        case Format::kQ5k: return kernels.q5k;
+        case Format::kQ6k: return kernels.q6k;
+        case Format::kNvfp4: return kernels.nvfp4;
+        default: return kernels.q8;
+    }
 }
 
 // Adds the bias of row first + r to out[t][r], for the rows that exist.
@@ -114,7 +121,7 @@ void multiply(const Kernels& kernels, const Matrix& matrix, std::size_t block,
                 rows[i] = reinterpret_cast<const QuantGroup*>(x[t + i]);
             loop_of(kernels, matrix.format)(
                 matrix.data + block * block_bytes(matrix.format, matrix.columns),
-                ceil_div(matrix.columns, kTileColumns), rows, static_cast<int>(now), out + t);
+                tiles_of(matrix.format, matrix.columns), rows, static_cast<int>(now), out + t);
         }
     }
     add_bias(matrix, first, count, out);

@@ -31,6 +31,10 @@ struct Kernels {
     QuantLoop q4;
     QuantLoop q8;
     QuantLoop mxfp4;
+    QuantLoop q4k;
+    QuantLoop q5k;
+    QuantLoop q6k;
+    QuantLoop nvfp4;
     Bf16Loop bf16;
 };
 

@@ -5,61 +5,74 @@
 #include <cstring>
 
 #include "kernels/kernels.h"
+#include "kernels/tile_values.h"
 
 namespace moeinf {
 namespace {
 
-std::uint16_t load_u16(const std::byte* at) noexcept {
-    std::uint16_t bits;
-    std::memcpy(&bits, at, 2);
-    return bits;
-}
-
-// Returns the code of row r, column k of a group whose codes start at `codes`.
-template <Format format>
-int code_of(const std::byte* codes, std::size_t r, std::size_t k) noexcept {
-    if constexpr (format == Format::kQ8) {
-        return std::to_integer<int>(codes[k / 4 * 64 + r * 4 + k % 4]);
-    } else {
-        const int both = std::to_integer<int>(codes[k % 16 / 4 * 64 + r * 4 + k % 4]);
-        const int code = k < 16 ? both & 15 : both >> 4;
-        return format == Format::kMxfp4 ? kMxfp4Codes[code] : code;
-    }
-}
-
-// Returns the scale of row r of a group whose scales start at `scales`.
-template <Format format>
-float scale_of(const std::byte* scales, std::size_t r) noexcept {
-    if constexpr (format == Format::kMxfp4)
-        return std::bit_cast<float>(std::max(std::to_integer<int>(scales[r]) << 23, kLeastE8M0));
-    else
-        return half_to_float(load_u16(scales + 2 * r));
-}
-
 template <Format format>
 void quant_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
                 float (*out)[kBlockRows]) noexcept {
-    constexpr std::size_t kTile = tile_bytes(format);
-    constexpr std::size_t kScaleBytes = format == Format::kMxfp4 ? 1 : 2;
-    constexpr std::size_t kScales = kTile - kScaleBytes * kTileGroups * kBlockRows;
-    constexpr std::size_t kCodes = kScales / kTileGroups;
     for (int t = 0; t < count; ++t) std::memset(out[t], 0, sizeof out[t]);
     for (std::size_t group = 0; group < tiles * kTileGroups; ++group) {
-        const std::byte* const tile = block + group / kTileGroups * kTile;
-        const std::byte* const codes = tile + group % kTileGroups * kCodes;
-        const std::byte* const scales =
-            tile + kScales + group % kTileGroups * kScaleBytes * kBlockRows;
+        const std::byte* const tile = block + group / kTileGroups * tile_bytes(format);
+        const std::size_t g = group % kTileGroups;
         for (std::size_t r = 0; r < kBlockRows; ++r) {
-            const float scale = scale_of<format>(scales, r);
+            const float scale = scale_at<format>(tile, r, g);
             for (int t = 0; t < count; ++t) {
                 const QuantGroup& a = x[t][group];
                 std::int32_t dot = a.start;
                 for (std::size_t k = 0; k < kGroup; ++k)
-                    dot += a.codes[k] * code_of<format>(codes, r, k);
+                    dot += a.codes[k] * code_at<format>(tile, r, g, k);
                 out[t][r] = std::fma(static_cast<float>(dot), scale * a.scale, out[t][r]);
             }
         }
     }
+}
+
+// Returns t of tiles.h: a group's product in units of the activation's scale.
+template <Format format>
+float group_product(const int* codes, ScalePair scales, const QuantGroup& a) noexcept {
+    std::int32_t first = 0, second = 0;
+    if constexpr (has_half_groups(format)) {
+        first = -zero_of(format) * static_cast<std::int16_t>(a.start & 0xFFFF);
+        second = -zero_of(format) * (a.start >> 16);
+    }
+    for (std::size_t k = 0; k < kGroup / 2; ++k) {
+        first += a.codes[k] * codes[k];
+        second += a.codes[kGroup / 2 + k] * codes[kGroup / 2 + k];
+    }
+    if constexpr (has_minima(format))
+        return std::fma(static_cast<float>(first + second), scales.first,
+                        static_cast<float>(a.start) * scales.second);
+    else
+        return std::fma(static_cast<float>(second), scales.second,
+                        static_cast<float>(first) * scales.first);
+}
+
+template <Format format>
+void interleaved_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x,
+                      int count, float (*out)[kBlockRows]) noexcept {
+    constexpr std::size_t kGroups = tile_columns(format) / kGroup;
+    for (int t = 0; t < count; ++t) std::memset(out[t], 0, sizeof out[t]);
+    for (std::size_t group = 0; group < tiles * kGroups; ++group) {
+        const std::byte* const tile =
+            block + factor_bytes(format) + group / kGroups * tile_bytes(format);
+        for (std::size_t r = 0; r < kBlockRows; ++r) {
+            int codes[kGroup];
+            for (std::size_t k = 0; k < kGroup; ++k)
+                codes[k] = code_at<format>(tile, r, group % kGroups, k);
+            const ScalePair scales = scales_at<format>(tile, r, group % kGroups);
+            for (int t = 0; t < count; ++t) {
+                const QuantGroup& a = x[t][group];
+                out[t][r] = std::fma(group_product<format>(codes, scales, a), a.scale, out[t][r]);
+            }
+        }
+    }
+    if constexpr (factor_bytes(format) > 0)
+        for (int t = 0; t < count; ++t)
+            for (std::size_t r = 0; r < kBlockRows; ++r)
+                out[t][r] *= read_at<float>(block + sizeof(float) * r);
 }
 
 float bf16_dot(const std::uint16_t* weights, std::size_t columns, const SplitGroup* x) noexcept {
@@ -99,7 +112,15 @@ float half_to_float(std::uint16_t bits) noexcept {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | sign);
 }
 
-const Kernels kPortableKernels{"portable", false, quant_loop<Format::kQ4>, quant_loop<Format::kQ8>,
-                               quant_loop<Format::kMxfp4>, bf16_loop};
+const Kernels kPortableKernels{"portable",
+                               false,
+                               quant_loop<Format::kQ4>,
+                               quant_loop<Format::kQ8>,
+                               quant_loop<Format::kMxfp4>,
+                               interleaved_loop<Format::kQ4k>,
+                               interleaved_loop<Format::kQ5k>,
+                               interleaved_loop<Format::kQ6k>,
+                               interleaved_loop<Format::kNvfp4>,
+                               bf16_loop};
 
 }  // namespace moeinf

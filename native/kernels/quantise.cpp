@@ -8,9 +8,12 @@
 
 #include "kernels/expert_ffn.h"
 #include "kernels/kernels.h"
+#include "kernels/tile_values.h"
 
 namespace moeinf {
 namespace {
+
+constexpr std::size_t kLongestBlock = kQ6kTileBytes / kBlockRows;  // bytes, of one row
 
 // A lane is a row of the block. Vectors are as wide as the processor's registers: for wider ones
 // GCC splits choices (?:) into elements.
@@ -121,7 +124,7 @@ MOEINF_INLINE void quantise_block(const std::byte* rows, Dtype dtype, std::size_
     constexpr std::size_t kTile = tile_bytes(format);
     constexpr std::size_t kScales = kTile - 2 * kTileGroups * kBlockRows;
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
-    for (std::size_t group = 0; group < groups_of(columns); ++group) {
+    for (std::size_t group = 0; group < groups_of(format, columns); ++group) {
         float x[kGroup][kBlockRows] = {};
         const std::size_t first = group * kGroup;
         const std::size_t there = first < columns ? std::min(kGroup, columns - first) : 0;
@@ -170,28 +173,66 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) void quantise_avx512(
 #endif
 
 // Writes columns first … first + 31 of a row, up to its end; first is a multiple of 32.
-void dequantise_group(const std::byte* blocks, Format format, std::size_t row,
-                      std::size_t columns, std::size_t first, float* out) noexcept {
-    const std::size_t tile_size = tile_bytes(format);
-    const std::size_t scales = tile_size - 2 * kTileGroups * kBlockRows;
-    const std::size_t half = first % kTileColumns / kGroup, r = row % kBlockRows;
-    const std::byte* const tile = blocks + row / kBlockRows * block_bytes(format, columns) +
-                                  first / kTileColumns * tile_size;
-    const std::byte* const codes = tile + half * (scales / kTileGroups) + 4 * r;
-    std::uint16_t bits;
-    std::memcpy(&bits, tile + scales + 2 * (half * kBlockRows + r), 2);
-    const float scale = half_to_float(bits);
+template <Format format>
+void dequantise_group(const std::byte* blocks, std::size_t row, std::size_t columns,
+                      std::size_t first, float* out) noexcept {
+    const std::byte* const block = blocks + row / kBlockRows * block_bytes(format, columns);
+    const std::byte* const tile =
+        block + factor_bytes(format) + first / tile_columns(format) * tile_bytes(format);
+    const std::size_t g = first % tile_columns(format) / kGroup, r = row % kBlockRows;
     const std::size_t there = std::min(kGroup, columns - first);
-    for (std::size_t k = 0; k < there; ++k) {
-        int code;
-        if (format == Format::kQ4) {
-            const int both = std::to_integer<int>(codes[k % 16 / 4 * 64 + k % 4]);
-            code = (k < 16 ? both & 15 : both >> 4) - kQ4Zero;
+    const auto code = [&](std::size_t k) {
+        return static_cast<float>(code_at<format>(tile, r, g, k) -
+                                  (has_minima(format) ? 0 : zero_of(format)));
+    };
+    if constexpr (has_minima(format)) {
+        const ScalePair scales = scales_at<format>(tile, r, g);
+        for (std::size_t k = 0; k < there; ++k) out[k] = scales.first * code(k) - scales.second;
+    } else {
+        float scale[2];  // of the halves
+        if constexpr (has_half_groups(format)) {
+            const ScalePair scales = scales_at<format>(tile, r, g);
+            scale[0] = scales.first, scale[1] = scales.second;
         } else {
-            code = std::to_integer<int>(codes[k / 4 * 64 + k % 4]) - kQ8Zero;
+            scale[0] = scale[1] = scale_at<format>(tile, r, g);
         }
-        out[k] = scale * static_cast<float>(code);
+        const float unit = is_e2m1(format) ? 0.5f : 1.0f;  // codes of E2M1 are doubled
+        for (std::size_t k = 0; k < there; ++k) out[k] = scale[k / 16] * (unit * code(k));
+        if constexpr (factor_bytes(format) > 0)
+            for (std::size_t k = 0; k < there; ++k) out[k] *= read_at<float>(block + 4 * r);
     }
+}
+
+using DequantiseGroup = void (*)(const std::byte*, std::size_t, std::size_t, std::size_t,
+                                 float*) noexcept;
+
+DequantiseGroup dequantise_of(Format format) noexcept {
+    switch (format) {
+        case Format::kQ4: return dequantise_group<Format::kQ4>;
+        case Format::kMxfp4: return dequantise_group<Format::kMxfp4>;
+        case Format::kQ4k: return dequantise_group<Format::kQ4k>;
+        case Format::kQ5k: return dequantise_group<Format::kQ5k>;
+        case Format::kQ6k: return dequantise_group<Format::kQ6k>;
+        case Format::kNvfp4: return dequantise_group<Format::kNvfp4>;
+        default: return dequantise_group<Format::kQ8>;
+    }
+}
+
+// Returns an E4M3 scale as GGUF reads it: 0x7F is zero, and bit 7 has no meaning.
+std::byte unsigned_scale(std::byte scale) noexcept {
+    return scale == std::byte{0x7F} ? std::byte{0} : scale & std::byte{0x7F};
+}
+
+// Interleaves one tile: blocks[r] is the block of row r.
+void interleave(const std::byte* const* blocks, Format format, std::byte* tile) noexcept {
+    const std::size_t size = tile_bytes(format) / kBlockRows, words = size / 4;
+    for (std::size_t w = 0; w < words; ++w)
+        for (std::size_t r = 0; r < kBlockRows; ++r)
+            std::memcpy(tile + 64 * w + 4 * r, blocks[r] + 4 * w, 4);
+    for (std::size_t r = 0; r < kBlockRows && size % 4 != 0; ++r)
+        std::memcpy(tile + 64 * words + 2 * r, blocks[r] + 4 * words, 2);
+    for (std::size_t i = 0; i < 4 * kBlockRows && format == Format::kNvfp4; ++i)
+        tile[i] = unsigned_scale(tile[i]);
 }
 
 }  // namespace
@@ -213,21 +254,45 @@ void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::s
 
 void dequantise_rows(const std::byte* blocks, Format format, std::size_t count,
                      std::size_t columns, float* out) noexcept {
+    const DequantiseGroup dequantise = dequantise_of(format);
     for (std::size_t row = 0; row < count; ++row, out += columns)
         for (std::size_t first = 0; first < columns; first += kGroup)
-            dequantise_group(blocks, format, row, columns, first, out + first);
+            dequantise(blocks, row, columns, first, out + first);
 }
 
 void gather_rows(const std::byte* blocks, Format format, std::size_t columns,
                  std::span<const std::int64_t> ids, std::byte* out, Dtype dtype) noexcept {
     const std::size_t row_bytes = columns * (dtype == Dtype::kF32 ? 4 : 2);
+    const DequantiseGroup dequantise = dequantise_of(format);
     for (const std::int64_t id : ids) {
         for (std::size_t first = 0; first < columns; first += kGroup) {
             float values[kGroup];
-            dequantise_group(blocks, format, static_cast<std::size_t>(id), columns, first, values);
+            dequantise(blocks, static_cast<std::size_t>(id), columns, first, values);
             store_row(values, std::min(kGroup, columns - first), out, dtype, first);
         }
         out += row_bytes;
+    }
+}
+
+void interleave_rows(const std::byte* rows, const float* factors, std::size_t count,
+                     std::size_t columns, Format format, std::byte* out) noexcept {
+    static constexpr std::byte kNothing[kLongestBlock]{};
+    const std::size_t tiles = tiles_of(format, columns), size = tile_bytes(format) / kBlockRows;
+    for (std::size_t first = 0; first < count; first += kBlockRows) {
+        if (factor_bytes(format) > 0) {
+            float of_rows[kBlockRows] = {};
+            for (std::size_t r = 0; r < std::min(kBlockRows, count - first); ++r)
+                of_rows[r] = factors == nullptr ? 1.0f : factors[first + r];
+            std::memcpy(out, of_rows, sizeof of_rows);
+            out += sizeof of_rows;
+        }
+        for (std::size_t tile = 0; tile < tiles; ++tile, out += tile_bytes(format)) {
+            const std::byte* blocks[kBlockRows];
+            for (std::size_t r = 0; r < kBlockRows; ++r)
+                blocks[r] = first + r < count ? rows + ((first + r) * tiles + tile) * size
+                                              : kNothing;
+            interleave(blocks, format, out);
+        }
     }
 }
 

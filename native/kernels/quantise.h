@@ -26,9 +26,15 @@ namespace moeinf {
 void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
                    Format format, std::byte* out) noexcept;
 
-// Writes row blocks of q4 or q8 as rows [count, columns] of f32.
+// Writes row blocks of tiles as rows [count, columns] of f32.
 void dequantise_rows(const std::byte* blocks, Format format, std::size_t count,
                      std::size_t columns, float* out) noexcept;
+
+// Interleaves blocks of a GGUF file: rows [count, tiles of a row, bytes of a block] become row
+// blocks of q4k, q5k, q6k or nvfp4. In scales of nvfp4, 0x7F becomes zero and bit 7 is cleared,
+// because GGUF reads them so. factors [count] are those of nvfp4's rows, null for 1.
+void interleave_rows(const std::byte* rows, const float* factors, std::size_t count,
+                     std::size_t columns, Format format, std::byte* out) noexcept;
 
 // Writes the rows `ids` of a matrix [rows, columns] as f32, or rounded once to bf16; embeddings are
 // read with it. Every id is below `rows`; the caller checks that.

@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moeinf.native import BLOCK_ROWS, GROUP, TILE_COLUMNS, is_gated
+from moeinf.native import BLOCK_ROWS, GROUP, is_gated, tile_columns
 from moeinf.offload.format.layout import ExpertLayout, is_tiled
 from moeinf.offload.gpu_kernels.expert_kernels import (
     combine_rows,
@@ -49,7 +49,7 @@ class Activations:
             self.codes = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
             self.starts = self.scales = self.codes  # not read
             return
-        self.groups = padded_groups(columns)
+        self.groups = padded_groups(columns, form)
         shape = (rows, self.groups)
         self.codes = torch.empty(*shape, GROUP, dtype=torch.int8, device=device)
         self.starts = torch.empty(shape, dtype=torch.int32, device=device)
@@ -74,9 +74,9 @@ class Activations:
         return self.codes if self.form == "bf16" else self.codes.view(torch.int32)
 
 
-def padded_groups(columns: int) -> int:
+def padded_groups(columns: int, form: str) -> int:
     """Return the groups of a row of activations, rounded up to whole tiles."""
-    return -(-columns // TILE_COLUMNS) * (TILE_COLUMNS // GROUP)
+    return tiles_of(columns, form) * _tile_columns(form) // GROUP
 
 
 class DeviceMath:
@@ -155,15 +155,15 @@ class DeviceMath:
         )  # fmt: skip
         fixed = {"BIASED": shape.biased, "STAGES": STAGES, "ROWS": blocks.rows}
         warps = warps_of(blocks.rows)
-        grouped_inner[(tiles_of(f), blocks.most)](
+        grouped_inner[(padded_groups(f, self._down_form) // 2, blocks.most)](
             *shared, self._matrix // 4, self._inner_bias // 2,
-            d, f, tiles_of(d), padded_groups(f), len(ids) // len(x), pairs,
+            d, f, tiles_of(d, form), padded_groups(f, self._down_form), len(ids) // len(x), pairs,
             inputs.codes, inputs.scales, middle.codes, middle.scales,
             FORM=form, DOWN=self._down_form, ACTIVATION=shape.activation, num_warps=warps,
             **fixed, **FUSION,
         )  # fmt: skip
         grouped_down[(triton.cdiv(d, LANES), blocks.most)](
-            *shared, self._down // 4, self._down_bias // 2, d, tiles_of(f), pairs,
+            *shared, self._down // 4, self._down_bias // 2, d, tiles_of(f, self._down_form), pairs,
             middle.codes, middle.scales, rows,
             FORM=self._down_form, LANES=LANES, num_warps=warps, **fixed, **FUSION,
         )  # fmt: skip
@@ -178,15 +178,15 @@ class DeviceMath:
         middle = Activations(pairs, f, self._down_form, x.device)
         shared = (place, table, first_cell, self._words, self._plain, self._words.shape[1])
         fixed = {"BIASED": shape.biased, "STAGES": STAGES, "EMULATE": INTERPRETED}
-        expert_inner[(pairs, padded_groups(f))](
+        expert_inner[(pairs, padded_groups(f, self._down_form))](
             *shared, self._matrix // 4, self._inner_bias // 2,
-            d, f, tiles_of(d), padded_groups(f), ids.shape[1],
+            d, f, tiles_of(d, form), padded_groups(f, self._down_form), ids.shape[1],
             inputs.words, inputs.starts, inputs.scales, middle.codes, middle.starts, middle.scales,
             FORM=form, DOWN=self._down_form, ACTIVATION=shape.activation, num_warps=4,
             **fixed, **FUSION,
         )  # fmt: skip
         expert_down[(pairs, triton.cdiv(d, _OUTPUTS))](
-            *shared, self._down // 4, self._down_bias // 2, d, f, tiles_of(f),
+            *shared, self._down // 4, self._down_bias // 2, d, f, tiles_of(f, self._down_form),
             middle.words, middle.starts, middle.scales, rows,
             FORM=self._down_form, num_warps=4, **fixed, **FUSION,
         )  # fmt: skip
@@ -204,9 +204,13 @@ class DeviceMath:
         return out
 
 
-def tiles_of(columns: int) -> int:
-    """Return the number of tiles of a row block."""
-    return -(-columns // TILE_COLUMNS)
+def tiles_of(columns: int, form: str) -> int:
+    """Return the number of tiles of a row block; bf16 counts like q8."""
+    return -(-columns // _tile_columns(form))
+
+
+def _tile_columns(form: str) -> int:
+    return tile_columns("q8" if form == "bf16" else form)
 
 
 def rows_of_block(rows: int, experts: int = 1) -> int:

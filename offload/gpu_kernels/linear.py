@@ -61,7 +61,7 @@ def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Callabl
     def rows(ids: Tensor) -> Tensor:
         out = torch.empty(len(ids), width, dtype=torch.bfloat16, device=tiles.device)
         gather_rows[(len(ids), triton.cdiv(width, _COLUMNS))](
-            words, tiles, ids.contiguous(), out, width, tiles_of(width),
+            words, tiles, ids.contiguous(), out, width, tiles_of(width, form.lower()),
             FORM=form.lower(), COLUMNS=_COLUMNS, num_warps=4, **FUSION,
         )  # fmt: skip
         return out
@@ -78,14 +78,15 @@ def _run(
     if form != "bf16" and count > MOST_ROWS:
         rows = rows_of_block(count)
         linear_many[(triton.cdiv(out_features, LANES), triton.cdiv(count, rows))](
-            words, inputs.codes, inputs.scales, out, count, out_features, tiles_of(in_features),
+            words, inputs.codes, inputs.scales, out, count, out_features,
+            tiles_of(in_features, form),
             FORM=form, ROWS=rows, LANES=LANES, STAGES=STAGES, num_warps=warps_of(rows), **FUSION,
         )  # fmt: skip
         return out if bias is None else out + bias
     rows = min(MOST_ROWS, triton.next_power_of_2(count))
     linear_rows[(triton.cdiv(out_features, _OUTPUTS), triton.cdiv(count, rows))](
         words, inputs.words, inputs.starts, inputs.scales, out,
-        count, out_features, in_features, tiles_of(in_features),
+        count, out_features, in_features, tiles_of(in_features, form),
         FORM=form, ROWS=rows, LANES=_OUTPUTS, STAGES=STAGES, EMULATE=INTERPRETED,
         num_warps=4 if rows < 8 else 8, **FUSION,
     )  # fmt: skip

@@ -24,8 +24,9 @@ from moeinf.native import (
 from moeinf.offload.format.quantise import dequantise
 from moeinf.offload.format.tiling import tile
 from moeinf.runtime.checkpoints.fused_experts import tile_blocks
+from tests import gguf_blocks
 
-FORMATS = ["q4", "q8", "mxfp4", "bf16"]
+FORMATS = ["q4", "q8", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 PATHS = ["portable", "avx2", "avx512"]
 SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
 
@@ -56,7 +57,10 @@ def stored(weights: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor
     if form == "mxfp4":
         blocks, scales, values = mxfp4(weights)
         return data.copy_(tile_blocks(blocks, scales)), values
-    quantise_rows(weights.data_ptr(), rows, columns, True, form, data.data_ptr())
+    if form in gguf_blocks.FORMS:
+        data.copy_(gguf_blocks.tiled(weights, form))
+    else:
+        quantise_rows(weights.data_ptr(), rows, columns, True, form, data.data_ptr())
     values = torch.empty(rows, columns)
     dequantise_rows(data.data_ptr(), form, rows, columns, values.data_ptr())
     return data, values
