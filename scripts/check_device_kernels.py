@@ -35,7 +35,7 @@ from moeinf.offload.gpu_kernels.tiles import FUSION
 
 DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, desktop Blackwell
 SPILLED_BYTES = 8  # three blocks of 32 rows spill that on sm_120
-FORMS = ("q4", "q8", "mxfp4", "bf16")
+FORMS = ("q4", "q8", "mxfp4", "q4k", "q5k", "q6k", "nvfp4", "bf16")
 POINTERS = {
     "ids": "*i64", "table": "*i32", "words": "*i32", "plain": "*bf16",
     "x_words": "*i32", "x_starts": "*i32", "x_scales": "*fp32", "codes": "*i8", "starts": "*i32",
@@ -90,7 +90,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             yield from on_tensor_cores(form)
             constants = {"FORM": form, "GROUPS": 8}
             yield f"quantise_rows {form}", kernels.quantise_rows, constants, 1
-        if form in ("q4", "q8"):
+        if form not in ("mxfp4", "bf16"):
             constants = {"FORM": form, "COLUMNS": 512}
             yield f"gather_rows {form}", kernels.gather_rows, constants, 4
     yield "combine_rows", kernels.combine_rows, {"COLUMNS": 512}, 4
@@ -156,7 +156,7 @@ def between_products() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
 
 def on_tensor_cores(form: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     """Yield the same for kernels of many rows."""
-    for rows, warps in ((16, 4), (32, 4), (64, 8)):
+    for rows, warps in ((16, 4), (32, 4), (64, 8))[: 2 if form == "q6k" else 3]:
         common = {"FORM": form, "STAGES": 4, "ROWS": rows}
         for activation, biased in (("swiglu", False), ("clamped_swiglu", True), ("relu", True)):
             constants = {**common, "DOWN": form, "ACTIVATION": activation, "BIASED": biased}

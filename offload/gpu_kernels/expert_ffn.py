@@ -146,7 +146,7 @@ class DeviceMath:
         shape, form = self._layout, self._form
         d, f, pairs, ids = shape.hidden, shape.intermediate, ids.numel(), ids.flatten()
         slots = torch.where(ids < 0, -1, table[ids.clamp(min=0)])
-        blocks = blocks_of(slots, experts, rows_of_block(pairs, experts))
+        blocks = blocks_of(slots, experts, rows_of_block(pairs, experts, form))
         inputs = Activations.of(x, form)
         middle = Activations(pairs, f, self._down_form, x.device)
         shared = (
@@ -213,11 +213,13 @@ def _tile_columns(form: str) -> int:
     return tile_columns("q8" if form == "bf16" else form)
 
 
-def rows_of_block(rows: int, experts: int = 1) -> int:
-    """Return the rows of a program on tensor cores: the mean per expert, as 16, 32 or 64."""
-    return int(
-        min(_most_rows(), max(16, triton.next_power_of_2(triton.cdiv(rows, max(1, experts)))))
-    )
+def rows_of_block(rows: int, experts: int = 1, form: str = "q4") -> int:
+    """Return the rows of a program on tensor cores: the mean per expert, as 16, 32 or 64.
+
+    q6k gets at most 32: its programs of 64 rows spill registers.
+    """
+    most = min(_most_rows(), 32) if form == "q6k" else _most_rows()
+    return int(min(most, max(16, triton.next_power_of_2(triton.cdiv(rows, max(1, experts))))))
 
 
 @cache

@@ -19,13 +19,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moeinf.offload.gpu_kernels.interleaved import any_sums, gathered, is_interleaved
 from moeinf.offload.gpu_kernels.tiles import (
     activated,
+    block_words,
     plain_sums,
     quantised,
     scales_of,
     stored,
-    tile_sums,
     tile_words,
 )
 
@@ -83,8 +84,8 @@ def expert_inner(
             x_row >= 0, 1, LANES, STAGES,
         )  # fmt: skip
     else:
-        block_at = matrix * matrix_words + block * (hidden_tiles * tile_words(FORM))
-        found = tile_sums(
+        block_at = matrix * matrix_words + block * block_words(hidden_tiles, FORM)
+        found = any_sums(
             words + slot * slot_words, block_at, block * 16 < inner, hidden_tiles,
             x_words, x_starts, x_scales, x_row, x_row >= 0, FORM, 1, LANES, STAGES, EMULATE,
         )  # fmt: skip
@@ -127,8 +128,8 @@ def expert_down(
             1, 32, STAGES,
         )  # fmt: skip
     else:
-        block_at = row // 16 * (inner_tiles * tile_words(FORM))
-        found = tile_sums(
+        block_at = row // 16 * block_words(inner_tiles, FORM)
+        found = any_sums(
             words + slot * slot_words + down_words, block_at, row // 16 * 16 < hidden,
             inner_tiles, x_words, x_starts, x_scales, x_row, x_row >= 0, FORM, 1, 32, STAGES,
             EMULATE,
@@ -155,8 +156,8 @@ def linear_rows(
             ROWS, LANES, STAGES,
         )  # fmt: skip
     else:
-        block_at = row.to(tl.int64) // 16 * (tiles * tile_words(FORM))
-        found = tile_sums(
+        block_at = row.to(tl.int64) // 16 * block_words(tiles, FORM)
+        found = any_sums(
             words, block_at, row // 16 * 16 < outputs, tiles,
             x_words, x_starts, x_scales, x_row, x_there, FORM, ROWS, LANES, STAGES, EMULATE,
         )  # fmt: skip
@@ -169,11 +170,19 @@ def linear_rows(
 def gather_rows(
     words, bytes_of, ids, out, columns, tiles, FORM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Set out[t] to row ids[t] of a q8 or q4 matrix: scale · (code - zero), exact in float32."""
+    """Set out[t] to row ids[t] of a matrix in tiles, as dequantise_rows gives it in float32."""
     token = tl.program_id(0)
     row = tl.load(ids + token).to(tl.int64)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = k < columns
+    target = out + token.to(tl.int64) * columns + k
+    if is_interleaved(FORM):
+        found = gathered(
+            words, bytes_of, row // 16 * block_words(tiles, FORM), (row % 16).to(tl.int32), k,
+            inside, FORM, COLUMNS,
+        )  # fmt: skip
+        tl.store(target, stored(found, out.dtype.element_ty), inside)
+        return
     tile_at = (row // 16 * tiles + k // 64) * tile_words(FORM)
     half, at = k // 32 % 2, k % 32
     if FORM == "q8":
@@ -185,7 +194,7 @@ def gather_rows(
         code = ((both >> (at // 16 * 4)) & 15) - 8
     lane = (row % 16).to(tl.int32) + tl.zeros((COLUMNS,), tl.int32)
     value = code.to(tl.float32) * scales_of(words, tile_at, lane, half, inside, FORM)
-    tl.store(out + token.to(tl.int64) * columns + k, stored(value, out.dtype.element_ty), inside)
+    tl.store(target, stored(value, out.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -27,40 +27,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moeinf.offload.gpu_kernels.interleaved import block_products, is_interleaved
 from moeinf.offload.gpu_kernels.tiles import (
+    FLIP,
     activated,
+    block_words,
+    doubled_numbers,
     quantised,
     scales_of,
+    signed_bytes,
     stored,
     tile_words,
 )
 
-FLIP = tl.constexpr(-0x7F7F7F80)  # the upper bit of each byte
 UPPER = tl.constexpr(-0x0F0F0F10)  # the upper nibble of each
-
-
-@triton.jit
-def doubled_numbers(words):
-    """Return twice the values of eight E2M1 codes a word as signed bytes: low and high nibbles.
-
-    `doubled_e2m1` converts four codes at once, with more instructions but fewer registers.
-    """
-    number = words & 0x77777777
-    upper = (words >> 2) & 0x11111111  # codes 4 … 7 need 0, 1, 2, 5 more
-    value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
-    minus, high_minus = ((words >> 3) & 0x01010101) * 255, ((words >> 7) & 0x01010101) * 255
-    low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: the result has no carries
-    high = (((value >> 4) & 0x0F0F0F0F) ^ high_minus) - high_minus + FLIP
-    return low ^ FLIP, high ^ FLIP
-
-
-@triton.jit
-def signed_bytes(low, high, LANES: tl.constexpr):
-    """Return the bytes of a group, int8 [32, L], from words [L, 4] of its first and last 16."""
-    words = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (LANES, 8))
-    even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
-    odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
-    return tl.trans(tl.reshape(tl.join(even, odd), (LANES, 32)))
 
 
 @triton.jit
@@ -68,11 +48,15 @@ def product_sums(
     words, block_at, there, tiles, x_codes, x_scales, x_row,
     FORM: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of `tile_sums`, [R, L] float32, by tensor cores; x_codes are bytes.
+    """Return the sums of `any_sums`, [R, L] float32, by tensor cores; x_codes are bytes.
 
     Loads are not masked. Lanes that are not `there` read the first row block, and x_row [R] must
     name existing rows.
     """
+    if is_interleaved(FORM):
+        return block_products(
+            words, block_at, there, tiles, x_codes, x_scales, x_row, FORM, ROWS, LANES, STAGES
+        )
     WORDS: tl.constexpr = 8 if FORM == "q8" else 4
     TILE: tl.constexpr = tile_words(FORM)
     UNIT: tl.constexpr = 0.0625 if FORM == "q4" else 1.0
@@ -134,7 +118,7 @@ def grouped_inner(
     tile, lane = tl.program_id(0), tl.arange(0, LANES)
     matrix, block = lane // 64, tile * 4 + lane // 16 - lane // 64 * 4
     found = product_sums(
-        words + arena, matrix * matrix_words + block * (hidden_tiles * tile_words(FORM)),
+        words + arena, matrix * matrix_words + block * block_words(hidden_tiles, FORM),
         block * 16 < inner, hidden_tiles, x_codes, x_scales, pair // top_k,
         FORM, ROWS, LANES, STAGES,
     )  # fmt: skip
@@ -171,7 +155,7 @@ def grouped_down(
     arena = slot.to(tl.int64) * slot_words
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     found = product_sums(
-        words + arena + down_words, row // 16 * (inner_tiles * tile_words(FORM)),
+        words + arena + down_words, row // 16 * block_words(inner_tiles, FORM),
         row // 16 * 16 < hidden, inner_tiles, x_codes, x_scales, pair,
         FORM, ROWS, LANES, STAGES,
     )  # fmt: skip
@@ -192,7 +176,7 @@ def linear_many(
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     x_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     found = product_sums(
-        words, row.to(tl.int64) // 16 * (tiles * tile_words(FORM)), row // 16 * 16 < outputs, tiles,
+        words, row.to(tl.int64) // 16 * block_words(tiles, FORM), row // 16 * 16 < outputs, tiles,
         x_codes, x_scales, tl.where(x_row < count, x_row, 0), FORM, ROWS, LANES, STAGES,
     )  # fmt: skip
     at = x_row[:, None].to(tl.int64) * outputs + row[None, :]

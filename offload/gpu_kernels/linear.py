@@ -76,7 +76,7 @@ def _run(
     out = x.new_empty(*x.shape[:-1], out_features)
     count = out.numel() // out_features
     if form != "bf16" and count > MOST_ROWS:
-        rows = rows_of_block(count)
+        rows = rows_of_block(count, form=form)
         linear_many[(triton.cdiv(out_features, LANES), triton.cdiv(count, rows))](
             words, inputs.codes, inputs.scales, out, count, out_features,
             tiles_of(in_features, form),

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 FUSION = {"enable_fp_fusion": False}  # options of every launch
+FLIP = tl.constexpr(-0x7F7F7F80)  # the upper bit of each byte
 CHUNK = tl.constexpr(4)  # groups: 4 x 4 words x 32 rows of q4 are 2 KiB, 16 bytes a thread
 
 
@@ -49,6 +50,30 @@ def doubled_e2m1(codes):
 
 
 @triton.jit
+def doubled_numbers(words):
+    """Return twice the values of eight E2M1 codes a word as signed bytes: low and high nibbles.
+
+    `doubled_e2m1` converts four codes at once, with more instructions but fewer registers.
+    """
+    number = words & 0x77777777
+    upper = (words >> 2) & 0x11111111  # codes 4 … 7 need 0, 1, 2, 5 more
+    value = number + (number & (upper * 3)) + 2 * (number & (number >> 1) & upper)  # up to 12
+    minus, high_minus = ((words >> 3) & 0x01010101) * 255, ((words >> 7) & 0x01010101) * 255
+    low = ((value & 0x0F0F0F0F) ^ minus) - minus + FLIP  # 128 ± 12: the result has no carries
+    high = (((value >> 4) & 0x0F0F0F0F) ^ high_minus) - high_minus + FLIP
+    return low ^ FLIP, high ^ FLIP
+
+
+@triton.jit
+def signed_bytes(low, high, LANES: tl.constexpr):
+    """Return the bytes of a group, int8 [32, L], from words [L, 4] of its first and last 16."""
+    words = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (LANES, 8))
+    even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
+    odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
+    return tl.trans(tl.reshape(tl.join(even, odd), (LANES, 32)))
+
+
+@triton.jit
 def in_order(values, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Split [R, C, L] into C tensors [R, L], in order."""
     pairs = tl.reshape(tl.permute(values, (0, 2, 1)), (ROWS, LANES, 2, 2))
@@ -60,7 +85,26 @@ def in_order(values, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def tile_words(FORM: tl.constexpr):
-    return 272 if FORM == "q8" else (144 if FORM == "q4" else 136)
+    """Return the 32-bit words of a tile."""
+    if FORM == "q8":
+        return 272
+    if FORM == "mxfp4":
+        return 136
+    if FORM == "q4" or FORM == "nvfp4":
+        return 144
+    return 576 if FORM == "q4k" else (704 if FORM == "q5k" else 840)
+
+
+@triton.jit
+def factor_words(FORM: tl.constexpr):
+    """Return the words of a row block before its first tile."""
+    return 16 if FORM == "nvfp4" else 0
+
+
+@triton.jit
+def block_words(tiles, FORM: tl.constexpr):
+    """Return the words of a row block."""
+    return tiles * tile_words(FORM) + factor_words(FORM)
 
 
 @triton.jit
@@ -172,7 +216,7 @@ def plain_sums(
 def quantised(values, FORM: tl.constexpr):
     """Quantise [G, 32] float32 to codes [G, 32] int32, starts [G] int32, scales [G] float32."""
     ZERO: tl.constexpr = 128 if FORM == "q8" else (8 if FORM == "q4" else 12)
-    HALF: tl.constexpr = 0.5 if FORM == "mxfp4" else 1.0
+    HALF: tl.constexpr = 0.5 if FORM == "mxfp4" or FORM == "nvfp4" else 1.0
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # a NaN is above infinity
     magnitude = most.to(tl.float32, bitcast=True)
     number = most < 0x7F800000
@@ -182,6 +226,11 @@ def quantised(values, FORM: tl.constexpr):
     codes = tl.where(used[:, None], rounded.to(tl.int32, bitcast=True) - 0x4B400000, 0)
     scales = tl.div_rn(magnitude, 127.0) * HALF
     scales = tl.where(used, scales, tl.where(number, 0.0, float("nan")))
+    if FORM == "q4k" or FORM == "q5k":
+        return codes, -tl.sum(codes, 1), scales
+    if FORM == "q6k" or FORM == "nvfp4":  # two int16 (activations.h)
+        first = tl.sum(tl.where(tl.arange(0, 32)[None, :] < 16, codes, 0), 1)
+        return codes, (first & 0xFFFF) | ((tl.sum(codes, 1) - first) << 16), scales
     return codes, -ZERO * tl.sum(codes, 1), scales
 
 

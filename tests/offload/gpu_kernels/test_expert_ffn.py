@@ -12,12 +12,13 @@ from moeinf.models.layers.moe import TorchMath
 from moeinf.native import ExpertKernel, _native, combine_rows, is_gated
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.gpu_kernels.expert_ffn import DeviceMath
+from tests import gguf_blocks
 from tests.native.test_kernels import between, experts_of, relative
 from tests.offload.device import DEVICE
 
 pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
-FORMS = ["q4", "q8", "mxfp4", "bf16"]
+FORMS = ["q4", "q8", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 UNTOUCHED = 5.0
 
 

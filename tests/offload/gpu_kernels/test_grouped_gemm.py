@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moeinf.native import LinearKernel, matrix_bytes
+from moeinf.native import LinearKernel, matrix_bytes, tile_columns
+from moeinf.offload.format.quantise import dequantise
+from moeinf.offload.format.retile import BLOCK_BYTES, retile
 from moeinf.offload.gpu_kernels import expert_ffn
 from moeinf.offload.gpu_kernels.expert_ffn import rows_of_block
 from moeinf.offload.gpu_kernels.grouping import blocks_of
 from moeinf.offload.gpu_kernels.linear import tiled_linear
+from tests import gguf_blocks
 from tests.native.test_kernels import aligned, relative
 from tests.offload.device import DEVICE
 from tests.offload.gpu_kernels import test_expert_ffn as pairs
@@ -22,7 +25,7 @@ from tests.offload.gpu_kernels.test_linear import matrix
 
 pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
-FORMS = ["q4", "q8", "mxfp4"]
+FORMS = ["q4", "q8", "mxfp4", *gguf_blocks.FORMS]
 portable_path = pairs.portable_path
 
 
@@ -57,7 +60,8 @@ def test_blocks_of_pairs_get_the_bits_of_the_cpu_and_of_pairs_alone(
 
 
 @pytest.mark.parametrize(
-    ("form", "tokens"), [("q4", 17), ("q4", 33), ("q4", 100), ("q8", 33), ("mxfp4", 33)]
+    ("form", "tokens"),
+    [("q4", 17), ("q4", 33), ("q4", 100), ("q8", 33), ("mxfp4", 33), ("q4k", 33), ("q6k", 33)],
 )
 def test_a_row_does_not_see_how_many_travel_with_it(form, tokens):
     """One expert has all tokens, one only the last: blocks of 16, 32 and 64 rows."""
@@ -114,6 +118,7 @@ def test_blocks_are_found_without_waiting_for_the_device():
 def test_blocks_are_no_larger_than_what_an_expert_gets():
     assert [rows_of_block(n) for n in (1, 17, 33, 500)] == [16, 32, 64, 64]
     assert [rows_of_block(512 * 8, experts) for experts in (128, 64, 512)] == [32, 64, 16]
+    assert rows_of_block(500, form="q6k") == 32
 
 
 def test_what_triton_cannot_compile_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +145,7 @@ def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form):
     assert torch.equal(spoilt[kept], clean[kept])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["q4", "q8", "mxfp4"])
 @pytest.mark.parametrize(
     "byte", [0x00, 0x11, 0x26, 0x43, 0x5A, 0x77, 0x7F, 0x80, 0x88, 0x9B, 0xDC, 0xEE, 0xF7, 0xFF]
 )
@@ -165,6 +170,35 @@ def test_the_largest_sums_of_a_group_are_exact(form, byte):
     assert wanted[0, 0] == 127 * code * (64 if form == "q8" else 32)
     found = tiled_linear(data.to(DEVICE), form.upper(), 16, 64, None)(x.to(DEVICE)).cpu()
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("form", gguf_blocks.FORMS)
+@pytest.mark.parametrize("byte", [0x00, 0x3F, 0x5A, 0x77, 0x80, 0xFE, 0xFF, None])
+def test_the_largest_sums_of_interleaved_blocks_are_exact(form, byte):
+    """All bytes equal or random, d = 1.5 and dmin = -0.5, times activations of 127 and of -127."""
+    columns = 2 * tile_columns(form)
+    shape = (16, 2, BLOCK_BYTES[form.upper()])
+    blocks = torch.randint(256, shape, generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    if byte is not None:
+        blocks.fill_(byte)
+    if form != "nvfp4":
+        at = 208 if form == "q6k" else 0
+        numbers = torch.tensor([1.5, -0.5]).half().view(torch.uint8)
+        blocks[..., at : at + 4] = numbers[: blocks.shape[-1] - at]
+    data = aligned(matrix_bytes(form, 16, columns))
+    data.copy_(retile(blocks.flatten(1), form.upper(), columns))
+    x = torch.full((20, columns), 127.0)
+    x[1::2, :32] = -127.0
+    x[4] = 127.0 * (torch.arange(columns) % 2 * 2 - 1)
+    x[5] = 127.0 * (torch.arange(columns) // 16 % 2 * 2 - 1)
+    wanted = torch.empty(20, 16)
+    kernel = LinearKernel(form, 16, columns, data.data_ptr())
+    kernel.run(x.data_ptr(), 20, wanted.data_ptr(), True)
+    exact = x.double() @ dequantise(data, form.upper(), 16, columns).double().T
+    assert relative(wanted, exact) < 1e-6 if exact.norm() > 0 else (wanted == 0).all()
+    ours = tiled_linear(data.to(DEVICE), form.upper(), 16, columns, None)
+    assert torch.equal(ours(x.to(DEVICE)).cpu(), wanted)
+    assert torch.equal(ours(x[:6].to(DEVICE)).cpu(), wanted[:6])
 
 
 E2M1 = [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]

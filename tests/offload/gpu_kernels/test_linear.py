@@ -9,6 +9,7 @@ import torch
 from moeinf.native import LinearKernel, _native
 from moeinf.offload.gpu_kernels import linear as on_device
 from moeinf.runtime.dense import cpu_linear as on_cpu
+from tests import gguf_blocks
 from tests.native.test_kernels import relative, stored
 from tests.offload.device import DEVICE
 
@@ -22,7 +23,7 @@ def matrix(form, rows, columns):
     return data, data.clone().to(DEVICE), values
 
 
-@pytest.mark.parametrize("form", ["q4", "q8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("form", ["q4", "q8", "mxfp4", *gguf_blocks.FORMS, "bf16"])
 @pytest.mark.parametrize(("rows", "columns"), [(37, 70), (5, 33), (40, 320)])
 def test_up_to_16_rows_get_the_cpus_bits_in_any_company(form, rows, columns):
     data, there, values = matrix(form, rows, columns)
@@ -58,7 +59,7 @@ def test_shapes_types_and_biases_are_those_of_the_cpus_face():
     torch.testing.assert_close(plain.cpu(), x @ weight.T)
 
 
-@pytest.mark.parametrize("form", ["q4", "q8"])
+@pytest.mark.parametrize("form", ["q4", "q8", *gguf_blocks.FORMS])
 def test_an_embedding_reads_the_rows_that_the_cpu_reads(form):
     data, there, _ = matrix(form, 40, 550)
     ids = torch.tensor([39, 0, 17, 17])
