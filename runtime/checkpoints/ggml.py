@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS
+from moeinf.offload.format.retile import BLOCK_BYTES
+from moeinf.offload.format.retile import retile as retile_blocks
 from moeinf.offload.format.tiling import sort_into_tiles
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, SourceTensor, read_exactly
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
@@ -62,8 +64,11 @@ TYPES = {
     39: GgmlType("MXFP4", 32, 17),
 }
 _BY_NAME = {about.name: about for about in TYPES.values()}
-# The types whose blocks are groups of a tiled format: their form, and the bytes of a scale.
-_SAME = {"Q4_0": ("Q4", 2), "Q8_0": ("Q8", 2), "MXFP4": (MXFP4, 1)}
+# The types whose blocks are those of a tiled format: their form, and the place of their scales.
+_SAME = {
+    "Q4_0": ("Q4", slice(0, 2)), "Q8_0": ("Q8", slice(0, 2)), "MXFP4": (MXFP4, slice(0, 1)),
+    "Q4_K": ("Q4K", slice(0, 4)), "Q5_K": ("Q5K", slice(0, 4)), "Q6_K": ("Q6K", slice(208, 210)),
+}  # fmt: skip
 _PADDING = {"Q4_0": 0x88, "Q8_0": 0x80, "MXFP4": 0}  # codes of missing weights
 
 
@@ -83,9 +88,15 @@ def bits_of(dtype: str) -> float:
     return 8 * about.size_bytes / about.weights
 
 
+def kept_form(dtype: str) -> str | None:
+    """Return the format that has the codes and scales of this dtype of GGML, or None."""
+    known = is_ggml(dtype) and dtype.removeprefix(PREFIX) in _SAME
+    return _SAME[dtype.removeprefix(PREFIX)][0] if known else None
+
+
 def keeps(dtype: str, form: str) -> bool:
     """Return True if weights of this dtype become `form` without rounding, code by code."""
-    return _SAME.get(dtype.removeprefix(PREFIX), ("",))[0] == form and is_ggml(dtype)
+    return kept_form(dtype) == form
 
 
 def row_bytes(tensor: SourceTensor) -> int:
@@ -132,9 +143,11 @@ def widen(rows: Tensor, dtype: str) -> Tensor:
 def retile(rows: Tensor, dtype: str) -> Tensor:
     """Sort stored rows of a type that `keeps` a form into tiles, uint8 of one dimension."""
     name = dtype.removeprefix(PREFIX)
-    about, width = _BY_NAME[name], _SAME[name][1]
+    about, (form, place) = _BY_NAME[name], _SAME[name]
     blocks = rows.view(len(rows), -1, about.size_bytes)
-    scales, codes = blocks[..., :width], blocks[..., width:]
+    if form in BLOCK_BYTES:
+        return retile_blocks(rows, form, blocks.shape[1] * about.weights)
+    scales, codes = blocks[..., place], blocks[..., place.stop :]
     if name == "Q8_0":
         codes = codes ^ 0x80  # int8 -> code - 128
     return sort_into_tiles(codes, scales, _PADDING[name])
@@ -143,8 +156,8 @@ def retile(rows: Tensor, dtype: str) -> Tensor:
 def scales_of(rows: Tensor, dtype: str) -> Tensor:
     """Return the scales of stored rows as float32; MXFP4's are powers of 2."""
     name = dtype.removeprefix(PREFIX)
-    about, width = _BY_NAME[name], _SAME[name][1]
-    raw = rows.view(len(rows), -1, about.size_bytes)[..., :width].contiguous()
+    about, place = _BY_NAME[name], _SAME[name][1]
+    raw = rows.view(len(rows), -1, about.size_bytes)[..., place].contiguous()
     if name == "MXFP4":
         return torch.ldexp(torch.ones(raw.shape), raw.int() - 127)
     return raw.view(torch.float16).float()

@@ -208,15 +208,16 @@ class Inventory:
         """True if an expert has an NVFP4 matrix, which the tags q4 and q8 round."""
         return any(t.dtype == NVFP4 for parts in self.experts.values() for t in parts.values())
 
+    def expert_matrices(self) -> Iterator[tuple[ExpertKey, str, SourceTensor]]:
+        """Yield every matrix of an expert as (key, role, tensor)."""
+        for key, parts in self.experts.items():
+            yield from ((key, r, t) for r, t in parts.items() if len(t.shape) == 2)
+
     @property
     def has_mxfp4(self) -> bool:
         """True if all matrices of experts are MXFP4 in the checkpoint, so that it can be kept."""
-        return all(
-            tensor.dtype in (MXFP4, dtype_of(MXFP4))
-            for parts in self.experts.values()
-            for tensor in parts.values()
-            if len(tensor.shape) == 2
-        )
+        kept = (MXFP4, dtype_of(MXFP4))
+        return all(tensor.dtype in kept for _, _, tensor in self.expert_matrices())
 
 
 def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:

@@ -3,55 +3,89 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from moeinf.offload.format.layout import ExpertForms
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor
-from moeinf.runtime.checkpoints.ggml import PREFIX, bits_of, is_ggml, keeps
-from moeinf.runtime.checkpoints.inventory import Inventory
+from moeinf.runtime.checkpoints.fused_experts import MXFP4
+from moeinf.runtime.checkpoints.ggml import PREFIX, bits_of, is_ggml, keeps, kept_form
+from moeinf.runtime.checkpoints.inventory import Forms, Inventory
 from moeinf.runtime.sizes import format_bytes
 
-_SAME = {"Q4_0": "q4", "Q8_0": "q8", "MXFP4": "mxfp4"}
-_MOST_Q4_BITS = 5.0  # a mean: Q4_K_M has some matrices in Q6_K
-_MOST_Q8_BITS = 9.0
+_MOST_Q4_BITS = 5.0  # a mean: some matrices have more
+_SMALL_BITS = 4.5  # those of Q4
 
 
 def best_tag(experts: Iterable[SourceTensor]) -> str | None:
     """Return the tag for these tensors of experts, or None for the default of any model.
 
-    One type that a tag stores without rounding takes that tag. Other quantised types take q4 up to
-    5 bits per weight in the mean, and q8 above.
+    It is that of the commonest type of GGML if there is a format for it. Else it is q4 up to 5 bits
+    per weight in the mean, and q8 above.
     """
-    weights = _weights(experts)
-    if len(weights) == 1 and (same := _SAME.get(next(iter(weights)).removeprefix(PREFIX))):
-        return same
-    total = sum(weights.values())
-    mean = sum(bits_of(dtype) * count for dtype, count in weights.items()) / max(1, total)
-    if not total or mean > _MOST_Q8_BITS:
+    weights: Counter[str] = Counter()
+    for tensor in experts:
+        if len(tensor.shape) == 2:
+            weights[tensor.dtype] += math.prod(tensor.shape)
+    if not any(map(is_ggml, weights)):
         return None
+    commonest = weights.most_common(1)[0][0]
+    form = kept_form(commonest)
+    if form is not None:
+        return form.lower()
+    mean = sum(bits_of(dtype) * count for dtype, count in weights.items()) / weights.total()
     return "q4" if mean <= _MOST_Q4_BITS else "q8"
 
 
+def kept_forms(inventory: Inventory) -> Forms:
+    """Return the formats that keep the types of a GGUF file tensor by tensor.
+
+    A type without a format of ours becomes Q4 up to 4.5 bits per weight, and Q8 above. So does a
+    tensor that is computed from others. Experts of one layer whose types differ become Q8.
+    """
+    layers: dict[int, dict[bool, set[str]]] = defaultdict(lambda: {False: set(), True: set()})
+    for key, role, tensor in inventory.expert_matrices():
+        layers[key.layer][role == "down"].add(_form_for(tensor))
+    experts = tuple(
+        ExpertForms(_one_of(layers[n][False]), _one_of(layers[n][True])) for n in sorted(layers)
+    )
+    dense = {name: _form_for(inventory.dense[name]) for name in inventory.tileable}
+    for name in inventory.embeddings:
+        if dense[name] == MXFP4:  # no kernel reads single rows of it
+            dense[name] = "Q8"
+    return Forms(experts, dense)
+
+
 def describe_loss(inventory: Inventory, form: str) -> str | None:
-    """Return a sentence on the quantised types of GGML that `form` does not keep; None for none."""
-    pieces = [t for parts in inventory.experts.values() for t in parts.values()]
-    tensors = [*pieces, *inventory.dense.values()]
-    stored = [s for t in tensors for s in (t.recipe.stored if t.recipe else (t,))]
-    lost = {t.dtype.removeprefix(PREFIX) for t in stored if is_ggml(t.dtype)} - {
-        t.dtype.removeprefix(PREFIX) for t in pieces if keeps(t.dtype, form)
-    }
+    """Return a sentence on the types of GGML that a model of format `form` does not keep.
+
+    None if it keeps all.
+    """
+    layouts = inventory.expert_layouts(form)
+    targets = [
+        (t, layouts[key.layer].down if role == "down" else layouts[key.layer].dtype)
+        for key, role, t in inventory.expert_matrices()
+    ]
+    targets += [(t, inventory.form_of(name, form)) for name, t in inventory.dense.items()]
+    stored = [(s, f) for t, f in targets for s in (t.recipe.stored if t.recipe else (t,))]
+    lost = {s.dtype for s, f in stored if is_ggml(s.dtype) and not keeps(s.dtype, f)}
     if not lost:
         return None
     verb = "widened" if form in ("BF16", "F32") else "converted"
-    before = format_bytes(sum(t.size_bytes for t in stored))
+    names = ", ".join(sorted(dtype.removeprefix(PREFIX) for dtype in lost))
+    into = ", ".join(sorted({f for s, f in stored if s.dtype in lost and not keeps(s.dtype, f)}))
+    before = format_bytes(sum(s.size_bytes for s, _ in stored))
     after = format_bytes(inventory.weight_bytes(form))
-    return f"{', '.join(sorted(lost))}: {verb} to {form.lower()}, {before} become {after}"
+    return f"{names}: {verb} to {into.lower()}, {before} become {after}"
 
 
-def _weights(tensors: Iterable[SourceTensor]) -> Counter[str]:
-    """Return the number of weights in matrices by dtype."""
-    found: Counter[str] = Counter()
-    for tensor in tensors:
-        if len(tensor.shape) == 2:
-            found[tensor.dtype] += math.prod(tensor.shape)
-    return found
+def _form_for(tensor: SourceTensor) -> str:
+    kept = kept_form(tensor.dtype) if tensor.recipe is None or tensor.recipe.moves_rows else None
+    if kept is not None:
+        return kept
+    small = is_ggml(tensor.dtype) and bits_of(tensor.dtype) <= _SMALL_BITS
+    return "Q4" if small else "Q8"
+
+
+def _one_of(forms: set[str]) -> str:
+    return next(iter(forms)) if len(forms) == 1 else "Q8"

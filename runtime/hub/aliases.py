@@ -9,7 +9,7 @@ from importlib import resources
 
 import yaml
 
-from moeinf.runtime.names import DEFAULT_TAG, TAGS, plain
+from moeinf.runtime.names import DEFAULT_TAG, KEPT_TAGS, TAGS, plain
 
 # Bits per weight, with the scales of quantised groups, without 8-bit embeddings and headers.
 _BITS = {"f32": 32.0, "bf16": 16.0, "q8": 8.5, "q4d8": 5.8, "q4": 4.5, "mxfp4": 4.25}
@@ -41,7 +41,7 @@ class Entry:
 
     def sizes(self) -> dict[str, int]:
         """Return the estimated size on disk of each tag, in bytes."""
-        tags = [tag for tag in TAGS if tag != "mxfp4" or self.tag == tag]
+        tags = [tag for tag in TAGS if tag not in KEPT_TAGS or self.tag == tag]
         return {tag: int(self.parameters * 1e9 * _BITS[tag] / 8) for tag in tags}
 
 

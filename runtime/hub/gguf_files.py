@@ -23,6 +23,9 @@ _ORDER = [
 ]  # fmt: skip
 _ORDER_OF_TAG = {
     "q4": _ORDER,
+    "q4k": ["Q4_K_M", "Q4_K_S", "UD-Q4_K_XL"],
+    "q5k": ["Q5_K_M", "Q5_K_S", "UD-Q5_K_XL"],
+    "q6k": ["Q6_K", "UD-Q6_K_XL"],
     "q8": ["Q8_0", "Q6_K", "Q5_K_M"],
     "mxfp4": ["MXFP4_MOE", "MXFP4"],
     "bf16": ["BF16", "F16", "Q8_0"],

@@ -22,9 +22,8 @@ from moeinf.offload.format.layout import LAYOUT_VERSIONS, ExpertForms, is_tiled
 from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, parse_object
 from moeinf.runtime.checkpoints.finite import WeightCheck
-from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
-from moeinf.runtime.gguf.tags import describe_loss
+from moeinf.runtime.gguf.tags import best_tag, describe_loss, kept_forms
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
@@ -32,7 +31,7 @@ from moeinf.runtime.library.shard_writer import Assembler, all_targets
 from moeinf.runtime.library.sources import KEPT_FILES, MAX_KEPT_BYTES, Source
 from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
 from moeinf.runtime.machine.memory import keep_heap_small
-from moeinf.runtime.names import ModelName
+from moeinf.runtime.names import KEPT_TAGS, ModelName
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
@@ -42,6 +41,9 @@ FORMS_OF_TAG = {  # of experts; dense tensors follow from the first (Inventory.f
     "q4d8": ExpertForms("Q4", "Q8"),
     "q8": ExpertForms("Q8", "Q8"),
     "mxfp4": ExpertForms("MXFP4", "MXFP4"),
+    "q4k": ExpertForms("Q4K", "Q4K"),
+    "q5k": ExpertForms("Q5K", "Q5K"),
+    "q6k": ExpertForms("Q6K", "Q6K"),
     "bf16": ExpertForms("BF16", "BF16"),
     "f32": ExpertForms("F32", "F32"),
 }
@@ -65,7 +67,7 @@ def repack(
     keep_heap_small()
     found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     inventory, dtype = in_tag(found, name.tag)
-    _check_format(source, inventory, dtype)
+    _check_format(source, inventory, name.tag)
     announce(inventory, name, note)
     library.check_unused(name)
     target = library.folder(name)
@@ -128,10 +130,13 @@ def measure_source(source: Source) -> SourceSizes:
 def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
     """Return the inventory with the formats that a tag stores, and the tag's own format.
 
-    A tag with two formats sets those of all experts. A tag without tiles drops `forms`: it widens.
+    The tag that suits a GGUF file best keeps the types of its tensors. A tag with two formats sets
+    those of all experts. A tag without tiles drops `forms`: it widens.
     """
     pair, forms = FORMS_OF_TAG[tag], inventory.forms
-    if not is_tiled(pair.inner):
+    if tag == best_tag(t for _, _, t in inventory.expert_matrices()):
+        forms = kept_forms(inventory)
+    elif not is_tiled(pair.inner):
         forms = Forms()
     elif pair.inner != pair.down:
         forms = dataclasses.replace(forms, experts=(pair,))
@@ -140,14 +145,19 @@ def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
 
 def _tags_of(inventory: Inventory) -> list[str]:
     """Return the tags that this checkpoint can have."""
-    return [t for t, f in FORMS_OF_TAG.items() if f.inner != MXFP4 or inventory.has_mxfp4]
+    best = best_tag(t for _, _, t in inventory.expert_matrices())
+    return [
+        tag
+        for tag in FORMS_OF_TAG
+        if tag not in KEPT_TAGS or tag == best or (tag == "mxfp4" and inventory.has_mxfp4)
+    ]
 
 
-def _check_format(source: Source, inventory: Inventory, dtype: str) -> None:
-    if dtype == MXFP4 and not inventory.has_mxfp4:
+def _check_format(source: Source, inventory: Inventory, tag: str) -> None:
+    if tag not in _tags_of(inventory):
         raise BadCheckpoint(
-            f"{source.origin} does not store its experts as MXFP4: there is nothing to keep; "
-            "the tag q4 quantises them"
+            f"{source.origin} does not store its experts as {FORMS_OF_TAG[tag].inner}: there is "
+            "nothing to keep; the tag q4 quantises them"
         )
 
 
@@ -237,7 +247,7 @@ def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     It writes nothing. Raises ModelDataError or BadCheckpoint if `name` cannot be made.
     """
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
-    _check_format(source, inventory, FORMS_OF_TAG[name.tag].inner)
+    _check_format(source, inventory, name.tag)
     return {
         tag: _manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
         for tag in _tags_of(inventory)

@@ -74,7 +74,9 @@ def test_mxfp4_becomes_the_tiles_of_gpt_oss(rows: int, columns: int, tmp_path: P
     codes = torch.cat((halves & 15, halves >> 4), -1)  # in order of columns
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     assert torch.equal(widen_blocks(blocks, raw[..., 0]), values)
-    assert torch.equal(joined(tensor, "MXFP4"), tile(nibbles(blocks).flatten(1), raw[..., 0], "MXFP4"))
+    assert torch.equal(
+        joined(tensor, "MXFP4"), tile(nibbles(blocks).flatten(1), raw[..., 0], "MXFP4")
+    )
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
