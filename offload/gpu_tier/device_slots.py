@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceContext, DeviceSlots, HostLock, OutOfDeviceMemory
-from moeinf.offload.gpu_tier.arithmetic import Device, RoutedRunner
+from moeinf.offload.gpu_tier.arithmetic import Device
 from moeinf.offload.gpu_tier.page_lock import PageLocking
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.routing.trace import Phase
@@ -91,10 +91,9 @@ class DeviceTier:
         shape = (slots, arena.slot_bytes)
         if self._memory_bytes is not None:
             self.device.limit(self._memory_bytes - slots * arena.slot_bytes)
-        self._math = {
-            layout: self.device.math(layout, arena.address, shape, self._reference)
-            for layout in dict.fromkeys(self._below.layouts)
-        }
+        layouts, reference = self._below.layouts, self._reference
+        maths = {x: self.device.math(x, arena.address, shape, reference) for x in {*layouts}}
+        self._math = [maths[layout] for layout in layouts]  # by layer
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
         self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
@@ -145,7 +144,7 @@ class DeviceTier:
 
     def can_route(self, layer: int, rows: int) -> bool:
         """Return whether `compute_routed` is correct for that many rows of a layer."""
-        return self._math_of(layer).can_route(rows)
+        return self._math[layer].can_route(rows)
 
     @property
     def bus_is_idle(self) -> bool:
@@ -203,8 +202,7 @@ class DeviceTier:
         self._arena.begin_read(slots)
         try:
             pairs = [(slot, places) for slot, (_, places) in zip(slots, experts, strict=True)]
-            math = self._math_of(experts[0][0] // self._below.experts)
-            math.run(x, pairs, top_k, rows)
+            self._math[experts[0][0] // self._below.experts].run(x, pairs, top_k, rows)
         finally:
             self._arena.end_read(slots)
 
@@ -228,14 +226,11 @@ class DeviceTier:
         self, layer: int, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor
     ) -> None:
         """Queue a layer whose experts are all in `table`. ids [T, K] are not read here."""
-        self._math_of(layer).run_routed(x, ids, table, 0, rows)
+        self._math[layer].run_routed(x, ids, table, 0, rows)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Queue the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
-        return self._math_of(0).combine(rows, weights)
-
-    def _math_of(self, layer: int) -> RoutedRunner:
-        return self._math[self._below.layouts[layer]]
+        return self._math[0].combine(rows, weights)
 
     def read(self, x: Tensor) -> Tensor:
         """Return x in host memory, after everything queued has run. Raises DeviceError."""
@@ -294,7 +289,7 @@ class DeviceTier:
         """Copy up some experts without demand, where all fit and while the bus is idle."""
         if not self.bus_is_idle:
             return
-        largest = max(layout.data_bytes for layout in self._math)
+        largest = max(layout.data_bytes for layout in self._below.layouts)
         most, ready = max(1, _UNASKED_BYTES // largest), list[int]()
         for _ in range(min(_LOOKED_AT, len(self._absent))):
             if len(ready) == most:
@@ -382,8 +377,8 @@ class DeviceTier:
     def _copy(self, cells: list[int]) -> None:
         host = [self._host.slot_of(cell) for cell in cells]
         slots = [self.table.slot_of(cell) for cell in cells]
-        layers = {cell // self._below.experts for cell in cells}  # one, unless nothing was asked
-        each = max(self._below.layouts[layer].data_bytes for layer in layers)
+        layouts, experts = self._below.layouts, self._below.experts
+        each = max(layouts[cell // experts].data_bytes for cell in cells)
         batch = self._arena.copy(host, slots, each)
         for cell in cells:
             self._host.pin(cell)
