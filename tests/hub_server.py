@@ -85,7 +85,7 @@ class Hub:
                 "size": len(data),
                 "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
             }
-            if path.suffix in (".safetensors", ".parquet") and self.lfs:
+            if path.suffix in (".safetensors", ".parquet", ".gguf") and self.lfs:
                 sha = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"size": len(data), "sha256": sha, "pointerSize": 1}
             siblings.append(entry)

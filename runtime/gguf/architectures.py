@@ -72,7 +72,7 @@ _PAIRED: dict[str, Change] = {  # rows of Q and K in pairs, for llama.cpp's othe
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a GGUF architecture is called and how it is stored.
+    """One GGUF architecture: its config, its names, and the tensors that differ.
 
     config  metadata -> config.json of our family, without tie_word_embeddings
     names   name inside a block -> name inside model.layers.N

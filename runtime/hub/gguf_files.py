@@ -15,7 +15,8 @@ _QUANT = re.compile(
     r"(?:-\d{5}-of-\d{5})?\.gguf",
     re.IGNORECASE,
 )
-_NOT_MODELS = ("mmproj", "imatrix", "mtp-")  # of vision, of measurements, of further tokens
+# Files for vision, for measurements, for further tokens.
+_NOT_A_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix|mtp)[-._]", re.IGNORECASE)
 # Without a wish: what most people take, then more bits before fewer.
 _ORDER = [
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4_MOE", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M",
@@ -63,7 +64,7 @@ def _by_quant(files: Mapping[str, RemoteFile]) -> dict[str, list[str]]:
     for path in sorted(files):
         name = files[path].name
         match = _QUANT.search(name)
-        if name.lower().endswith(SUFFIX) and not name.lower().startswith(_NOT_MODELS):
+        if name.lower().endswith(SUFFIX) and not _NOT_A_MODEL.search(name):
             found.setdefault(match[1].upper() if match else name, []).append(path)
     return found
 

@@ -27,9 +27,9 @@ def write_repository(folder: Path) -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path, cache: Path) -> Iterator[Hub]:
+def serving(folder: Path, cache: Path, repo: str = REPO) -> Iterator[Hub]:
     """Serve a repository, and point huggingface_hub at it."""
-    with serve(Hub(REPO, folder)) as hub:
+    with serve(Hub(repo, folder)) as hub:
         files = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         at = "huggingface_hub.constants"
         with (

@@ -110,6 +110,26 @@ def test_mxfp4_of_a_file_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     assert pull(path, Settings(tmp_path / "home")).tag == "mxfp4"
 
 
+def test_an_interrupted_pull_goes_on(tmp_path: Path) -> None:
+    settings, calls = Settings(tmp_path / "home"), 0
+    path = write_gguf(DEMO_CHECKPOINT, tmp_path / "x.gguf", matrices(Kind.Q8_0), split=30)
+    whole = pull(path, Settings(tmp_path / "other"))
+
+    def stop(phase: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += phase == "repacking" and done > total // 2
+        if calls == 1:
+            raise KeyboardInterrupt
+
+    name, source = find_source(str(path), None, settings, ignore)
+    with pytest.raises(KeyboardInterrupt):
+        repack(source, Library(settings), name, stop, ignore)
+    starts: list[int] = []
+    repack(source, Library(settings), name, lambda _, done, total: starts.append(done), ignore)
+    assert starts[0] > 0
+    assert contents(Library(settings).read(str(name))[0]) == contents(whole)
+
+
 def test_a_damaged_file_of_the_model_is_repaired(tmp_path: Path) -> None:
     settings = Settings(tmp_path / "home")
     path = write_gguf(DEMO_CHECKPOINT, tmp_path / "x.gguf", matrices(Kind.Q8_0))
