@@ -164,7 +164,13 @@ def _sentencepiece(metadata: Mapping[str, Any], found: Vocabulary) -> bytes:
     if not all(math.isfinite(score) and abs(score) < 3e38 for score in scores):
         raise BadCheckpoint("tokenizer.ggml.scores has a value that is not finite")
     pieces = b"".join(
-        _field(1, _field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind))
+        _field(
+            1,
+            _field(1, text.encode("utf-8", "replace"))
+            + b"\x15"
+            + struct.pack("<f", score)
+            + _field(3, kind),
+        )
         for text, score, kind in zip(found.texts, scores, found.kinds, strict=True)
     )
     ends = [-1 if end is None else end for end in (found.unknown, found.bos, found.eos)]

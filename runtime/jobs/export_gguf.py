@@ -186,7 +186,7 @@ def _experts(manifest: Manifest, about: Written) -> dict[tuple[int, str], Writte
     """Return the tensors with all experts of a layer, by MoE layer and role."""
     found: dict[tuple[int, str], WrittenTensor] = {}
     for layer, number in enumerate(about.moe_layers):
-        for part in _parts(manifest.expert_layout):
+        for part in _parts(manifest.expert_layouts[layer]):
             shape = (part.rows, part.columns) if part.columns > 1 else (part.rows,)
             kind = kind_of(part.form, shape, exact=part.columns == 1)
             found[layer, part.role] = WrittenTensor(
@@ -212,7 +212,8 @@ def _parts(layout: ExpertLayout) -> list[_Part]:
     f, d = layout.intermediate, layout.hidden
     found: list[_Part] = []
     for span in layout.spans:
-        at, size, form = span.offset_bytes, span.size_bytes, layout.dtype
+        at, size = span.offset_bytes, span.size_bytes
+        form = layout.down if span.name == "down" else layout.dtype
         bias = span.name.endswith("_bias")
         columns = 1 if bias else f if span.name == "down" else d
         if bias:
@@ -305,11 +306,10 @@ def _write_experts(
     tell: Callable[[int], None],
 ) -> None:
     """Write every expert into the tensors of its layer. Raises DamagedModel."""
-    parts = _parts(manifest.expert_layout)
     for cell, record in enumerate(manifest.shards()):
         layer, expert = divmod(cell, manifest.experts)
         data = _shard(folder, manifest, record)
-        for part in parts:
+        for part in _parts(manifest.expert_layouts[layer]):
             tensor = tensors[layer, part.role]
             piece = data[part.offset_bytes : part.offset_bytes + part.size_bytes]
             rows = encode_rows(piece, part.form, part.rows, part.columns, tensor.kind)
