@@ -8,9 +8,9 @@
 //                        q6k, nvfp4      int16 Σ q of the first 16, int16 Σ q of the last 16
 //   for bf16     per 32:           { float even[16] = k 0 2 … 30,  float odd[16] = k 1 3 … 31 }
 //
-// A row is padded with zeros to whole tiles (bf16: to a multiple of 64). A group with an infinity or a NaN gets scale NaN
-// and codes 0. So every output of that row is NaN, and no other row is affected. A group whose
-// largest magnitude is below kLeastMagnitude is taken as zeros.
+// A row is padded with zeros to whole tiles (bf16: to a multiple of 64). A group with an infinity
+// or a NaN gets scale NaN and codes 0. So every output of that row is NaN, and no other row is
+// affected. A group whose largest magnitude is below kLeastMagnitude is taken as zeros.
 //
 // All operations here are element by element, in float32 and not fused, so every machine computes
 // the same bits.

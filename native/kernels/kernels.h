@@ -42,6 +42,12 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;    // AVX2, FMA, F16C
 extern const Kernels kAvx512Kernels;  // AVX-512 F, BW, VL, VNNI
+template <Format format>
+void interleaved_avx2(const std::byte* block, std::size_t tiles, const QuantGroup* const* x,
+                      int count, float (*out)[kBlockRows]) noexcept;
+template <Format format>
+void interleaved_avx512(const std::byte* block, std::size_t tiles, const QuantGroup* const* x,
+                        int count, float (*out)[kBlockRows]) noexcept;
 bool has_avx2() noexcept;
 bool has_avx512() noexcept;
 #endif

@@ -48,7 +48,7 @@ inline float e4m3_to_float(int byte) noexcept {
     return half_to_float(static_cast<std::uint16_t>(byte << 7)) * 256.0f;
 }
 
-// The two numbers of a group of interleaved blocks: D · s and dmin · m, or the scales of its halves.
+// The numbers of a group of interleaved blocks: D · s and dmin · m, or the scales of its halves.
 struct ScalePair {
     float first;
     float second;

@@ -53,7 +53,7 @@
 //     48 … 51   int8 scales of half groups:  byte 2 (g & 1) + (k >> 4) of word 48 + g / 2
 //     3328      d of row 0 … 15, float16
 //
-//   nvfp4 tile, 576 bytes                                  4.5 bits per weight, and 2 bytes a row
+//   nvfp4 tile, 576 bytes                                  4.5 bits per weight, and 4 bytes a row
 //     0         scales of half groups 0 … 3, E4M3 without sign: byte e means the float16 with the
 //               bits e << 7, times 2^8. So 0x7F, NaN in E4M3, means 480. Bit 7 is 0.
 //     1 … 8     word 1 + 2h + v of half group h:  codes of E2M1, low nibble k = 4v + b, high

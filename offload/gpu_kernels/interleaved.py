@@ -244,7 +244,7 @@ def block_products(
 ):  # fmt: skip
     """Return the sums of `any_sums`, [R, L] float32, by tensor cores; x_codes are bytes.
 
-    As in grouped_gemm.product_sums, loads are not masked. A half group is a product whose other
+    Loads are not masked (grouped_gemm.product_sums). A half group is a product whose other
     activations are zero, because a step of int8 has 32 columns.
     """
     UNITS: tl.constexpr = tile_units(FORM)

@@ -52,7 +52,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tens
 
 
 def tiled_embedding(tiles: Tensor, form: str, count: int, width: int) -> Callable[[Tensor], Tensor]:
-    """Return ids [T] -> rows [T, width] of Q8 or Q4 tiles, rounded once to bfloat16.
+    """Return ids [T] -> rows [T, width] of tiles, rounded once to bfloat16. MXFP4 is excluded.
 
     Ids must be in 0 … count - 1. They are not checked, because the host does not read them.
     """

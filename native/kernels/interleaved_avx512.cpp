@@ -1,0 +1,189 @@
+// The kernels of interleaved blocks (tiles.h) with AVX-512 and VNNI: q4k, q5k, q6k and nvfp4.
+#if defined(__x86_64__)
+#include "kernels/vectors_avx512.h"
+
+namespace moeinf {
+namespace {
+
+// Loads word w of a tile of interleaved blocks: a lane per row.
+MOEINF_AVX512 MOEINF_INLINE __m512i row_words(const std::byte* tile, std::size_t w) {
+    return _mm512_loadu_si512(tile + 64 * w);
+}
+
+// Returns bits first … first + bits − 1 of every byte, moved to bit 0. Other bits are dropped.
+MOEINF_AVX512 MOEINF_INLINE __m512i bits_of(__m512i bytes, int first, int bits) {
+    const __m512i mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
+    return _mm512_and_si512(_mm512_srlv_epi32(bytes, _mm512_set1_epi32(first)), mask);
+}
+
+// Moves the bits of every byte up. None of them leaves its byte.
+MOEINF_AVX512 MOEINF_INLINE __m512i up(__m512i bytes, int by) {
+    return _mm512_slli_epi16(bytes, static_cast<unsigned>(by));
+}
+
+// Returns the codes of word v of group g.
+template <Format format>
+MOEINF_AVX512 MOEINF_INLINE __m512i group_codes(const std::byte* tile, std::size_t g,
+                                                std::size_t v) {
+    const int odd = static_cast<int>(g % 2), n = static_cast<int>(g);
+    if constexpr (format == Format::kQ4k) {
+        return bits_of(row_words(tile, 4 + g / 2 * 8 + v), 4 * odd, 4);
+    } else if constexpr (format == Format::kQ5k) {
+        return _mm512_or_si512(bits_of(row_words(tile, 12 + g / 2 * 8 + v), 4 * odd, 4),
+                               up(bits_of(row_words(tile, 4 + v), n, 1), 4));
+    } else if constexpr (format == Format::kQ6k) {
+        const std::size_t h = g / 4;
+        const int i = n % 4;
+        return _mm512_or_si512(
+            bits_of(row_words(tile, 16 * h + 8 * (g % 2) + v), 4 * (i / 2), 4),
+            up(bits_of(row_words(tile, 32 + 8 * h + v), 2 * i, 2), 4));
+    } else {
+        const __m512i numbers = _mm512_broadcast_i32x4(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
+        const std::size_t word = 1 + 4 * g + v / 4 * 2 + v % 2;
+        return _mm512_shuffle_epi8(
+            numbers, bits_of(row_words(tile, word), v % 4 < 2 ? 0 : 4, 4));
+    }
+}
+
+MOEINF_AVX512 MOEINF_INLINE __m512 halves(__m512i words) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));  // of the lower half words
+}
+
+// Writes D · s and dmin · m of groups 0 … 7 of a q4k or q5k tile.
+MOEINF_AVX512 void scales_and_minima(const std::byte* tile, float (*out)[2][kBlockRows]) {
+    const __m512i both = row_words(tile, 0), low = _mm512_set1_epi8(63);
+    const __m512 d = halves(both), least = halves(_mm512_srli_epi32(both, 16));
+    const __m512i a = row_words(tile, 1), b = row_words(tile, 2), c = row_words(tile, 3);
+    __m512i s[2] = {_mm512_and_si512(a, low),
+                    _mm512_or_si512(bits_of(c, 0, 4), up(bits_of(a, 6, 2), 4))};
+    __m512i m[2] = {_mm512_and_si512(b, low),
+                    _mm512_or_si512(bits_of(c, 4, 4), up(bits_of(b, 6, 2), 4))};
+    const __m512i byte = _mm512_set1_epi32(255);
+    for (std::size_t g = 0; g < 8; ++g) {
+        __m512i &scale = s[g / 4], &minimum = m[g / 4];
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_and_si512(scale, byte));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_and_si512(minimum, byte));
+        _mm512_storeu_ps(out[g][0], _mm512_mul_ps(d, first));
+        _mm512_storeu_ps(out[g][1], _mm512_mul_ps(least, second));
+        scale = _mm512_srli_epi32(scale, 8);
+        minimum = _mm512_srli_epi32(minimum, 8);
+    }
+}
+
+// Writes the scales of the half groups of a q6k or nvfp4 tile.
+template <Format format>
+MOEINF_AVX512 void half_scales(const std::byte* tile, float (*out)[2][kBlockRows]) {
+    constexpr std::size_t kWords = tile_columns(format) / 64;  // 4 scales each
+    const __m512 d = format == Format::kQ6k ? scales_at(tile + 64 * 52) : _mm512_set1_ps(256.0f);
+    for (std::size_t w = 0; w < kWords; ++w) {
+        __m512i words = row_words(tile, format == Format::kQ6k ? 48 + w : 0);
+        for (std::size_t b = 0; b < 4; ++b) {
+            __m512 scale;
+            if constexpr (format == Format::kQ6k)
+                scale = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24), 24));
+            else
+                scale = halves(
+                    _mm512_slli_epi32(_mm512_and_si512(words, _mm512_set1_epi32(255)), 7));
+            _mm512_storeu_ps(out[2 * w + b / 2][b % 2], _mm512_mul_ps(d, scale));
+            words = _mm512_srli_epi32(words, 8);
+        }
+    }
+}
+
+// Adds group g, whose codes are given, to the sums of all rows of activations.
+template <Format format, int kRows>
+MOEINF_AVX512 MOEINF_INLINE void add_group(const __m512i* codes, const float (*scales)[kBlockRows],
+                                           const QuantGroup* const* x, std::size_t g,
+                                           __m512* sums) {
+    constexpr int kZero = -zero_of(format);
+    const __m512i low = _mm512_set1_epi32(kZero & 0xFFFF);
+    const __m512i high = _mm512_set1_epi32(kZero * 0x10000);
+    const __m512 one = _mm512_loadu_ps(scales[0]), two = _mm512_loadu_ps(scales[1]);
+#pragma GCC unroll 8
+    for (int t = 0; t < kRows; ++t) {
+        const QuantGroup& a = x[t][g];
+        const __m512i start = _mm512_set1_epi32(a.start);
+        __m512i first = _mm512_setzero_si512(), second = _mm512_setzero_si512();
+        if constexpr (has_half_groups(format)) {
+            first = _mm512_madd_epi16(start, low);
+            second = _mm512_madd_epi16(start, high);
+        }
+#pragma GCC unroll 4
+        for (std::size_t v = 0; v < 4; ++v) {
+            first = _mm512_dpbusd_epi32(first, codes[v], word(a.codes, v));
+            second = _mm512_dpbusd_epi32(second, codes[4 + v], word(a.codes, 4 + v));
+        }
+        __m512 product;
+        if constexpr (has_minima(format))
+            product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(first, second)), one,
+                                      _mm512_mul_ps(_mm512_cvtepi32_ps(start), two));
+        else
+            product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), two,
+                                      _mm512_mul_ps(_mm512_cvtepi32_ps(first), one));
+        sums[t] = _mm512_fmadd_ps(product, _mm512_set1_ps(a.scale), sums[t]);
+    }
+}
+
+// Computes one block of q4k, q5k, q6k or nvfp4.
+template <Format format, int kRows>
+MOEINF_AVX512 void interleaved_rows(const std::byte* block, std::size_t tiles,
+                                    const QuantGroup* const* from, float (*out)[kBlockRows]) {
+    constexpr std::size_t kGroups = tile_columns(format) / kGroup;
+    constexpr std::size_t kPart = tile_bytes(format) / kGroups / 64 * 64;
+    const QuantGroup* x[kRows];
+    __m512 sums[kRows];
+    for (int t = 0; t < kRows; ++t) {
+        x[t] = from[t];
+        sums[t] = _mm512_setzero_ps();
+    }
+    const std::byte* tile = block + factor_bytes(format);
+    for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
+        alignas(64) float scales[kGroups][2][kBlockRows];
+        if constexpr (has_minima(format))
+            scales_and_minima(tile, scales);
+        else
+            half_scales<format>(tile, scales);
+#pragma GCC unroll 8
+        for (std::size_t g = 0; g < kGroups; ++g) {
+            prefetch<kPart + 64>(tile + g * (tile_bytes(format) / kGroups));
+            __m512i codes[8];
+#pragma GCC unroll 8
+            for (std::size_t v = 0; v < 8; ++v) codes[v] = group_codes<format>(tile, g, v);
+            add_group<format, kRows>(codes, scales[g], x, g, sums);
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < kRows; ++t) x[t] += kGroups;
+    }
+    for (int t = 0; t < kRows; ++t) {
+        if constexpr (factor_bytes(format) > 0)
+            sums[t] = _mm512_mul_ps(sums[t], _mm512_loadu_ps(block));
+        _mm512_storeu_ps(out[t], sums[t]);
+    }
+}
+
+}  // namespace
+
+template <Format format>
+void interleaved_avx512(const std::byte* block, std::size_t tiles, const QuantGroup* const* x,
+                        int count, float (*out)[kBlockRows]) noexcept {
+    for (; count >= 8; count -= 8, x += 8, out += 8)
+        interleaved_rows<format, 8>(block, tiles, x, out);
+    for (; count >= 4; count -= 4, x += 4, out += 4)
+        interleaved_rows<format, 4>(block, tiles, x, out);
+    for (; count >= 2; count -= 2, x += 2, out += 2)
+        interleaved_rows<format, 2>(block, tiles, x, out);
+    if (count > 0) interleaved_rows<format, 1>(block, tiles, x, out);
+}
+
+template void interleaved_avx512<Format::kQ4k>(
+    const std::byte*, std::size_t, const QuantGroup* const*, int, float (*)[kBlockRows]) noexcept;
+template void interleaved_avx512<Format::kQ5k>(
+    const std::byte*, std::size_t, const QuantGroup* const*, int, float (*)[kBlockRows]) noexcept;
+template void interleaved_avx512<Format::kQ6k>(
+    const std::byte*, std::size_t, const QuantGroup* const*, int, float (*)[kBlockRows]) noexcept;
+template void interleaved_avx512<Format::kNvfp4>(
+    const std::byte*, std::size_t, const QuantGroup* const*, int, float (*)[kBlockRows]) noexcept;
+
+}  // namespace moeinf
+#endif
