@@ -146,7 +146,8 @@ class DeviceMath:
         shape, form = self._layout, self._form
         d, f, pairs, ids = shape.hidden, shape.intermediate, ids.numel(), ids.flatten()
         slots = torch.where(ids < 0, -1, table[ids.clamp(min=0)])
-        blocks = blocks_of(slots, experts, rows_of_block(pairs, experts, form))
+        most = min(rows_of_block(pairs, experts, of) for of in (form, self._down_form))
+        blocks = blocks_of(slots, experts, most)
         inputs = Activations.of(x, form)
         middle = Activations(pairs, f, self._down_form, x.device)
         shared = (

@@ -29,16 +29,20 @@ from moeinf.runtime.checkpoints.checkpoint import (
     BadCheckpoint,
     SourceTensor,
     read_exactly,
-    read_header,
     read_json,
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.engine.loader import check_small_files
 from moeinf.runtime.gguf.writer import FileLayout, Kind, Value, WrittenTensor, lay_out
-from moeinf.runtime.gguf.written_architectures import Written, written
+from moeinf.runtime.gguf.written_architectures import CannotExport, Written, written
 from moeinf.runtime.gguf.written_blocks import encode_rows, kind_of
 from moeinf.runtime.gguf.written_names import Change, Place, expert_name, places
 from moeinf.runtime.gguf.written_vocabulary import vocabulary
+from moeinf.runtime.library.dense_views import (
+    FORMS_BY_SIZE,
+    DenseHeader,
+    read_dense_header,
+)
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.regular_files import check_regular, open_regular
 from moeinf.runtime.sizes import Progress, format_bytes
@@ -108,6 +112,7 @@ def export_gguf(
             raise FileExists(f"{target} exists already")
         check_regular(target)
     check_small_files(folder, manifest)
+    _check_forms(folder, manifest)
     values = read_json(folder / CONFIG)
     family = family_of(values)
     config = family.parse(values)
@@ -149,25 +154,41 @@ def _check_space(target: Path, layout: FileLayout) -> None:
         raise OSError(errno.ENOSPC, text, str(target))
 
 
+def _check_forms(folder: Path, manifest: Manifest) -> None:
+    """Raise CannotExport for a format whose tiles cannot be turned back into blocks."""
+    experts = {form for layout in manifest.expert_layouts for form in layout.forms}
+    known = _FILE_TYPES.keys()
+    if unknown := (experts | set(_header(folder, manifest).forms.values())) - known:
+        error = CannotExport(f"{manifest.model} has weights in {', '.join(sorted(unknown))}")
+        error.hint = "the GGUF file that it was pulled from, which has the same bits"
+        raise error
+
+
+def _header(folder: Path, manifest: Manifest) -> DenseHeader:
+    """Read the header of the dense file. Raises DamagedModel."""
+    try:
+        return read_dense_header(folder / DENSE)
+    except BadCheckpoint as error:
+        raise DamagedModel(f"{manifest.model}: {error}".replace(f"{folder}/", "")) from error
+
+
 def _dense(
     folder: Path, manifest: Manifest, about: Written, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[_Stored]:
     """Return the dense tensors in the order of their bytes. Raises DamagedModel."""
-    try:
-        tensors = read_header(folder / DENSE)
-    except BadCheckpoint as error:
-        raise DamagedModel(f"{manifest.model}: {error}".replace(f"{folder}/", "")) from error
+    tensors, forms = _header(folder, manifest)
     return [
-        _stored(source, _form_of(source, shapes[source.name]), shapes[source.name], about)
+        _stored(source, _form_of(source, forms, shapes[source.name]), shapes[source.name], about)
         for source in sorted(tensors.values(), key=lambda tensor: tensor.offset)
     ]
 
 
-def _form_of(source: SourceTensor, shape: tuple[int, ...]) -> str:
+def _form_of(source: SourceTensor, forms: Mapping[str, str], shape: tuple[int, ...]) -> str:
     """Return the format of a dense tensor; the header shows tiles as U8 of one dimension."""
     if source.dtype != "U8":
         return source.dtype
-    return next(form for form in ("Q4", "Q8") if source.size_bytes == stored_bytes(form, shape))
+    known = (forms[source.name],) if source.name in forms else FORMS_BY_SIZE
+    return next(form for form in known if source.size_bytes == stored_bytes(form, shape))
 
 
 def _stored(source: SourceTensor, form: str, shape: tuple[int, ...], about: Written) -> _Stored:
