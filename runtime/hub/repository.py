@@ -91,8 +91,8 @@ def source_files(
 ) -> tuple[Repository, str | None]:
     """Return a repository with the files that a source may use, and their GGUF quantisation.
 
-    Safetensors and `.bin` files are preferred unless `quant` names a quantisation; their second
-    result is None. quant, tag: see quant_files. Raises BadCheckpoint.
+    Safetensors and `.bin` files are preferred unless `quant` names a quantisation. For them the
+    second result stays None. quant, tag: see quant_files. Raises BadCheckpoint.
     """
     found = in_top_folder(everything)
     folder = SAFETENSORS.given(found.files.__contains__) or BIN.given(found.files.__contains__)
