@@ -96,7 +96,7 @@ def plain(text: str) -> str:
 def split_quant(text: str) -> tuple[str, str | None]:
     """Split `org/name-gguf:QUANT`, a quantisation in a repository of GGUF files, into two.
 
-    The second part is None for other names, also for those with a tag of ours.
+    Other names, also those with a tag of ours, have no second part.
     """
     whole, colon, quant = plain(text).rpartition(":")
     wanted = colon and quant.lower() not in TAGS and _QUANT.fullmatch(quant.lower())
