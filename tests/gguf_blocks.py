@@ -19,8 +19,13 @@ def tiled(weights: Tensor, form: str) -> Tensor:
         factors = 0.9 * weights.abs().amax(1).clamp(min=1e-6) / (6 * 448)
         blocks = nvfp4_blocks(*_nvfp4(padded / factors[:, None]))
         return retile(blocks, "NVFP4", columns, factors)
-    blocks = _q6k(padded) if form == "q6k" else _with_minima(padded, form == "q5k")
-    return retile(blocks.flatten(1), form.upper(), columns)
+    return retile(packed(padded, form), form.upper(), columns)
+
+
+def packed(weights: Tensor, form: str) -> Tensor:
+    """Return float32 weights [N, K] as rows of blocks of a K type, uint8 [N, bytes of a row]."""
+    blocks = _q6k(weights) if form == "q6k" else _with_minima(weights, form == "q5k")
+    return blocks.flatten(1)
 
 
 def _halves(values: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.gguf_blocks import packed
+
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
 ARCHITECTURES = {  # model_type -> GGUF's architecture
@@ -96,6 +98,10 @@ def write_gguf(
 
 
 def quantised(values: Tensor, kind: Kind) -> Any:
+    """Return the values [..., K] as rows of a type."""
+    if kind.name.endswith("_K"):  # the package only reads these
+        rows = packed(values.float().flatten(0, -2), kind.name.replace("_", "").lower())
+        return rows.view(*values.shape[:-1], -1).numpy()
     return gguf.quants.quantize(values.float().contiguous().numpy(), kind)
 
 

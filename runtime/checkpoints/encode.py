@@ -103,6 +103,9 @@ def _plain(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
 
 def _joined(tensor: SourceTensor, form: str, look: Look) -> Iterator[memoryview]:
     """Yield a matrix with scales: its codes where the format keeps them, else its weights."""
+    if form == tensor.dtype == nvfp4.NVFP4:
+        yield from map(memory_of, nvfp4.kept_tiles(tensor))
+        return
     kept = packed_integers.kept_tiles(tensor, form)
     if kept is not None:
         yield from map(memory_of, kept)

@@ -18,13 +18,14 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 from moeinf.runtime.checkpoints.packed_integers import could_keep
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
+_FLOAT32 = float(torch.finfo(torch.float32).max)
 # The largest magnitude of each format. q8 and q4 have float16 scales, times 127 and 8 steps.
 _MOST = {
-    "F32": float(torch.finfo(torch.float32).max),
+    "F32": _FLOAT32,
     "BF16": _BFLOAT16,
-    "MXFP4": float(torch.finfo(torch.float32).max),
     "Q8": 65504.0 * 127,
     "Q4": 65504.0 * 8,
+    **dict.fromkeys(("MXFP4", "NVFP4", "Q4K", "Q5K", "Q6K"), _FLOAT32),  # kept, never made
 }
 
 

@@ -11,13 +11,15 @@ The codes are uint8 [R, C/2], two per byte, the low nibble first. The scales are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moeinf.runtime.checkpoints.checkpoint import SourceTensor
+from moeinf.offload.format.retile import nvfp4_blocks, retile
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, SourceTensor
 from moeinf.runtime.checkpoints.fused_experts import E2M1, nibbles
 from moeinf.runtime.checkpoints.matrix_rows import read_floats, read_rows, read_whole, row_spans
 
@@ -50,6 +52,24 @@ def nvfp4_rows(tensor: SourceTensor) -> Iterator[Rows]:
     for first, count in row_spans(tensor):
         codes = nibbles(read_rows(tensor, first, count, torch.uint8))
         yield Rows(codes, read_floats(tensor.scales, first, count), factor, divides)
+
+
+def kept_tiles(tensor: SourceTensor) -> Iterator[Tensor]:
+    """Yield NVFP4 tiles with the codes and scales of the matrix, some row blocks at a time.
+
+    A factor to divide by becomes its reciprocal, rounded once. Raises BadCheckpoint.
+    """
+    for rows in nvfp4_rows(tensor):
+        factor = 1 / rows.factor if rows.divides and rows.factor else rows.factor
+        if not math.isfinite(factor):
+            raise BadCheckpoint(f"{tensor.path}: {tensor.name!r} has a factor of {rows.factor}")
+        packed = rows.codes[:, ::2] | rows.codes[:, 1::2] << 4
+        try:
+            blocks = nvfp4_blocks(packed, rows.scales.to(torch.float8_e4m3fn))
+        except ValueError as error:
+            raise BadCheckpoint(f"{tensor.path}: {tensor.name!r}: {error}") from error
+        factors = torch.full((len(packed),), factor, dtype=torch.float32)
+        yield retile(blocks, NVFP4, tensor.shape[-1], factors)
 
 
 def wide_rows(tensor: SourceTensor) -> Iterator[Tensor]:

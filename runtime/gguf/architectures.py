@@ -223,7 +223,7 @@ def _deepseek(keys: Keys) -> dict[str, Any]:
     found |= {
         "num_key_value_heads": keys.get("attention.head_count"),
         "head_dim": None,
-        "q_lora_rank": keys.get("attention.q_lora_rank"),
+        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
         "kv_lora_rank": keys.get("attention.kv_lora_rank"),
         "qk_rope_head_dim": turned,
         "qk_nope_head_dim": keys.count(keys.first("attention.key_length_mla", "key_length"))

@@ -1,4 +1,4 @@
-"""Choose the tag that loses least of a GGUF file at nearly its size, and say what it costs."""
+"""Choose the tag that keeps most of a GGUF file or an NVFP4 checkpoint, and say what it costs."""
 
 from __future__ import annotations
 
@@ -11,34 +11,30 @@ from moeinf.runtime.checkpoints.checkpoint import SourceTensor
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
 from moeinf.runtime.checkpoints.ggml import PREFIX, bits_of, is_ggml, keeps, kept_form
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory
+from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.sizes import format_bytes
 
-_MOST_Q4_BITS = 5.0  # a mean: some matrices have more
-_SMALL_BITS = 4.5  # those of Q4
+_Q4_BITS = 4.5
 
 
 def best_tag(experts: Iterable[SourceTensor]) -> str | None:
     """Return the tag for these tensors of experts, or None for the default of any model.
 
-    It is that of the commonest type of GGML if there is a format for it. Else it is q4 up to 5 bits
-    per weight in the mean, and q8 above.
+    It is that of the commonest type, NVFP4 or one of GGML. A type without a format of ours has the
+    tag of the next larger one: q4 up to 4.5 bits per weight, q8 above.
     """
     weights: Counter[str] = Counter()
     for tensor in experts:
         if len(tensor.shape) == 2:
             weights[tensor.dtype] += math.prod(tensor.shape)
-    if not any(map(is_ggml, weights)):
+    types = [dtype for dtype, _ in weights.most_common() if is_ggml(dtype) or dtype == NVFP4]
+    if not types:
         return None
-    commonest = weights.most_common(1)[0][0]
-    form = kept_form(commonest)
-    if form is not None:
-        return form.lower()
-    mean = sum(bits_of(dtype) * count for dtype, count in weights.items()) / weights.total()
-    return "q4" if mean <= _MOST_Q4_BITS else "q8"
+    return (_kept(types[0]) or _larger(types[0])).lower()
 
 
 def kept_forms(inventory: Inventory) -> Forms:
-    """Return the formats that keep the types of a GGUF file tensor by tensor.
+    """Return the formats that keep the types of a file tensor by tensor.
 
     A type without a format of ours becomes Q4 up to 4.5 bits per weight, and Q8 above. So does a
     tensor that is computed from others. Experts of one layer whose types differ become Q8.
@@ -80,11 +76,18 @@ def describe_loss(inventory: Inventory, form: str) -> str | None:
 
 
 def _form_for(tensor: SourceTensor) -> str:
-    kept = kept_form(tensor.dtype) if tensor.recipe is None or tensor.recipe.moves_rows else None
+    kept = _kept(tensor.dtype) if tensor.recipe is None or tensor.recipe.moves_rows else None
     if kept is not None:
         return kept
-    small = is_ggml(tensor.dtype) and bits_of(tensor.dtype) <= _SMALL_BITS
-    return "Q4" if small else "Q8"
+    return _larger(tensor.dtype)
+
+
+def _larger(dtype: str) -> str:
+    return "Q4" if is_ggml(dtype) and bits_of(dtype) <= _Q4_BITS else "Q8"
+
+
+def _kept(dtype: str) -> str | None:
+    return NVFP4 if dtype == NVFP4 else kept_form(dtype)
 
 
 def _one_of(forms: set[str]) -> str:

@@ -23,6 +23,7 @@ from moeinf.offload.format.shards import FileRecord, write_file
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, parse_object
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
+from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.gguf.tags import best_tag, describe_loss, kept_forms
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
@@ -41,6 +42,7 @@ FORMS_OF_TAG = {  # of experts; dense tensors follow from the first (Inventory.f
     "q4d8": ExpertForms("Q4", "Q8"),
     "q8": ExpertForms("Q8", "Q8"),
     "mxfp4": ExpertForms("MXFP4", "MXFP4"),
+    "nvfp4": ExpertForms("NVFP4", "NVFP4"),
     "q4k": ExpertForms("Q4K", "Q4K"),
     "q5k": ExpertForms("Q5K", "Q5K"),
     "q6k": ExpertForms("Q6K", "Q6K"),
@@ -168,10 +170,10 @@ def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
         note(loss)
     elif inventory.downcasts(form):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
-    if inventory.has_nvfp4 and is_tiled(form):
+    if inventory.has_nvfp4 and is_tiled(form) and form != NVFP4:
         note(
             f"the source is NVFP4 (4.5 bits per weight): {name.tag} rounds it once more, by "
-            "8 % in q4 and 0.5 % in q8"
+            "8 % in q4 and 0.5 % in q8; the tag nvfp4 keeps it"
         )
     if inventory.unused:
         note(f"not part of the family, left out: {_first_of(inventory.unused)}")

@@ -13,14 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeinf.models import family_of
-from moeinf.offload.format.quantise import quantise
+from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.checkpoint import QUANTISED, BadCheckpoint, open_checkpoint
 from moeinf.runtime.checkpoints.encode import encoded
 from moeinf.runtime.checkpoints.finite import NotFiniteWeights
 from moeinf.runtime.checkpoints.inventory import take_inventory
 from moeinf.runtime.checkpoints.joining import joined
 from moeinf.runtime.checkpoints.nvfp4 import Rows, nvfp4_rows
-from moeinf.runtime.config import Settings
+from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.repack import repack
 from moeinf.runtime.library.sources import LocalSource
@@ -88,6 +89,25 @@ def test_a_pull_writes_what_the_weights_mean(divides: bool, tag: str, tmp_path: 
     assert len(weights[0]) == 15
     assert weights[0] == weights[1]
     assert ["NVFP4 (4.5 bits" in note for note in notes] == [True] * (tag != "f32")
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_tiles_of_its_own(divides: bool, tmp_path: Path) -> None:
+    """Codes and scales stay; a divisor becomes a factor, which is rounded once."""
+    meaning, notes = save(tmp_path / "x", divides), ["first"]
+    source = LocalSource(open_checkpoint(tmp_path / "x"), "x")
+    library = Library(Settings(tmp_path / "home"))
+    manifest = repack(source, library, parse_name("x:nvfp4"), ignore, notes.append)
+    assert (manifest.dtype, notes) == ("NVFP4", ["first"])
+    tensors = joined(open_checkpoint(tmp_path / "x"))
+    for name, wide in meaning.items():
+        data = bytearray().join(encoded(tensors[name], "NVFP4"))
+        tiles = torch.frombuffer(data, dtype=torch.uint8)
+        found = dequantise(tiles, "NVFP4", *wide.shape)
+        assert torch.allclose(found, wide, rtol=2e-7 if divides else 0, atol=0)
+    folder = library.folder(manifest.model)
+    with Engine.open(manifest, folder, EngineConfig(), Settings(tmp_path / "home")) as engine:
+        assert str(engine.info.name) == "x:nvfp4"
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_5_moe"])

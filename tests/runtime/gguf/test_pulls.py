@@ -85,7 +85,7 @@ def test_tokens_of_transformers(name: str, tmp_path: Path) -> None:
         (Kind.Q4_0, "q4", False),
         (Kind.Q8_0, "q8", False),
         (Kind.Q5_0, "q8", True),
-        (Kind.Q4_1, "q4", True),
+        (Kind.Q4_1, "q8", True),
         (Kind.BF16, "q4", False),
     ],
 )
