@@ -65,9 +65,10 @@ def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSou
     """Open the model's source. Raises BadCheckpoint, RepositoryError when it is gone."""
     from moeinf.runtime.checkpoints.torch_bin import open_folder
     from moeinf.runtime.gguf.checkpoint import open_local
+    from moeinf.runtime.hub.gguf_files import source_files
     from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking
     from moeinf.runtime.hub.listing import is_offline, look_up_all
-    from moeinf.runtime.hub.repository import HubSource, source_files
+    from moeinf.runtime.hub.repository import HubSource
     from moeinf.runtime.library.verify import LocalRepair
 
     if manifest.source == DEMO:

@@ -322,10 +322,8 @@ def _parse_header(path: Path, size: int, text: bytes) -> tuple[dict[str, SourceT
     end = 8 + length
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.size_bytes)):
         if tensor.offset != end:
-            problem = (
-                "overlaps another tensor" if tensor.offset < end else "leaves a hole before it"
-            )
-            raise BadCheckpoint(f"{path}: {tensor.name!r} {problem}")
+            what = "overlaps another tensor" if tensor.offset < end else "leaves a hole before it"
+            raise BadCheckpoint(f"{path}: {tensor.name!r} {what}")
         end += tensor.size_bytes
     if end != size:
         raise BadCheckpoint(f"{path} is {size} bytes, its header describes {end}")

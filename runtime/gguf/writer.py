@@ -11,10 +11,13 @@ Source: docs/gguf.md in github.com/ggml-org/ggml.
 from __future__ import annotations
 
 import math
+import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,3 +123,36 @@ def _encoded(value: Value) -> bytes:
     if isinstance(value, np.ndarray):
         return struct.pack("<IIQ", _ARRAY, _ARRAYS[value.dtype], len(value)) + value.tobytes()
     return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+
+
+class FileWriter:
+    """The file that is written: tensors at their places, in any order."""
+
+    def __init__(self, path: Path, descriptor: int, layout: FileLayout) -> None:
+        self._path, self._descriptor, self._layout = path, descriptor, layout
+
+    def begin(self) -> None:
+        """Write the header, and give the file its size. Raises OSError."""
+        with self._named():
+            os.ftruncate(self._descriptor, self._layout.size_bytes)
+        self._write_at(memoryview(self._layout.header), 0)
+
+    def write(self, tensor: WrittenTensor, rows: NDArray[np.uint8], offset: int) -> None:
+        """Write encoded rows `offset` bytes behind the tensor's begin. Raises OSError."""
+        data = np.ascontiguousarray(rows).reshape(-1).data
+        self._write_at(data, self._layout.offsets[tensor.name] + offset)
+
+    def _write_at(self, data: memoryview, offset: int) -> None:
+        done = 0
+        with self._named():
+            while done < data.nbytes:  # a write may be short
+                done += os.pwrite(self._descriptor, data[done:], offset + done)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in an error of the system."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+from moeinf.runtime.checkpoints.checkpoint import BIN, SAFETENSORS, BadCheckpoint
 from moeinf.runtime.gguf.reader import SUFFIX, parts_of
 from moeinf.runtime.hub.download import RemoteFile
-from moeinf.runtime.hub.listing import Repository
+from moeinf.runtime.hub.listing import Repository, in_top_folder
 
 _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?I?Q\d(?:_[A-Z0-9]+)*|BF16|F16|FP16|F32|MXFP4(?:_MOE)?|TQ\d_0)"
@@ -37,6 +37,22 @@ _ORDER_OF_TAG = {
 def has_gguf(repository: Repository) -> bool:
     """Return True if a repository has GGUF files of a model."""
     return bool(_by_quant(repository.files))
+
+
+def source_files(
+    everything: Repository, quant: str | None, tag: str | None
+) -> tuple[Repository, str | None]:
+    """Return a repository with the files that a source may use, and their GGUF quantisation.
+
+    Safetensors and `.bin` files are preferred unless `quant` names a quantisation. For them the
+    second result stays None. quant, tag: see quant_files. Raises BadCheckpoint.
+    """
+    found = in_top_folder(everything)
+    folder = SAFETENSORS.given(found.files.__contains__) or BIN.given(found.files.__contains__)
+    if quant is None and (folder or not has_gguf(everything)):
+        return found, None
+    quant, files = quant_files(everything, quant, tag)
+    return Repository(found.name, found.commit, {file.name: file for file in files}), quant
 
 
 def quant_files(

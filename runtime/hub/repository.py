@@ -58,8 +58,7 @@ from moeinf.runtime.hub.download import (
     has_promised_hash,
     is_promised,
 )
-from moeinf.runtime.hub.gguf_files import has_gguf, quant_files
-from moeinf.runtime.hub.listing import Repository, in_top_folder
+from moeinf.runtime.hub.listing import Repository
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
@@ -84,22 +83,6 @@ def fetcher_of(
 ) -> Fetcher:
     """Return a Fetcher for the hub. Without `token` it uses the one of huggingface_hub."""
     return Fetcher(constants.ENDPOINT, token or get_token(), patience or Patience(), stop)
-
-
-def source_files(
-    everything: Repository, quant: str | None, tag: str | None
-) -> tuple[Repository, str | None]:
-    """Return a repository with the files that a source may use, and their GGUF quantisation.
-
-    Safetensors and `.bin` files are preferred unless `quant` names a quantisation. For them the
-    second result stays None. quant, tag: see quant_files. Raises BadCheckpoint.
-    """
-    found = in_top_folder(everything)
-    folder = SAFETENSORS.given(found.files.__contains__) or BIN.given(found.files.__contains__)
-    if quant is None and (folder or not has_gguf(everything)):
-        return found, None
-    quant, files = quant_files(everything, quant, tag)
-    return Repository(found.name, found.commit, {file.name: file for file in files}), quant
 
 
 class HubSource:

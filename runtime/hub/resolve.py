@@ -100,9 +100,10 @@ def find_source(
     check_not_demo(wanted)
 
     from moeinf.runtime.gguf.tags import best_tag
+    from moeinf.runtime.hub.gguf_files import source_files
     from moeinf.runtime.hub.hf_cache import cached_snapshot
     from moeinf.runtime.hub.listing import is_offline, look_up_all
-    from moeinf.runtime.hub.repository import HubSource, source_files
+    from moeinf.runtime.hub.repository import HubSource
 
     model, quant = split_quant(model)
     repository = model.partition(":")[0]

@@ -33,7 +33,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.engine.loader import check_small_files
-from moeinf.runtime.gguf.writer import FileLayout, Kind, Value, WrittenTensor, lay_out
+from moeinf.runtime.gguf.writer import FileLayout, FileWriter, Kind, Value, WrittenTensor, lay_out
 from moeinf.runtime.gguf.written_architectures import CannotExport, Written, written
 from moeinf.runtime.gguf.written_blocks import encode_rows, kind_of
 from moeinf.runtime.gguf.written_names import Change, Place, expert_name, places
@@ -136,7 +136,7 @@ def export_gguf(
         progress("exporting", done, total)
 
     with replaced(target) as descriptor:
-        file = _File(target, descriptor, layout)
+        file = FileWriter(target, descriptor, layout)
         file.begin()
         _write_dense(file, manifest, dense, tell)
         _write_experts(file, folder, manifest, experts, tell)
@@ -249,41 +249,8 @@ def _parts(layout: ExpertLayout) -> list[_Part]:
     return found
 
 
-class _File:
-    """The file that is written: tensors at their places, in any order."""
-
-    def __init__(self, path: Path, descriptor: int, layout: FileLayout) -> None:
-        self._path, self._descriptor, self._layout = path, descriptor, layout
-
-    def begin(self) -> None:
-        """Write the header, and give the file its size. Raises OSError."""
-        with self._named():
-            os.ftruncate(self._descriptor, self._layout.size_bytes)
-        self._write_at(memoryview(self._layout.header), 0)
-
-    def write(self, tensor: WrittenTensor, rows: Bytes, offset: int) -> None:
-        """Write encoded rows `offset` bytes behind the tensor's begin. Raises OSError."""
-        data = np.ascontiguousarray(rows).reshape(-1).data
-        self._write_at(data, self._layout.offsets[tensor.name] + offset)
-
-    def _write_at(self, data: memoryview, offset: int) -> None:
-        done = 0
-        with self._named():
-            while done < data.nbytes:  # a write may be short
-                done += os.pwrite(self._descriptor, data[done:], offset + done)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name the file in an error of the system."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = os.fspath(self._path)
-            raise
-
-
 def _write_dense(
-    file: _File, manifest: Manifest, dense: Sequence[_Stored], tell: Callable[[int], None]
+    file: FileWriter, manifest: Manifest, dense: Sequence[_Stored], tell: Callable[[int], None]
 ) -> None:
     """Write the dense tensors. Raises DamagedModel unless they are what was pulled."""
     record, checksum = manifest.file(DENSE), 0
@@ -310,7 +277,7 @@ def _write_dense(
 
 
 def _write_rows(
-    file: _File, stored: _Stored, output: _Output, data: Bytes, first: int, rows: int
+    file: FileWriter, stored: _Stored, output: _Output, data: Bytes, first: int, rows: int
 ) -> None:
     tensor = output.tensor
     found = encode_rows(data, stored.form, rows, stored.columns, tensor.kind)
@@ -320,7 +287,7 @@ def _write_rows(
 
 
 def _write_experts(
-    file: _File,
+    file: FileWriter,
     folder: Path,
     manifest: Manifest,
     tensors: Mapping[tuple[int, str], WrittenTensor],

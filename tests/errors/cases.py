@@ -88,21 +88,6 @@ def _(place: Place) -> list[str]:
     return ["list"]
 
 
-@case("ollama_model_not_found")
-def _(place: Place) -> list[str]:
-    place.patch.setenv("OLLAMA_MODELS", str(place.folder / "none"))
-    return ["pull", "ollama:qwen3"]
-
-
-@case("bad_local_store")
-def _(place: Place) -> list[str]:
-    place.patch.setenv("OLLAMA_MODELS", str(place.folder))
-    manifest = place.folder / "manifests/registry.ollama.ai/library/qwen3/latest"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text("{}")
-    return ["pull", "ollama:qwen3"]
-
-
 @case("model_in_use")
 def _(place: Place) -> list[str]:
     registration = Registry(place.home / "run").register("demo:bf16", lambda _: 0)

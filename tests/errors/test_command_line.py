@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.errors.cases import CASES
 from tests.errors.provoking import Place, check_words, shown_by
+from tests.errors.store_cases import CASES
 from tests.errors.tree import coded
 
 

@@ -157,7 +157,7 @@ def test_the_form_that_openai_has(
 
 def test_every_error_is_provoked() -> None:
     """Each is provoked here or on the command line."""
-    from tests.errors.cases import CASES as COMMANDS
+    from tests.errors.store_cases import CASES as COMMANDS
 
     known = {kind.code for kind in coded()}
     assert known == {*CASES, *PLANTED, *COMMANDS}

@@ -390,14 +390,3 @@ def test_what_cannot_be_is_refused():
         ExpertKernel("q8", 32, 32, "gelu")
     assert not _native._use_kernels("sse")
     assert kernel_path() in PATHS
-
-
-def test_a_forked_child_computes_with_threads_of_its_own():
-    data, _ = stored(torch.randn(640, 64, generator=torch.Generator().manual_seed(2)), "q4")
-    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
-    wanted = linear("q4", data, (640, 64), x)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if torch.equal(linear("q4", data, (640, 64), x), wanted) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(linear("q4", data, (640, 64), x), wanted)
