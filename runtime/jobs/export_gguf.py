@@ -358,7 +358,7 @@ def _tokenizer(folder: Path, about: Written) -> dict[str, Value]:
     keys = vocabulary(read_json(folder / TOKENIZER), count, about.architecture)
     bos = tokenizer.token_id(tokenizer.bos) if tokenizer.bos else None
     eos = tokenizer.token_id(tokenizer.eos) if tokenizer.eos else None
-    ends = sorted(end_tokens(folder, tokenizer) - {eos})
+    ends = sorted(end for end in end_tokens(folder, tokenizer) - {eos} if end < count)
     if eos is None and ends:
         eos = ends.pop(0)
     found = {"bos": bos, "eos": eos, "eot": ends[0] if ends else None, **_others(folder, tokenizer)}
