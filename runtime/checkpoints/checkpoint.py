@@ -44,7 +44,7 @@ class BadCheckpoint(UnusableInput, ValueError):
     """A checkpoint cannot be used. The message names the file."""
 
     code = "bad_checkpoint"
-    hint = "a folder with config.json, tokenizer.json and *.safetensors, all of them complete"
+    hint = "a folder with config.json, tokenizer.json and *.safetensors, or a whole GGUF file"
 
 
 @dataclass(frozen=True)
