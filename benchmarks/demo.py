@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.config import EngineConfig, Settings

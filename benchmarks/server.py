@@ -34,7 +34,7 @@ from benchmarks.calibrated import named
 from benchmarks.demo import prompts
 from benchmarks.models import RaceModel
 from benchmarks.shapes import SHAPES, shape
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings, read_environment
 from moeinf.runtime.jobs.bench import machine

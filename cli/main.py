@@ -13,27 +13,27 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.commands.bench import bench
-from moeinf.cli.commands.cp import cp
-from moeinf.cli.commands.devices import devices
-from moeinf.cli.commands.eamc import eamc
-from moeinf.cli.commands.eval import evaluate_text
-from moeinf.cli.commands.export import export
 from moeinf.cli.commands.help import help_of
-from moeinf.cli.commands.list_models import list_models
-from moeinf.cli.commands.plan import plan
-from moeinf.cli.commands.prune import prune
+from moeinf.cli.commands.measuring.bench import bench
+from moeinf.cli.commands.measuring.devices import devices
+from moeinf.cli.commands.measuring.eamc import eamc
+from moeinf.cli.commands.measuring.eval import evaluate_text
+from moeinf.cli.commands.measuring.plan import plan
+from moeinf.cli.commands.measuring.simulate import simulate
+from moeinf.cli.commands.measuring.trace import trace
+from moeinf.cli.commands.models.cp import cp
+from moeinf.cli.commands.models.export import export
+from moeinf.cli.commands.models.list_models import list_models
+from moeinf.cli.commands.models.prune import prune
+from moeinf.cli.commands.models.pull import pull
+from moeinf.cli.commands.models.rm import rm
+from moeinf.cli.commands.models.search import search
+from moeinf.cli.commands.models.show import show
+from moeinf.cli.commands.models.verify import verify
 from moeinf.cli.commands.ps import ps
-from moeinf.cli.commands.pull import pull
-from moeinf.cli.commands.rm import rm
 from moeinf.cli.commands.run import run
-from moeinf.cli.commands.search import search
 from moeinf.cli.commands.serve import ENVIRONMENT, serve
-from moeinf.cli.commands.show import show
-from moeinf.cli.commands.simulate import simulate
 from moeinf.cli.commands.stop import stop
-from moeinf.cli.commands.trace import trace
-from moeinf.cli.commands.verify import verify
 from moeinf.cli.errors import tell
 from moeinf.cli.options import Usage
 from moeinf.cli.output import Output, flush

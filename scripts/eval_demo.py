@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.runtime.config import EngineConfig, read_environment
 from moeinf.runtime.engine.engine import Engine

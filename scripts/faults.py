@@ -39,7 +39,7 @@ ROWS = (
         "kill -9 of a pull (folder, hub) at every write, fsync, rename, unlink; disk full there",
         (
             "tests/runtime/hub/test_kill_points.py",
-            "tests/cli/commands/test_pull_hub.py::test_kill_and_rerun",
+            "tests/cli/commands/models/test_pull_hub.py::test_kill_and_rerun",
         ),
     ),
     Row(
@@ -61,7 +61,7 @@ ROWS = (
         (
             "tests/faults/test_shards.py",
             "tests/runtime/engine/test_engine.py -k damaged",
-            "tests/cli/commands/test_verify.py",
+            "tests/cli/commands/models/test_verify.py",
         ),
     ),
     Row(
@@ -105,7 +105,7 @@ ROWS = (
         "many processes pull, run, cp, rm, trace one model; some killed",
         (
             "tests/faults/test_many_processes.py",
-            "tests/cli/commands/test_pull_hub.py::test_two_pulls_at_once",
+            "tests/cli/commands/models/test_pull_hub.py::test_two_pulls_at_once",
             "tests/runtime/library/test_processes.py",
         ),
     ),
@@ -120,7 +120,7 @@ ROWS = (
             "tests/runtime/checkpoints/test_checkpoint.py",
             "tests/models/test_config.py",
             "tests/runtime/test_names.py",
-            "tests/cli/commands/test_pull_hub.py -k hostile",
+            "tests/cli/commands/models/test_pull_hub.py -k hostile",
         ),
     ),
     Row("pickles that execute", ("tests/runtime/checkpoints/test_torch_bin.py",)),

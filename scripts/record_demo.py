@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.runtime.config import EngineConfig, read_environment

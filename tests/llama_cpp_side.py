@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.gguf.writer import Kind, Value, WrittenTensor, lay_out
+from moeinf.runtime.gguf.writing.writer import Kind, Value, WrittenTensor, lay_out
 
 _F32 = 0  # ggml's number, of the KV cache: by default llama.cpp rounds it to 16 bits
 

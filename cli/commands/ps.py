@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moeinf.cli.commands.list_models import ID_DIGITS, in_words
+from moeinf.cli.commands.models.list_models import ID_DIGITS, in_words
 from moeinf.cli.options import Json, Quiet
 from moeinf.cli.output import Output
 from moeinf.runtime.config import read_environment

@@ -17,8 +17,8 @@ from moeinf.cli.chat.remote import RemotePartner
 from moeinf.cli.chat.server_check import Found, look
 from moeinf.cli.chat.signals import interruptible, stoppable
 from moeinf.cli.chat.waiting import awaited
-from moeinf.cli.commands.plan import print_plan
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.measuring.plan import print_plan
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.options import (
     Context,
     Device,

@@ -33,11 +33,18 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.engine.loader import check_small_files
-from moeinf.runtime.gguf.writer import FileLayout, FileWriter, Kind, Value, WrittenTensor, lay_out
-from moeinf.runtime.gguf.written_architectures import CannotExport, Written, written
-from moeinf.runtime.gguf.written_blocks import encode_rows, kind_of
-from moeinf.runtime.gguf.written_names import Change, Place, expert_name, places
-from moeinf.runtime.gguf.written_vocabulary import vocabulary
+from moeinf.runtime.gguf.writing.architectures import CannotExport, Written, written
+from moeinf.runtime.gguf.writing.blocks import encode_rows, kind_of
+from moeinf.runtime.gguf.writing.names import Change, Place, expert_name, places
+from moeinf.runtime.gguf.writing.vocabulary import vocabulary
+from moeinf.runtime.gguf.writing.writer import (
+    FileLayout,
+    FileWriter,
+    Kind,
+    Value,
+    WrittenTensor,
+    lay_out,
+)
 from moeinf.runtime.library.dense_views import (
     FORMS_BY_SIZE,
     DenseHeader,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import memory, start, throughput
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.output import Output
 from moeinf.runtime.config import Settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli.commands import list_models
+from moeinf.cli.commands.models import list_models
 from moeinf.cli.main import answer
 from moeinf.runtime import crash_log
 

@@ -11,8 +11,8 @@ import pytest
 
 from moeinf.cli.chat.client import ServerError
 from moeinf.cli.chat.slash_commands import BadCommand
-from moeinf.cli.commands import eval as evaluation
-from moeinf.cli.commands.pull import pull
+from moeinf.cli.commands.measuring import eval as evaluation
+from moeinf.cli.commands.models.pull import pull
 from moeinf.cli.errors import tell
 from moeinf.cli.main import answer
 from moeinf.cli.output import Output, OutputFailed

@@ -11,7 +11,7 @@ import pytest
 from moeinf.cli.chat.client import Client
 from moeinf.cli.chat.local import LocalPartner, Opener
 from moeinf.cli.chat.remote import RemotePartner
-from moeinf.cli.commands import devices as command
+from moeinf.cli.commands.measuring import devices as command
 from moeinf.cli.main import answer
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.runtime.config import EngineConfig, Settings, read_server_environment

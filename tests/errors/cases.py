@@ -20,7 +20,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from moeinf.cli.chat.repl import Repl
-from moeinf.cli.commands import list_models
+from moeinf.cli.commands.models import list_models
 from moeinf.cli.output import Output
 from moeinf.models.base import ContextFull
 from moeinf.offload.gpu_tier.layer_runner import OutOfMemory

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.quantise import dequantise
-from moeinf.runtime.gguf.writer import Kind, fits
+from moeinf.runtime.gguf.writing.writer import Kind, fits
 
 Bytes = NDArray[np.uint8]
 _KINDS = {

@@ -3,7 +3,7 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "kernels/vectors_avx512.h"
+#include "kernels/avx512/vectors.h"
 
 namespace moeinf {
 namespace {

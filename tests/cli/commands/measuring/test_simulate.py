@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moeinf.cli.commands.simulate import simulate
+from moeinf.cli.commands.measuring.simulate import simulate
 from moeinf.cli.output import Advance, Output
 from moeinf.offload.routing.recording_file import recording_to_bytes
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
@@ -79,7 +79,7 @@ def test_the_bar_counts_every_pass_of_every_policy(
 
                 yield counted
 
-    monkeypatch.setattr("moeinf.cli.commands.simulate.Output", Terminal)
+    monkeypatch.setattr("moeinf.cli.commands.measuring.simulate.Output", Terminal)
     simulate([recorded], policies="lru,eamc", capacity="25%,50%")
     assert told == [20, 20, 8] * 4
     assert "simulating two" in stream.getvalue()

@@ -28,7 +28,7 @@ from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
 from moeinf.models.qwen2_moe import Qwen2MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
-from moeinf.runtime.gguf.writer import Value
+from moeinf.runtime.gguf.writing.writer import Value
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _LITE_LAYERS = (26, 27)  # llama.cpp takes these for DeepSeek-V2-Lite, without q_lora_rank
@@ -48,7 +48,7 @@ class Written:
     keys           metadata, without the name of the architecture in front
     moe_layers     the decoder layer of each MoE layer
     copies_embedding  llama.cpp wants an output head, and the checkpoint ties it to the embedding
-    paired         heads of the tensors whose rows are in another order (written_names.py)
+    paired         heads of the tensors whose rows are in another order (names.py)
     renamed        tensors that this architecture names differently
     kv_b           (heads, nope, value) of a kv_b_proj that is split
     """

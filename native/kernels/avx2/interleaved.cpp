@@ -4,7 +4,7 @@
 // in 16 bits: four sums are at most 4 · 2 · 31 · 127 = 31496. So do two sums of q6k, which are at
 // most 2 · 2 · 63 · 127 = 32004.
 #if defined(__x86_64__)
-#include "kernels/vectors_avx2.h"
+#include "kernels/avx2/vectors.h"
 
 namespace moeinf {
 namespace {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli.commands.show import show
+from moeinf.cli.commands.models.show import show
 from moeinf.models import FAMILIES
 from moeinf.runtime.config import Settings
 from moeinf.runtime.sizes import format_bytes

@@ -14,7 +14,7 @@ namespace moeinf {
 namespace {
 
 constexpr std::size_t kHalfRows = kBlockRows / 2;
-constexpr std::size_t kAhead = 1024;  // as in kernels_avx512.cpp
+constexpr std::size_t kAhead = 1024;  // as in avx512/kernels.cpp
 template <std::size_t bytes>
 MOEINF_AVX2 MOEINF_INLINE void prefetch(const std::byte* at) {
 #pragma GCC unroll 32

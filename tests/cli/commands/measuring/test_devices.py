@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli.commands import devices as command
+from moeinf.cli.commands.measuring import devices as command
 from moeinf.cli.main import answer
 from moeinf.runtime.machine.disk_bench import IN_FLIGHT
 from tests.cli.conftest import check_document

@@ -12,8 +12,8 @@ from torch import Tensor
 from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.quantise import dequantise, quantise
 from moeinf.runtime.checkpoints.fused_experts import tile_blocks, widen_blocks
-from moeinf.runtime.gguf.writer import Kind
-from moeinf.runtime.gguf.written_blocks import encode_rows, kind_of
+from moeinf.runtime.gguf.writing.blocks import encode_rows, kind_of
+from moeinf.runtime.gguf.writing.writer import Kind
 
 SHAPES = [(16, 64), (1, 32), (17, 96), (40, 160)]  # whole tiles, and rows and columns to drop
 

@@ -1,6 +1,6 @@
 // The kernels of interleaved blocks (tiles.h) with AVX-512 and VNNI: q4k, q5k, q6k and nvfp4.
 #if defined(__x86_64__)
-#include "kernels/vectors_avx512.h"
+#include "kernels/avx512/vectors.h"
 
 namespace moeinf {
 namespace {

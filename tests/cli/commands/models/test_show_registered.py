@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moeinf.cli.commands.show import show
+from moeinf.cli.commands.models.show import show
 from moeinf.runtime.hub.aliases import Entry, registry
 from moeinf.runtime.sizes import format_bytes
 from tests.cli.conftest import check_document

@@ -8,7 +8,7 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include "kernels/vectors_avx2.h"
+#include "kernels/avx2/vectors.h"
 
 namespace moeinf {
 namespace {

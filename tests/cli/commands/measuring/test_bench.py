@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Command
 
-TRACES = Path(__file__).parents[2] / "data" / "traces"
+TRACES = Path(__file__).parents[3] / "data" / "traces"
 _SHORT = ("--prompt-tokens", "20", "--new-tokens", "8", "--rounds", "2")
 
 

@@ -9,7 +9,7 @@ import pytest
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES, GGUFReader
 
 from moeinf.models import family_of
-from moeinf.runtime.gguf.written_architectures import CannotExport, Written, written
+from moeinf.runtime.gguf.writing.architectures import CannotExport, Written, written
 from tests.exported import FAMILIES, checkpoint, exported
 from tests.tiny import tiny_config
 from tests.tiny_configs import TINY

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeinf.cli.commands.pull import ensure
+from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, Usage, engine_config
 from moeinf.cli.output import Output
 from moeinf.offload.policy.names import DEFAULT_POLICY

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.runtime.gguf.written_architectures import Written
+from moeinf.runtime.gguf.writing.architectures import Written
 
 Bytes = NDArray[np.uint8]
 Change = Callable[[Bytes], Bytes]  # of all rows of a matrix [rows, bytes of a row]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeinf.runtime.gguf.written_architectures import CannotExport
-from moeinf.runtime.gguf.written_vocabulary import TokenType, vocabulary
+from moeinf.runtime.gguf.writing.architectures import CannotExport
+from moeinf.runtime.gguf.writing.vocabulary import TokenType, vocabulary
 from tests.tokenizer_files import document, split, token, unigram
 
 QWEN2 = (

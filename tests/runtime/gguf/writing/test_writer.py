@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader
 
-from moeinf.runtime.gguf.writer import Kind, Value, WrittenTensor, fits, lay_out
+from moeinf.runtime.gguf.writing.writer import Kind, Value, WrittenTensor, fits, lay_out
 
 KEYS: dict[str, Value] = {
     "general.architecture": "olmoe",

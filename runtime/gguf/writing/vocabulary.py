@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from moeinf.runtime.gguf.writer import Value
-from moeinf.runtime.gguf.written_architectures import CannotExport
+from moeinf.runtime.gguf.writing.architectures import CannotExport
+from moeinf.runtime.gguf.writing.writer import Value
 
 
 class TokenType(IntEnum):

@@ -1,0 +1,1 @@
+"""The commands that work on installed models, one file each."""

@@ -1,0 +1,1 @@
+"""GGUF files as we write them."""
