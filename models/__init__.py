@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": glm4_moe_lite.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "granitemoe": granitemoe.FAMILY,
+    "granitemoeshared": granitemoe.SHARED,
     "kimi_k2": deepseek_v3.FAMILY,
     "kimi_k25": kimi_k25.FAMILY,
     "mixtral": mixtral.FAMILY,

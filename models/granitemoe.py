@@ -1,7 +1,7 @@
 """Granite 3 MoE: four multipliers on a Mixtral-like decoder, experts stored as fused tensors.
 
 Math as in transformers 5.23, modeling_granitemoe.py. Its softmax over the chosen logits equals the
-softmax over all of them, renormalised.
+softmax over all of them, renormalised. `granitemoeshared` adds one expert that runs for all tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from moeinf.models.base import (
     MoeShape,
     Parts,
 )
-from moeinf.models.config import Fields
+from moeinf.models.config import MAX_WIDTH, Fields
 from moeinf.models.expert_names import known_layer
 from moeinf.models.layers.attention import GqaAttention, GqaShape, gqa_projections, parse_gqa
 from moeinf.models.layers.decoder import Block, BodyConfig, Decoder, ignores_buffers, parse_body
+from moeinf.models.layers.ffn import FusedMlp
 from moeinf.models.layers.moe import SparseFfn, parse_moe
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import SoftmaxRouter
@@ -41,6 +42,7 @@ class GraniteMoeConfig:
     attention: GqaShape
     moe: MoeShape
     residual: float  # residual_multiplier
+    shared: int = 0  # shared_intermediate_size
 
 
 def parse(values: Mapping[str, Any]) -> GraniteMoeConfig:
@@ -68,6 +70,12 @@ def parse(values: Mapping[str, Any]) -> GraniteMoeConfig:
     )
 
 
+def parse_shared(values: Mapping[str, Any]) -> GraniteMoeConfig:
+    """See base.Family."""
+    shared = Fields(values).integer("shared_intermediate_size", low=0, high=MAX_WIDTH, default=1024)
+    return replace(parse(values), shared=shared)
+
+
 def build(config: GraniteMoeConfig, parts: Parts) -> Model:
     """See base.Family."""
     shape = config.attention
@@ -87,8 +95,20 @@ def _block(config: GraniteMoeConfig, parts: Parts, layer: int) -> Block:
         attention_norm=norm("input_layernorm"),
         attention=GqaAttention(layer, config.attention, projections),
         ffn_norm=norm("post_attention_layernorm"),
-        ffn=SparseFfn(layer, SoftmaxRouter(gate, moe.top_k, renormalise=True)),
+        ffn=SparseFfn(
+            layer, SoftmaxRouter(gate, moe.top_k, renormalise=True), _shared(config, parts, prefix)
+        ),
         residual=config.residual,
+    )
+
+
+def _shared(config: GraniteMoeConfig, parts: Parts, prefix: str) -> FusedMlp | None:
+    width, hidden = config.shared, config.body.hidden
+    if not width:
+        return None
+    return FusedMlp(
+        gate_up=parts.linear(f"{prefix}.shared_mlp.input_linear", 2 * width, hidden),
+        down=parts.linear(f"{prefix}.shared_mlp.output_linear", hidden, width),
     )
 
 
@@ -107,3 +127,4 @@ def fused(name: str, config: GraniteMoeConfig) -> FusedPart | None:
 
 
 FAMILY = Family("granitemoe", parse, build, expert, ignores_buffers, fused)
+SHARED = Family("granitemoeshared", parse_shared, build, expert, ignores_buffers, fused)

@@ -59,10 +59,15 @@ class Qwen35MoeConfig:
     def __post_init__(self) -> None:
         require(len(self.full) > 0, "no layer has full attention")
 
+    @property
+    def name_prefix(self) -> str:
+        """The beginning of the names of the decoder's tensors."""
+        return _INNER if self.inner else "model."
+
     def name(self, stored: str) -> str:
         """Return a tensor's name as in a model of text alone."""
-        if self.inner and stored.startswith(_INNER):
-            return "model." + stored.removeprefix(_INNER)
+        if stored.startswith(self.name_prefix):
+            return "model." + stored.removeprefix(self.name_prefix)
         return stored
 
 

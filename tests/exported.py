@@ -17,6 +17,7 @@ from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sizes import parse_memory
 from tests import tiny_families
 from tests.conftest import ignore, pull
+from tests.steady import steady
 from tests.tiny import save_tiny
 from tests.tiny_families import Tiny
 from tests.tiny_mxfp4 import save_mxfp4
@@ -39,6 +40,13 @@ _DEEPSEEK = {
     "v_head_dim": 64,
     "num_hidden_layers": 3,
 }
+_GPT_OSS = {
+    **_SIZES,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "sliding_window": 17,
+}
 FAMILIES: dict[str, Tiny] = {
     "olmoe": tiny_families.olmoe(**_SIZES),
     "olmoe-yarn": tiny_families.olmoe(
@@ -60,10 +68,17 @@ FAMILIES: dict[str, Tiny] = {
         rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
     ),
     "gpt-oss": tiny_families.gpt_oss(
-        **{**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 4},
-        head_dim=64,
-        sliding_window=17,
-        rope_parameters={**tiny_families.YARN, "factor": 8.0},
+        **{**_GPT_OSS, "max_position_embeddings": 131072},
+        rope_parameters={  # as published
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+    "gpt-oss-rounded": tiny_families.gpt_oss(
+        **_GPT_OSS, rope_parameters={**tiny_families.YARN, "factor": 8.0}
     ),
     "qwen2": tiny_families.qwen2(
         **{**_SIZES, "num_key_value_heads": 2},
@@ -163,7 +178,8 @@ def checkpoint(name: str, folder: Path, mxfp4: bool = False) -> Path:
     if mxfp4:
         save_mxfp4(folder, FAMILIES[name])
     else:
-        save_tiny(FAMILIES[name], folder, seed=3)
+        tiny = FAMILIES[name]
+        save_tiny(tiny, folder, seed=3, change=lambda model: steady(model, tiny.family))
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO_CHECKPOINT / file, folder)
     return folder

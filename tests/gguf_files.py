@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
@@ -29,14 +30,16 @@ ARCHITECTURES = {  # model_type -> GGUF's architecture
     "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-_PAIRED = ("mixtral", "arctic", "granitemoe")
+_PAIRED = ("mixtral", "arctic", "granitemoe", "granitemoeshared")
 
 
 def float32(name: str, values: Tensor) -> Kind:
@@ -126,6 +129,8 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             value = rope.get("attention_factor" if key == "attn_factor" else key)
             if value is not None:
                 getattr(writer, f"add_rope_scaling_yarn_{key}")(value)
+    if kind == "longrope":
+        _add_long_factors(writer, rope)
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is not None:
         writer.add_rope_freq_base(theta)
@@ -140,6 +145,15 @@ def _add_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_value_length(config["head_dim"])
 
     _add_more_keys(writer, config)
+
+
+def _add_long_factors(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
+    """Write what Phi3MiniModel does, with the factor of the config in place of a derived one."""
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_attn_factors(rope["short_mscale"])
+    for name in ("long", "short"):
+        values = np.array(rope[f"{name}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{name}.weight", values)
 
 
 def _add_latent_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -166,6 +180,7 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         "n_shared_experts": writer.add_expert_shared_count,
         "routed_scaling_factor": writer.add_expert_weights_scale,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "first_k_dense_replace": writer.add_leading_dense_block_count,
         "attention_multiplier": writer.add_attention_scale,
@@ -188,8 +203,9 @@ def _add_more_keys(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if family in ("glm4_moe", "qwen3_5_moe_text"):
         share = rope.get("partial_rotary_factor", 0.5)
         writer.add_rope_dimension_count(int(config["head_dim"] * share))
+    if family in ("gpt_oss", "phimoe"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
     if family == "gpt_oss":
-        writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if family == "qwen3_5_moe_text":
         inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
@@ -242,7 +258,10 @@ def _changed(name: str, values: Tensor, config: Mapping[str, Any]) -> Named:
         values = halves.swapaxes(1, 2).reshape(values.shape)
     if family in _LATENT and name.endswith("kv_b_proj.weight"):
         yield from _latent(name, values, config)
-    elif family == "granitemoe" and "_linear." in name:
+    elif family == "granitemoeshared" and ".shared_mlp.input_linear." in name:
+        for role, half in zip(("gate", "up"), values.chunk(2), strict=True):
+            yield f"model.layers.{name.split('.')[2]}.mlp.shared_expert.{role}_proj.weight", half
+    elif family.startswith("granitemoe") and "moe." in name and "_linear." in name:
         yield from _fused(name, values, ".input_linear.weight", ".output_linear.weight")
     elif family == "qwen3_5_moe_text" and ".mlp.experts." in name:
         yield from _fused(name, values, ".gate_up_proj", ".down_proj")

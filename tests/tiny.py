@@ -6,6 +6,7 @@ The result looks like a checkpoint from the hub.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,18 @@ def _empty(name: str | Tiny) -> Any:
 
 
 def save_tiny(
-    name: str | Tiny, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32
+    name: str | Tiny,
+    folder: Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[Any], None] = lambda model: None,
 ) -> Any:
-    """Write config.json and safetensors with hub-style names to `folder`; return the model."""
+    """Write config.json and safetensors with hub-style names to `folder`; return the model.
+
+    change: what else happens to its weights.
+    """
     model = tiny_reference(name, seed).to(dtype)
+    change(model)
     model.save_pretrained(folder)
     return model
 

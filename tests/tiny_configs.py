@@ -12,6 +12,7 @@ from tests.tiny_families import (
     glm4_lite,
     gpt_oss,
     granite,
+    granite_shared,
     mixtral,
     olmoe,
     phimoe,
@@ -198,6 +199,17 @@ TINY: dict[str, Tiny] = {
         tie_word_embeddings=True,
         rms_norm_eps=0.03,
         rope_parameters={**YARN, "factor": 4.0},
+    ),
+    "granite-shared": granite_shared(embedding_multiplier=1.5, residual_multiplier=0.6),
+    "granite-shared-none": granite_shared(
+        shared_intermediate_size=0, num_experts_per_tok=6, logits_scaling=0.7
+    ),
+    "granite-shared-wide": granite_shared(
+        shared_intermediate_size=70,
+        num_experts_per_tok=1,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.03,
     ),
     "phimoe": phimoe(),
     "phimoe-biased": phimoe(

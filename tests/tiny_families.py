@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 24, "rope_theta": 1e4}
@@ -28,6 +28,10 @@ class Tiny:
     family: str
     config_class: str
     settings: dict[str, Any]
+
+    def but(self, **settings: Any) -> Tiny:
+        """Return the same with other arguments."""
+        return replace(self, settings={**self.settings, **settings})
 
 
 def mixtral(**settings: Any) -> Tiny:
@@ -159,6 +163,11 @@ def granite(**settings: Any) -> Tiny:
         "attention_multiplier": 0.25,
     }
     return Tiny("granitemoe", "GraniteMoeConfig", {**sizes, **settings})
+
+
+def granite_shared(**settings: Any) -> Tiny:
+    sizes = {**granite().settings, "shared_intermediate_size": 18}
+    return Tiny("granitemoeshared", "GraniteMoeSharedConfig", {**sizes, **settings})
 
 
 def arctic(**settings: Any) -> Tiny:

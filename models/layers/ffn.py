@@ -76,6 +76,18 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
+class FusedMlp:
+    """A GatedMlp whose gate and up are one matrix, the gate's rows first."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, D] to [T, D]."""
+        return _in_blocks(lambda rows: self.down(_swiglu(self.gate_up(rows))), x)
+
+
+@dataclass(frozen=True)
 class DenseRelu:
     """down(relu(up(x))) with dense weights."""
 

@@ -102,13 +102,18 @@ class Recipe:
     """The stored tensors that a tensor is made of, and how.
 
     make takes each stored tensor as float32 in its shape and returns the tensor as float32. With
-    `moves_rows` it only selects and reorders whole rows: it takes matrices and vectors of any
-    dtype, also stored rows of a quantised format.
+    `moves_rows` it only selects, joins and reorders whole rows: it takes matrices and vectors of
+    any dtype, also stored rows of a quantised format.
     """
 
     stored: tuple[SourceTensor, ...]
     make: Callable[..., torch.Tensor]
     moves_rows: bool = False
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if the tensor is made of stored rows of one dtype, which may stay as they are."""
+        return self.moves_rows and len({tensor.dtype for tensor in self.stored}) == 1
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from moeinf.runtime.gguf.delta_net import DELTA_MADE, DELTA_MOVES, DELTA_NAMES
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.latent import KV_B
 from moeinf.runtime.gguf.made import Change, Made
 from moeinf.runtime.gguf.rows import unpaired
 
+_Sides = tuple[int, ...]
 _GATING_SIGMOID = 2
 
 # GGUF's name inside a block -> the name inside a layer. A `.weight` or `.bias` stays.
@@ -68,6 +72,16 @@ _PAIRED: dict[str, Change] = {  # rows of Q and K in pairs, for llama.cpp's othe
     "attn_q": lambda keys: unpaired(keys.count("attention.head_count")),
     "attn_k": lambda keys: unpaired(keys.kv_heads),
 }
+
+
+def _stacked(keys: Keys, gate: _Sides, up: _Sides) -> tuple[_Sides, Callable[..., Tensor]]:
+    """Join the rows of gate and up."""
+    if len(gate) != 2 or gate != up:
+        raise keys.bad("has ffn_gate_shexp and ffn_up_shexp of shapes that do not fit")
+    return (2 * gate[0], gate[1]), lambda *rows: torch.cat(rows)
+
+
+_FUSED_SHARED = Made(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), _stacked, moves_rows=True)
 
 
 @dataclass(frozen=True)
@@ -126,9 +140,9 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    if keys.get("expert_shared_feed_forward_length"):
-        raise keys.bad("has shared experts, which are not supported in granitemoe")
-    return _body(keys, "granitemoe") | {
+    shared = keys.get("expert_shared_feed_forward_length") or None
+    return _body(keys, "granitemoeshared" if shared else "granitemoe") | {
+        "shared_intermediate_size": shared,
         "intermediate_size": keys.get("feed_forward_length"),
         "num_local_experts": keys.get("expert_count"),
         "attention_multiplier": keys.get("attention.scale"),
@@ -146,6 +160,16 @@ def _arctic(keys: Keys) -> dict[str, Any]:
         "rope_theta": found["rope_parameters"]["rope_theta"],
         "moe_layer_frequency": 1,
         "parallel_attn_mlp_res": True,
+    }
+
+
+def _phimoe(keys: Keys) -> dict[str, Any]:
+    return _body(keys, "phimoe") | {
+        "intermediate_size": keys.get("feed_forward_length"),
+        "num_local_experts": keys.get("expert_count"),
+        "rope_parameters": keys.long_rope(),
+        "sliding_window": keys.get("attention.sliding_window") or None,
+        "lm_head_bias": "output.bias" in keys.file.tensors,
     }
 
 
@@ -272,12 +296,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "granitemoe": Architecture(
-        _granite, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.router.layer"}, _PAIRED
+        _granite,
+        {
+            **_ATTENTION,
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        _PAIRED,
+        {"shared_mlp.input_linear.weight": _FUSED_SHARED},
     ),
     "llama": Architecture(
         _mixtral, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}, _PAIRED
     ),
     "olmoe": Architecture(_olmoe, _ATTENTION | _MLP),
+    "phimoe": Architecture(_phimoe, {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"}),
     "qwen2moe": Architecture(_qwen2, _ATTENTION | _MLP | _SHARED),
     "qwen35moe": Architecture(
         _qwen35, _ATTENTION | _MLP | _SHARED | _AFTER | DELTA_NAMES, DELTA_MOVES, DELTA_MADE

@@ -19,7 +19,7 @@ from moeinf.runtime.checkpoints.ggml import dtype_of
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
 from moeinf.runtime.gguf.delta_net import minus_one
-from moeinf.runtime.gguf.header import GgufTensor
+from moeinf.runtime.gguf.header import FACTORS, GgufTensor
 from moeinf.runtime.gguf.keys import Keys
 from moeinf.runtime.gguf.reader import SUFFIX, GgufFile, read_gguf
 from moeinf.runtime.gguf.vocabulary import tokenizer_files
@@ -87,6 +87,8 @@ def _sorted(
     experts: dict[tuple[int, int, str], SourceTensor] = {}
     sparse = _sparse_layers(keys)
     for name, tensor in keys.file.tensors.items():
+        if name in FACTORS:  # in the config
+            continue
         match = _BLOCK.fullmatch(name)
         if match is None:
             if name.startswith(("model.", "lm_head.")):  # of another format
@@ -123,7 +125,7 @@ def _made(keys: Keys, known: Architecture, block: int) -> dict[str, SourceTensor
         if len(parts) == len(stored):
             shape, make = made.how(keys, *(part.shape for part in parts))
             found[f"model.layers.{block}.{named}"] = replace(
-                parts[0], shape=shape, recipe=Recipe(parts, make)
+                parts[0], shape=shape, recipe=Recipe(parts, make, made.moves_rows)
             )
     return found
 

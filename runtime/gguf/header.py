@@ -33,6 +33,9 @@ _NUMBERS = {
 }  # fmt: skip
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MAX_FACTOR_BYTES = 1 << 18
+
 Fetch = Callable[[int, int], bytes]  # (offset, count) -> the bytes of the file
 
 
@@ -55,6 +58,7 @@ class Header:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     size_bytes: int  # of the header
+    factors: Mapping[str, tuple[float, ...]]  # the values of the tensors FACTORS
 
 
 def parse_header(path: Path, size: int, fetch: Fetch) -> Header:
@@ -81,7 +85,19 @@ def parse_header(path: Path, size: int, fetch: Fetch) -> Header:
         metadata[key] = _value(cursor, key)
     described = [_describe(cursor) for _ in range(tensors)]
     start = _data_start(cursor, metadata)
-    return Header(metadata, _placed(cursor, described, *start), cursor.at)
+    placed = _placed(cursor, described, *start)
+    factors = {name: _factors(cursor, placed[name], fetch) for name in FACTORS if name in placed}
+    return Header(metadata, placed, cursor.at, factors)
+
+
+def _factors(cursor: _Cursor, tensor: GgufTensor, fetch: Fetch) -> tuple[float, ...]:
+    """Return the values of a small float32 vector. Raises BadCheckpoint."""
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.size_bytes > _MAX_FACTOR_BYTES:
+        raise cursor.bad(f"has {tensor.name!r} of type {tensor.type} and shape {tensor.shape}")
+    data = fetch(tensor.offset, tensor.size_bytes)
+    if len(data) != tensor.size_bytes:
+        raise cursor.bad(f"is truncated: {tensor.name!r} reaches beyond the end of the file")
+    return tuple(np.frombuffer(data, "<f4").tolist())
 
 
 class _Cursor:

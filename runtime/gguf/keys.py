@@ -13,6 +13,7 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
 from moeinf.runtime.gguf.reader import GgufFile
 
 _THETA = 10000.0  # llama.cpp's default
+_READ_FREQS = ("llama", "granitemoe")  # architectures in which llama.cpp reads rope_freqs
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,39 @@ class Keys:
         both = round(10 * value, 6)
         return {"mscale": both, "mscale_all_dim": both}
 
+    def long_rope(self) -> dict[str, Any]:
+        """Return `rope_parameters` of phimoe, with the one attention factor that files have."""
+        names = ("rope_factors_short.weight", "rope_factors_long.weight")
+        short, long = (self.file.factors.get(name) for name in names)
+        if short is None or long is None:
+            return self.rope()
+        factor = self.get("rope.scaling.attn_factor")
+        factor = 1.0 if factor is None else factor
+        theta = self.get("rope.freq_base")
+        return {
+            "rope_type": "longrope",
+            "rope_theta": _THETA if theta is None else theta,
+            "original_max_position_embeddings": self.get("rope.scaling.original_context_length"),
+            "short_factor": [*short],
+            "long_factor": [*long],
+            "short_mscale": factor,
+            "long_mscale": factor,
+        }
+
     def rope(self) -> dict[str, Any]:
         """Return `rope_parameters`. Raises BadCheckpoint for a scaling that we do not know."""
         theta = self.get("rope.freq_base")
         found: dict[str, Any] = {"rope_theta": _THETA if theta is None else theta}
         kind = self.get("rope.scaling.type")
-        if "rope_freqs.weight" in self.file.tensors:
-            raise self.bad("has factors of rope frequencies (rope_freqs), which are not supported")
+        freqs = self.file.factors.get("rope_freqs.weight")
+        if freqs is not None and (kind not in (None, "none") or self.name not in _READ_FREQS):
+            raise self.bad(
+                f"has rope_freqs beside {self.name} and the rope scaling {str(kind)[:40]!r}, which "
+                "is not supported"
+            )
+        if freqs is not None:
+            factors = {"short_factor": [*freqs], "long_factor": [*freqs], "attention_factor": 1.0}
+            return found | {"rope_type": "longrope"} | factors
         if kind in (None, "none"):
             return found | {"rope_type": "default"}
         if kind not in ("linear", "yarn"):

@@ -17,8 +17,9 @@ class Made:
     """How a tensor is made of stored ones, with the names inside a block.
 
     how takes the metadata and the parts' shapes, and returns the tensor's shape and the function
-    that makes its values. Raises BadCheckpoint for parts that do not fit.
+    that makes its values. Raises BadCheckpoint for parts that do not fit. moves_rows: see Recipe.
     """
 
     parts: tuple[str, ...]
     how: Callable[..., tuple[tuple[int, ...], Callable[..., Tensor]]]
+    moves_rows: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,15 @@ _MAX_PARTS = 1000
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The metadata of the first part, and the tensors of all parts by name."""
+    """The metadata of the first part, and the tensors of all parts by name.
+
+    factors: the values of the divisors of rope's frequencies, by the names of their tensors.
+    """
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     paths: tuple[Path, ...]
+    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -68,6 +72,7 @@ def read_part(path: Path) -> Header:
 def join_parts(paths: list[Path], read: Callable[[Path], Header]) -> GgufFile:
     """Join the headers of all parts, in order. Raises BadCheckpoint if they do not fit."""
     tensors: dict[str, GgufTensor] = {}
+    factors: dict[str, tuple[float, ...]] = {}
     headers = [read(path) for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         count = header.metadata.get("split.count", 1)
@@ -81,7 +86,8 @@ def join_parts(paths: list[Path], read: Callable[[Path], Header]) -> GgufFile:
         if twice:
             raise BadCheckpoint(f"{path} has {min(twice)!r}, which another part has as well")
         tensors |= header.tensors
+        factors |= header.factors
     metadata = headers[0].metadata
     if len(paths) > 1 and metadata.get("split.tensors.count", len(tensors)) != len(tensors):
         raise BadCheckpoint(f"{paths[0]}: its parts have {len(tensors)} tensors, not all of them")
-    return GgufFile(metadata, tensors, tuple(paths))
+    return GgufFile(metadata, tensors, tuple(paths), factors)

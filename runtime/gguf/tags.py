@@ -36,8 +36,8 @@ def best_tag(experts: Iterable[SourceTensor]) -> str | None:
 def kept_forms(inventory: Inventory) -> Forms:
     """Return the formats that keep the types of a file tensor by tensor.
 
-    A type without a format of ours becomes Q4 up to 4.5 bits per weight, and Q8 above. So does a
-    tensor that is computed from others. Experts of one layer whose types differ become Q8.
+    A type without a format of ours becomes Q4 up to 4.5 bits per weight, and Q8 above. A tensor
+    that is computed from others becomes Q8. So do experts of one layer whose types differ.
     """
     layers: dict[int, dict[bool, set[str]]] = defaultdict(lambda: {False: set(), True: set()})
     for key, role, tensor in inventory.expert_matrices():
@@ -76,10 +76,9 @@ def describe_loss(inventory: Inventory, form: str) -> str | None:
 
 
 def _form_for(tensor: SourceTensor) -> str:
-    kept = _kept(tensor.dtype) if tensor.recipe is None or tensor.recipe.moves_rows else None
-    if kept is not None:
-        return kept
-    return _larger(tensor.dtype)
+    if tensor.recipe is not None and not tensor.recipe.keeps_rows:
+        return "Q8"
+    return _kept(tensor.dtype) or _larger(tensor.dtype)
 
 
 def _larger(dtype: str) -> str:

@@ -7,6 +7,7 @@ place in the file, so memory is bounded by one expert, or by one matrix whose ro
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +34,10 @@ from moeinf.runtime.checkpoints.checkpoint import (
 )
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.engine.loader import check_small_files
-from moeinf.runtime.gguf.writing.architectures import CannotExport, Written, written
+from moeinf.runtime.gguf.writing.architectures import written
 from moeinf.runtime.gguf.writing.blocks import encode_rows, kind_of
-from moeinf.runtime.gguf.writing.names import Change, Place, expert_name, places
+from moeinf.runtime.gguf.writing.description import CannotExport, Change, Place, Written
+from moeinf.runtime.gguf.writing.names import expert_name, places
 from moeinf.runtime.gguf.writing.vocabulary import vocabulary
 from moeinf.runtime.gguf.writing.writer import (
     FileLayout,
@@ -129,7 +131,11 @@ def export_gguf(
     dense = _dense(folder, manifest, about, wanted.shapes)
     experts = _experts(manifest, about)
     keys = _general(manifest, about) | _tokenizer(folder, about)
-    tensors = [output.tensor for stored in dense for output in stored.outputs]
+    factors = {
+        WrittenTensor(name, Kind.F32, (len(values),)): np.array(values, "<f4")
+        for name, values in about.factors.items()
+    }
+    tensors = [output.tensor for stored in dense for output in stored.outputs] + [*factors]
     layout = lay_out(keys, [*tensors, *experts.values()])
     _check_space(target, layout)
     for words in about.notes:
@@ -145,6 +151,8 @@ def export_gguf(
     with replaced(target) as descriptor:
         file = FileWriter(target, descriptor, layout)
         file.begin()
+        for tensor, divisors in factors.items():
+            file.write(tensor, divisors.view(np.uint8), 0)
         _write_dense(file, manifest, dense, tell)
         _write_experts(file, folder, manifest, experts, tell)
     kinds = [tensor.kind.name for tensor in (*tensors, *experts.values())]
@@ -199,7 +207,7 @@ def _form_of(source: SourceTensor, forms: Mapping[str, str], shape: tuple[int, .
 
 
 def _stored(source: SourceTensor, form: str, shape: tuple[int, ...], about: Written) -> _Stored:
-    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, shape[0])
     outputs = tuple(
         _Output(_tensor(place, form), place.change) for place in places(source.name, shape, about)
     )
@@ -207,7 +215,8 @@ def _stored(source: SourceTensor, form: str, shape: tuple[int, ...], about: Writ
 
 
 def _tensor(place: Place, form: str) -> WrittenTensor:
-    return WrittenTensor(place.name, kind_of(form, place.shape, place.exact), place.shape)
+    whole = place.shape if place.whole is None else (*place.shape[:-1], place.whole)
+    return WrittenTensor(place.name, kind_of(form, whole, place.exact), place.shape)
 
 
 def _experts(manifest: Manifest, about: Written) -> dict[tuple[int, str], WrittenTensor]:

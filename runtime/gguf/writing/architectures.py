@@ -5,62 +5,48 @@ Source: the conversion and src/models of github.com/ggml-org/llama.cpp.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from moeinf.errors import UnusableInput
-from moeinf.models.base import MoeShape
+from moeinf.models.arctic import ArcticConfig
 from moeinf.models.deepseek_v2 import DeepseekV2Config
 from moeinf.models.deepseek_v3 import DeepseekV3Config
 from moeinf.models.glm4_moe import Glm4MoeConfig
 from moeinf.models.gpt_oss import GptOssConfig
 from moeinf.models.granitemoe import GraniteMoeConfig
-from moeinf.models.layers.attention import GqaShape
 from moeinf.models.layers.decoder import BodyConfig
-from moeinf.models.layers.feed_forward import FfnPlan
-from moeinf.models.layers.mla import MlaShape
-from moeinf.models.layers.rope import RopeConfig, attention_factor
+from moeinf.models.layers.rope import RopeConfig
 from moeinf.models.layers.sigmoid_experts import SigmoidExperts
 from moeinf.models.mixtral import MixtralConfig
 from moeinf.models.olmoe import OlmoeConfig
+from moeinf.models.phimoe import PhimoeConfig
 from moeinf.models.qwen2_moe import Qwen2MoeConfig
+from moeinf.models.qwen3_5_moe import Qwen35MoeConfig
 from moeinf.models.qwen3_moe import Qwen3MoeConfig
+from moeinf.runtime.gguf.writing.delta_net import delta_keys, delta_tensors
+from moeinf.runtime.gguf.writing.description import (
+    CannotExport,
+    Place,
+    Shape,
+    Written,
+    heads,
+    refuse,
+    rope_keys,
+    rounding,
+    sizes,
+    stretched,
+    windowed,
+)
+from moeinf.runtime.gguf.writing.latent import latent_keys, split_kv_b
 from moeinf.runtime.gguf.writing.writer import Value
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
-_LITE_LAYERS = (26, 27)  # llama.cpp takes these for DeepSeek-V2-Lite, without q_lora_rank
-
-
-class CannotExport(UnusableInput, ValueError):
-    """llama.cpp cannot run the model, or would compute something else."""
-
-    code = "cannot_export"
-    hint = "`moeinf export --help`, which names the families"
-
-
-@dataclass(frozen=True)
-class Written:
-    """The description of a model for llama.cpp.
-
-    keys           metadata, without the name of the architecture in front
-    moe_layers     the decoder layer of each MoE layer
-    copies_embedding  llama.cpp wants an output head, and the checkpoint ties it to the embedding
-    paired         heads of the tensors whose rows are in another order (names.py)
-    renamed        tensors that this architecture names differently
-    kv_b           (heads, nope, value) of a kv_b_proj that is split
-    """
-
-    architecture: str
-    keys: Mapping[str, Value]
-    moe_layers: Sequence[int]
-    copies_embedding: bool = False
-    paired: Mapping[str, int] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    kv_b: tuple[int, int, int] | None = None
-    notes: tuple[str, ...] = ()
+_PHIMOE = (
+    "llama.cpp runs phimoe with RMSNorm in place of LayerNorm, and with a softmax in place of the "
+    "sparse mixer: its answers differ from this model's"
+)
+_AFTER = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def written(model_type: str, config: Any) -> Written:
@@ -75,81 +61,15 @@ def written(model_type: str, config: Any) -> Written:
     return describe(config)
 
 
-def _refuse(model_type: str, switches: Mapping[str, bool]) -> None:
-    """Raise CannotExport for the first switch that is on."""
-    for words, on in switches.items():
-        if on:
-            raise CannotExport(f"{model_type}: llama.cpp ignores {words}, so answers would differ")
-
-
-def _sizes(body: BodyConfig, moe: MoeShape) -> dict[str, Value]:
-    return {
-        "block_count": body.layers,
-        "context_length": body.max_context,
-        "embedding_length": body.hidden,
-        "vocab_size": body.vocab,
-        "attention.head_count": body.heads,
-        "attention.layer_norm_rms_epsilon": float(body.norm_eps),
-        "expert_count": moe.experts,
-        "expert_used_count": moe.top_k,
-    }
-
-
-def _heads(shape: GqaShape) -> dict[str, Value]:
-    return {
-        "attention.head_count_kv": shape.kv_heads,
-        "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
-    }
-
-
-def _rope(model_type: str, rope: RopeConfig, dimensions: int) -> dict[str, Value]:
-    """Return the keys of the rotary embedding. llama.cpp has yarn's usual factor built in."""
-    keys: dict[str, Value] = {
-        "rope.freq_base": float(rope.theta),
-        "rope.dimension_count": dimensions,
-    }
-    if rope.kind == "default":
-        return keys
-    if rope.kind not in ("linear", "yarn"):
-        raise CannotExport(f"{model_type}: rope type {rope.kind!r} cannot be exported as GGUF")
-    keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
-    if rope.kind == "linear":
-        return keys
-    keys |= {
-        "rope.scaling.original_context_length": rope.original_context,
-        "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
-        "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
-    }
-    if rope.attention_factor is not None:  # as llama.cpp's conversion writes it; not used there
-        keys["rope.scaling.yarn_attn_factor"] = float(rope.attention_factor)
-    left = attention_factor(rope) / (0.1 * math.log(rope.factor) + 1)
-    if not math.isclose(left, 1):
-        keys["rope.scaling.attn_factor"] = left
-    return keys
-
-
-def _rounding(rope: RopeConfig) -> tuple[str, ...]:
-    if rope.kind != "yarn" or rope.truncate:
-        return ()
-    return (
-        "llama.cpp rounds the ends of yarn's ramp, this model does not: logits differ a little",
-    )
-
-
 def _inner_norms(body: BodyConfig) -> tuple[str, ...]:
     if body.norm_eps == 1e-6:
         return ()
     return ("llama.cpp uses rms_norm_eps in the norms of latents, this model 1e-6",)
 
 
-def _windowed(shape: GqaShape, body: BodyConfig) -> bool:
-    return shape.window is not None and shape.window < body.max_context
-
-
 def _olmoe(config: OlmoeConfig) -> Written:
     body, shape, moe = config.body, config.attention, config.moe
-    _refuse(
+    refuse(
         "olmoe",
         {
             "attention_bias": shape.bias,
@@ -158,44 +78,45 @@ def _olmoe(config: OlmoeConfig) -> Written:
             "num_key_value_heads": shape.kv_heads != shape.heads,
         },
     )
-    keys = _sizes(body, moe) | _heads(shape) | _rope("olmoe", body.rope, shape.head_dim)
+    keys = sizes(body, moe) | heads(shape) | rope_keys("olmoe", body.rope, shape.head_dim)
     keys["feed_forward_length"] = moe.intermediate
     return Written(
         "olmoe",
         keys,
         range(body.layers),
         copies_embedding=body.tied_embeddings,
-        notes=_rounding(body.rope),
+        notes=rounding(body.rope),
     )
 
 
 def _qwen3_moe(config: Qwen3MoeConfig) -> Written:
     body, shape, moe = config.body, config.attention, config.moe
-    _refuse(
+    refuse(
         "qwen3_moe",
         {
             "attention_bias": shape.bias,
-            "sliding_window": _windowed(shape, body),
+            "sliding_window": windowed(shape, body),
             "norm_topk_prob = false": not config.renormalise,
             "layers without experts": moe.layers < body.layers,
         },
     )
-    keys = _sizes(body, moe) | _heads(shape) | _rope("qwen3_moe", body.rope, shape.head_dim)
+    keys = sizes(body, moe) | heads(shape) | rope_keys("qwen3_moe", body.rope, shape.head_dim)
     keys["expert_feed_forward_length"] = moe.intermediate
-    return Written("qwen3moe", keys, range(body.layers), notes=_rounding(body.rope))
+    return Written("qwen3moe", keys, range(body.layers), notes=rounding(body.rope))
 
 
 def _mixtral(config: MixtralConfig) -> Written:
     body, shape, moe = config.body, config.attention, config.moe
-    _refuse("mixtral", {"sliding_window": _windowed(shape, body)})
-    keys = _sizes(body, moe) | _heads(shape) | _rope("mixtral", body.rope, shape.head_dim)
+    refuse("mixtral", {"sliding_window": windowed(shape, body)})
+    keys = sizes(body, moe) | heads(shape) | rope_keys("mixtral", body.rope, shape.head_dim, True)
     keys["feed_forward_length"] = moe.intermediate
     return Written(
         "llama",
         keys,
         range(body.layers),
         paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
-        notes=_rounding(body.rope),
+        factors=stretched(body.rope, shape.head_dim),
+        notes=rounding(body.rope),
     )
 
 
@@ -203,7 +124,7 @@ def _gpt_oss(config: GptOssConfig) -> Written:
     body, shape, moe = config.body, config.attention[0], config.moe
     windows = {layer.window for layer in config.attention[::2]}
     alternate = len(windows) == 1 and None not in windows
-    _refuse(
+    refuse(
         "gpt_oss",
         {
             "attention_bias = false": not shape.bias,
@@ -211,7 +132,7 @@ def _gpt_oss(config: GptOssConfig) -> Written:
         },
     )
     assert shape.window is not None
-    keys = _sizes(body, moe) | _heads(shape) | _rope("gpt_oss", body.rope, shape.head_dim)
+    keys = sizes(body, moe) | heads(shape) | rope_keys("gpt_oss", body.rope, shape.head_dim)
     keys["expert_feed_forward_length"] = moe.intermediate
     keys["attention.sliding_window"] = shape.window
     return Written(
@@ -219,23 +140,23 @@ def _gpt_oss(config: GptOssConfig) -> Written:
         keys,
         range(body.layers),
         copies_embedding=body.tied_embeddings,
-        renamed={"ffn_norm": "post_attention_norm"},
-        notes=_rounding(body.rope),
+        renamed=_AFTER,
+        notes=rounding(body.rope),
     )
 
 
 def _qwen2_moe(config: Qwen2MoeConfig) -> Written:
     body, shape, moe = config.body, config.attention, config.moe
-    _refuse(
+    refuse(
         "qwen2_moe",
         {
-            "sliding_window": bool(config.sliding) and _windowed(shape, body),
+            "sliding_window": bool(config.sliding) and windowed(shape, body),
             "norm_topk_prob": config.renormalise,
             "layers without experts": moe.layers < body.layers,
             "head_dim": shape.heads * shape.head_dim != body.hidden,
         },
     )
-    keys = _sizes(body, moe) | _heads(shape) | _rope("qwen2_moe", body.rope, shape.head_dim)
+    keys = sizes(body, moe) | heads(shape) | rope_keys("qwen2_moe", body.rope, shape.head_dim)
     keys["expert_feed_forward_length"] = moe.intermediate
     keys["expert_shared_feed_forward_length"] = config.shared_intermediate
     return Written(
@@ -243,60 +164,21 @@ def _qwen2_moe(config: Qwen2MoeConfig) -> Written:
         keys,
         range(body.layers),
         copies_embedding=body.tied_embeddings,
-        notes=_rounding(body.rope),
+        notes=rounding(body.rope),
     )
-
-
-def _latent(
-    model_type: str, body: BodyConfig, shape: MlaShape, plan: FfnPlan, shared: int, scale: float
-) -> dict[str, Value]:
-    """Return the keys of latent attention and DeepSeek's experts. Raises CannotExport."""
-    rope, first = body.rope, plan.sparse_layers[0]
-    yarn = rope.kind == "yarn"
-    _refuse(
-        model_type,
-        {
-            "attention_bias": shape.bias,
-            "moe_layer_freq": list(plan.sparse_layers) != list(range(first, body.layers)),
-            "attention_factor": rope.attention_factor is not None,
-            "an mscale other than mscale_all_dim": yarn and rope.mscale != rope.mscale_all_dim,
-            "yarn without mscale_all_dim": yarn and not rope.mscale_all_dim,
-            "n_shared_experts = 0": not shared,
-        },
-    )
-    keys = _sizes(body, plan.moe) | _rope(model_type, rope, shape.rope)
-    if yarn:
-        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * (rope.mscale_all_dim or 0.0)
-        keys.pop("rope.scaling.attn_factor", None)  # llama.cpp divides by it here
-    if plan.dense_intermediate is not None:
-        keys["feed_forward_length"] = plan.dense_intermediate
-    if body.layers not in _LITE_LAYERS or shape.q_lora is not None:
-        keys["attention.q_lora_rank"] = shape.q_lora or 0
-    return keys | {
-        "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": shape.kv_lora,
-        "attention.key_length": shape.kv_lora + shape.rope,
-        "attention.value_length": shape.kv_lora,
-        "attention.key_length_mla": shape.nope + shape.rope,
-        "attention.value_length_mla": shape.value,
-        "leading_dense_block_count": first,
-        "expert_feed_forward_length": plan.moe.intermediate,
-        "expert_shared_count": shared,
-        "expert_weights_scale": float(scale),
-    }
 
 
 def _deepseek_v2(config: DeepseekV2Config) -> Written:
     body, shape, plan = config.body, config.attention, config.ffn
-    _refuse("deepseek_v2", {"topk_method = group_limited_greedy": config.groups is not None})
-    keys = _latent("deepseek_v2", body, shape, plan, config.shared_experts, config.routed_scale)
+    refuse("deepseek_v2", {"topk_method = group_limited_greedy": config.groups is not None})
+    keys = latent_keys("deepseek_v2", body, shape, plan, config.shared_experts, config.routed_scale)
     keys["expert_gating_func"] = _SOFTMAX
     return Written(
         "deepseek2",
         keys,
         plan.sparse_layers,
-        kv_b=(shape.heads, shape.nope, shape.value),
-        notes=(*_rounding(body.rope), *_inner_norms(body)),
+        made=split_kv_b(shape),
+        notes=(*rounding(body.rope), *_inner_norms(body)),
     )
 
 
@@ -314,20 +196,22 @@ def _sigmoid(ffn: SigmoidExperts) -> dict[str, Value]:
 
 def _deepseek_v3(config: DeepseekV3Config, model_type: str = "deepseek_v3") -> Written:
     body, shape, ffn = config.body, config.attention, config.ffn
-    keys = _latent(model_type, body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
+    keys = latent_keys(model_type, body, shape, ffn.plan, ffn.shared_experts, ffn.scale)
     return Written(
         "deepseek2",
         keys | _sigmoid(ffn),
         ffn.plan.sparse_layers,
-        kv_b=(shape.heads, shape.nope, shape.value),
-        notes=(*_rounding(body.rope), *_inner_norms(body)),
+        made=split_kv_b(shape),
+        notes=(*rounding(body.rope), *_inner_norms(body)),
     )
 
 
-def _granitemoe(config: GraniteMoeConfig) -> Written:
+def _granitemoe(config: GraniteMoeConfig, model_type: str = "granitemoe") -> Written:
     body, shape, moe = config.body, config.attention, config.moe
-    _refuse("granitemoe", {"attention_bias": shape.bias})
-    keys = _sizes(body, moe) | _heads(shape) | _rope("granitemoe", body.rope, shape.head_dim)
+    refuse(model_type, {"attention_bias": shape.bias})
+    keys = sizes(body, moe) | heads(shape) | rope_keys(model_type, body.rope, shape.head_dim, True)
+    if config.shared:
+        keys["expert_shared_feed_forward_length"] = config.shared
     return Written(
         "granitemoe",
         keys
@@ -340,14 +224,109 @@ def _granitemoe(config: GraniteMoeConfig) -> Written:
         },
         range(body.layers),
         paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
-        notes=_rounding(body.rope),
+        made={"shared_mlp.input_linear.weight": _halves},
+        factors=stretched(body.rope, shape.head_dim),
+        notes=rounding(body.rope),
+    )
+
+
+def _halves(shape: Shape) -> tuple[Place, ...]:
+    """Split the fused rows of a shared expert's gate and up."""
+    half = shape[0] // 2
+    return (
+        Place("ffn_gate_shexp.weight", (half, shape[1]), change=lambda rows: rows[:half]),
+        Place("ffn_up_shexp.weight", (half, shape[1]), change=lambda rows: rows[half:]),
+    )
+
+
+def _arctic(config: ArcticConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    refuse(
+        "arctic",
+        {
+            "attention_bias": shape.bias,
+            "sliding_window": windowed(shape, body),
+            "head_dim": shape.heads * shape.head_dim != body.hidden,
+        },
+    )
+    keys = sizes(body, moe) | heads(shape) | rope_keys("arctic", body.rope, shape.head_dim)
+    return Written(
+        "arctic",
+        keys | {"feed_forward_length": moe.intermediate},
+        range(body.layers),
+        paired={"attn_q": shape.heads, "attn_k": shape.kv_heads},
+        renamed={"post_attention_layernorm": "ffn_norm_exps"},
+        notes=rounding(body.rope),
+    )
+
+
+def _phimoe(config: PhimoeConfig) -> Written:
+    """Describe Phi-3.5-MoE. llama.cpp runs it with other norms and another router, and one factor.
+
+    Its files are useful nevertheless: they are the same as those of llama.cpp's converter.
+    """
+    body, shape, moe, rope = config.body, config.attention, config.moe, config.body.rope
+    refuse(
+        "phimoe",
+        {
+            "attention_bias = false": not shape.bias,
+            "lm_head_bias = false": not body.head_bias,
+            "sliding_window": windowed(shape, body),
+            "head_dim": shape.heads * shape.head_dim != body.hidden,
+            "router_jitter_noise": config.jitter != 0.01,  # no file records it
+            "a long_mscale other than short_mscale": rope.short_mscale != rope.long_mscale,
+        },
+    )
+    keys = sizes(body, moe) | heads(shape)
+    factors: dict[str, tuple[float, ...]] = {}
+    if rope.kind == "longrope":
+        assert rope.short_mscale is not None
+        keys |= rope_keys("phimoe", RopeConfig(rope.theta), shape.head_dim)
+        keys["rope.scaling.original_context_length"] = rope.original_context
+        keys["rope.scaling.attn_factor"] = rope.short_mscale
+        factors = {"rope_factors_long.weight": rope.long, "rope_factors_short.weight": rope.short}
+    else:
+        keys |= rope_keys("phimoe", rope, shape.head_dim)
+    return Written(
+        "phimoe",
+        keys | {"feed_forward_length": moe.intermediate},
+        range(body.layers),
+        factors=factors,
+        notes=(_PHIMOE,),
+    )
+
+
+def _qwen35(config: Qwen35MoeConfig) -> Written:
+    body, shape, moe = config.body, config.attention, config.moe
+    delta = config.delta
+    refuse(
+        "qwen3_5_moe",
+        {
+            "attention_bias": shape.bias,
+            "linear_value_head_dim": delta.value_dim != delta.key_dim,
+        },
+    )
+    dimensions = body.rope.turning(shape.head_dim)
+    keys = sizes(body, moe) | heads(shape) | rope_keys("qwen3_5_moe", body.rope, dimensions)
+    return Written(
+        "qwen35moe",
+        keys
+        | delta_keys(delta, config.full, body.layers, dimensions)
+        | {
+            "expert_feed_forward_length": moe.intermediate,
+            "expert_shared_feed_forward_length": config.shared_intermediate,
+        },
+        range(body.layers),
+        made=delta_tensors(delta),
+        prefix=config.name_prefix,
+        notes=rounding(body.rope),
     )
 
 
 def _glm4_moe(config: Glm4MoeConfig) -> Written:
     body, shape, ffn = config.body, config.attention, config.ffn
     plan = ffn.plan
-    keys = _sizes(body, plan.moe) | _heads(shape) | _rope("glm4_moe", body.rope, config.turning)
+    keys = sizes(body, plan.moe) | heads(shape) | rope_keys("glm4_moe", body.rope, config.turning)
     if plan.dense_intermediate is not None:
         keys["feed_forward_length"] = plan.dense_intermediate
     keys |= {
@@ -359,8 +338,8 @@ def _glm4_moe(config: Glm4MoeConfig) -> Written:
         "glm4moe",
         keys | _sigmoid(ffn),
         plan.sparse_layers,
-        renamed={"ffn_norm": "post_attention_norm"},
-        notes=_rounding(body.rope),
+        renamed=_AFTER,
+        notes=rounding(body.rope),
     )
 
 
@@ -375,4 +354,8 @@ _FAMILIES: dict[str, Callable[[Any], Written]] = {
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": partial(_deepseek_v3, model_type="glm4_moe_lite"),
     "olmoe": _olmoe,
+    "arctic": _arctic,
+    "granitemoeshared": partial(_granitemoe, model_type="granitemoeshared"),
+    "phimoe": _phimoe,
+    "qwen3_5_moe": _qwen35,
 }

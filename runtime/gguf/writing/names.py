@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.runtime.gguf.writing.architectures import Written
-
-Bytes = NDArray[np.uint8]
-Change = Callable[[Bytes], Bytes]  # of all rows of a matrix [rows, bytes of a row]
+from moeinf.runtime.gguf.writing.description import Place, Written
 
 _BODY = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
 }
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
-_KV_B = "self_attn.kv_b_proj.weight"
 _STEMS = {  # of a layer's tensors
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -41,29 +37,23 @@ _STEMS = {  # of a layer's tensors
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "residual_layernorm": "ffn_norm",
+    "residual_mlp.w1": "ffn_gate",
+    "residual_mlp.w2": "ffn_down",
+    "residual_mlp.w3": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "linear_attn.norm": "ssm_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     **{f"mlp.shared_expert.{role}_proj": f"ffn_{role}_shexp" for role in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{role}_proj": f"ffn_{role}_shexp" for role in ("gate", "up", "down")},
 }
-_PARTS = {
-    f"{stem}{end}": (to, end) for stem, to in _STEMS.items() for end in (".weight", ".bias")
-} | {
+_PARTS = {f"{stem}{end}": (stem, end) for stem in _STEMS for end in (".weight", ".bias")} | {
     "self_attn.sinks": ("attn_sinks", ".weight"),
     "mlp.gate.e_score_correction_bias": ("exp_probs_b", ".bias"),
 }
 _GATES = ("ffn_gate_inp", "ffn_gate_inp_shexp")  # llama.cpp wants them in F32
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a stored tensor is written: name, shape with the columns last, and how it changes."""
-
-    name: str
-    shape: tuple[int, ...]
-    exact: bool = False  # in F32
-    change: Change | None = None
 
 
 def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ...]:
@@ -71,6 +61,9 @@ def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ..
 
     Raises KeyError for a tensor that has no name in llama.cpp.
     """
+    name = re.sub(rf"^{re.escape(about.prefix)}", "model.", name)
+    if name in about.made:
+        return about.made[name](shape)
     if name in _BODY:
         found = [Place(_BODY[name], shape)]
         if name == "model.embed_tokens.weight" and about.copies_embedding:
@@ -80,15 +73,16 @@ def places(name: str, shape: tuple[int, ...], about: Written) -> tuple[Place, ..
     if match is None:
         raise KeyError(name)
     block, part = f"blk.{match[1]}", match[2]
-    if part == _KV_B and about.kv_b is not None:
-        return _split_kv_b(block, shape[1], *about.kv_b)
-    stem, end = _PARTS[part]
+    if part in about.made:
+        made = about.made[part](shape)
+        return tuple(replace(place, name=f"{block}.{place.name}") for place in made)
+    inner, end = _PARTS[part]
+    stem = about.renamed.get(inner, _STEMS.get(inner, inner))
     if stem in _GATES and shape[0] == 1:  # a gate of one row is a vector
         shape = shape[1:]
     heads = about.paired.get(stem, 0)
     change = (lambda rows: rows[_pairs(len(rows), heads)]) if heads else None
-    to = f"{block}.{about.renamed.get(stem, stem)}{end}"
-    return (Place(to, shape, stem in _GATES, change),)
+    return (Place(f"{block}.{stem}{end}", shape, stem in _GATES, change),)
 
 
 def expert_name(layer: int, role: str) -> str:
@@ -103,21 +97,3 @@ def _pairs(rows: int, heads: int) -> NDArray[np.intp]:
     A checkpoint rotates row i of a head with row i + half; llama.cpp's "llama" 2i with 2i + 1.
     """
     return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
-
-
-def _split_kv_b(block: str, width: int, heads: int, nope: int, value: int) -> tuple[Place, Place]:
-    """Split kv_b_proj [heads · (nope + value), width] into keys, transposed, and values."""
-
-    def part(which: Literal["k", "v"]) -> Change:
-        def change(rows: Bytes) -> Bytes:
-            both = rows.reshape(heads, nope + value, width, -1)
-            if which == "v":
-                return both[:, nope:].reshape(heads * value, -1)
-            return both[:, :nope].swapaxes(1, 2).reshape(heads * width, -1)
-
-        return change
-
-    return (
-        Place(f"{block}.attn_k_b.weight", (heads, width, nope), change=part("k")),
-        Place(f"{block}.attn_v_b.weight", (heads, value, width), change=part("v")),
-    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moeinf.runtime.gguf.writing.architectures import CannotExport
+from moeinf.runtime.gguf.writing.description import CannotExport
 from moeinf.runtime.gguf.writing.writer import Value
 
 

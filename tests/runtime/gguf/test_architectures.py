@@ -17,12 +17,36 @@ from moeinf.runtime.library.shard_writer import all_targets
 from scripts.make_checkpoint import byte_tokenizer
 from tests.gguf_files import write_gguf
 from tests.tiny import save_tiny
+from tests.tiny_families import Tiny, phimoe
 
-# phimoe is absent: files have not the two factors of its long contexts.
-SAME = ["olmoe", "qwen3", "mixtral", "mixtral-wide-heads", "mixtral-all-experts"]
+_FACTORS = [1.0, 1.125, 1.25, 1.5, 1.75, 2.0]
+LONG = phimoe(
+    attention_bias=True,
+    lm_head_bias=True,
+    router_jitter_noise=0.01,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": _FACTORS,  # as in float32
+        "long_factor": [2 * factor for factor in _FACTORS],
+        "short_mscale": 1.25,
+        "long_mscale": 1.25,
+    },
+)
+SAME: list[str | Tiny] = ["olmoe", "qwen3", "mixtral", "mixtral-wide-heads", "mixtral-all-experts"]
 SAME += ["gpt-oss", "gpt-oss-one-expert", "deepseek-lite", "deepseek-bare", "deepseek-v3"]
 SAME += ["deepseek-v3-bare", "glm4-lite", "qwen2", "glm4", "glm4-head-norms", "glm4-yarn"]
-SAME += ["granite", "arctic", "arctic-three", "qwen3.5", "qwen3.5-full-first"]
+SAME += [
+    "granite",
+    "granite-shared",
+    "phimoe-biased",
+    LONG,
+    "arctic",
+    "arctic-three",
+    "qwen3.5",
+    "qwen3.5-full-first",
+]
 
 
 def stored(checkpoint: Checkpoint, form: str = "F32") -> dict[str, bytes]:
@@ -42,8 +66,10 @@ def without_more_tokens(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config={**checkpoint.config, "num_nextn_predict_layers": 0})
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_a_file_is_the_checkpoint_that_it_was_made_of(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", SAME, ids=lambda name: name if isinstance(name, str) else "phimoe-longrope"
+)
+def test_a_file_is_the_checkpoint_that_it_was_made_of(name: str | Tiny, tmp_path: Path) -> None:
     save_tiny(name, tmp_path / "x", seed=3)
     byte_tokenizer().save(str(tmp_path / "x" / "tokenizer.json"))
     theirs = without_more_tokens(open_checkpoint(tmp_path / "x"))
@@ -53,7 +79,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_of(name: str, tmp_path: Path)
     assert family.parse(ours.config) == family.parse(theirs.config)
     assert ours.made is not None
     assert json.loads(ours.made["config.json"]) == ours.config
-    if not name.startswith("qwen3.5"):
+    if not str(name).startswith("qwen3.5"):
         assert stored(ours) == stored(theirs)
         return
     # Norms were stored plus 1, decay rates as -exp(A_log): both are rounded.

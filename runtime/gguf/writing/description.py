@@ -1,0 +1,156 @@
+"""The parts of a model's description in the keys of llama.cpp that all families share.
+
+Source: the conversion and src/models of github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.errors import UnusableInput
+from moeinf.models.base import MoeShape
+from moeinf.models.layers.attention import GqaShape
+from moeinf.models.layers.decoder import BodyConfig
+from moeinf.models.layers.rope import RopeConfig, attention_factor, inverse_frequencies
+from moeinf.runtime.gguf.writing.writer import Value
+
+Bytes = NDArray[np.uint8]
+Change = Callable[[Bytes], Bytes]  # of all rows of a matrix [rows, bytes of a row]
+Shape = tuple[int, ...]
+
+
+class CannotExport(UnusableInput, ValueError):
+    """llama.cpp cannot run the model, or would compute something else."""
+
+    code = "cannot_export"
+    hint = "`moeinf export --help`, which names the families"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stored tensor is written: name, shape with the columns last, and how it changes.
+
+    exact  in F32
+    whole  columns that stay together, which no block of a quantised type may cross
+    """
+
+    name: str
+    shape: Shape
+    exact: bool = False
+    change: Change | None = None
+    whole: int | None = None
+
+
+Make = Callable[[Shape], tuple[Place, ...]]  # the stored shape -> places, named inside a block
+
+
+@dataclass(frozen=True)
+class Written:
+    """The description of a model for llama.cpp.
+
+    keys           metadata, without the name of the architecture in front
+    moe_layers     the decoder layer of each MoE layer
+    copies_embedding  llama.cpp wants an output head, and the checkpoint ties it to the embedding
+    paired         heads of the tensors whose rows are in another order (names.py)
+    renamed        tensors that this architecture names differently, by their names in a layer
+    made           tensors that are not written as they are stored, by their names
+    prefix         what the names of the decoder's tensors begin with
+    factors        divisors of rope's frequencies, by the name of their tensor
+    """
+
+    architecture: str
+    keys: Mapping[str, Value]
+    moe_layers: Sequence[int]
+    copies_embedding: bool = False
+    paired: Mapping[str, int] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, Make] = field(default_factory=dict)
+    prefix: str = "model."
+    factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def refuse(model_type: str, switches: Mapping[str, bool]) -> None:
+    """Raise CannotExport for the first switch that is on."""
+    for words, on in switches.items():
+        if on:
+            raise CannotExport(f"{model_type}: llama.cpp ignores {words}, so answers would differ")
+
+
+def sizes(body: BodyConfig, moe: MoeShape) -> dict[str, Value]:
+    return {
+        "block_count": body.layers,
+        "context_length": body.max_context,
+        "embedding_length": body.hidden,
+        "vocab_size": body.vocab,
+        "attention.head_count": body.heads,
+        "attention.layer_norm_rms_epsilon": float(body.norm_eps),
+        "expert_count": moe.experts,
+        "expert_used_count": moe.top_k,
+    }
+
+
+def heads(shape: GqaShape) -> dict[str, Value]:
+    return {
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+    }
+
+
+def rope_keys(
+    model_type: str, rope: RopeConfig, dimensions: int, reads_factors: bool = False
+) -> dict[str, Value]:
+    """Return the keys of the rotary embedding. llama.cpp has yarn's usual factor built in.
+
+    reads_factors: llama.cpp reads the tensor of `stretched` in this architecture. Raises
+    CannotExport for a kind that it does not know.
+    """
+    keys: dict[str, Value] = {
+        "rope.freq_base": float(rope.theta),
+        "rope.dimension_count": dimensions,
+    }
+    if rope.kind == "default" or (rope.kind == "llama3" and reads_factors):
+        return keys
+    if rope.kind not in ("linear", "yarn"):
+        raise CannotExport(f"{model_type}: rope type {rope.kind!r} cannot be exported as GGUF")
+    keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": float(rope.factor)}
+    if rope.kind == "linear":
+        return keys
+    keys |= {
+        "rope.scaling.original_context_length": rope.original_context,
+        "rope.scaling.yarn_beta_fast": float(rope.beta_fast),
+        "rope.scaling.yarn_beta_slow": float(rope.beta_slow),
+    }
+    if rope.attention_factor is not None:  # as llama.cpp's conversion writes it; not used there
+        keys["rope.scaling.yarn_attn_factor"] = float(rope.attention_factor)
+    left = attention_factor(rope) / (0.1 * math.log(rope.factor) + 1)
+    if not math.isclose(left, 1):
+        keys["rope.scaling.attn_factor"] = left
+    return keys
+
+
+def rounding(rope: RopeConfig) -> tuple[str, ...]:
+    if rope.kind != "yarn" or rope.truncate:
+        return ()
+    return (
+        "llama.cpp rounds the ends of yarn's ramp, this model does not: logits differ a little",
+    )
+
+
+def windowed(shape: GqaShape, body: BodyConfig) -> bool:
+    return shape.window is not None and shape.window < body.max_context
+
+
+def stretched(rope: RopeConfig, dimensions: int) -> dict[str, tuple[float, ...]]:
+    """Return the tensor that expresses llama3's frequencies, which llama.cpp has no keys for."""
+    if rope.kind != "llama3":
+        return {}
+    plain = RopeConfig(rope.theta)
+    factors = inverse_frequencies(plain, dimensions) / inverse_frequencies(rope, dimensions)
+    return {"rope_freqs.weight": tuple(factors.tolist())}
