@@ -11,9 +11,11 @@ from pathlib import Path
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.jobs.export_gguf import Exported, export_gguf
 from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from moeinf.runtime.library.manifest import Manifest
+from moeinf.runtime.library.repack import repack
 from moeinf.runtime.sizes import parse_memory
 from tests import tiny_families
 from tests.conftest import ignore, pull
@@ -22,6 +24,7 @@ from tests.tiny import save_tiny
 from tests.tiny_families import Tiny
 from tests.tiny_mxfp4 import save_mxfp4
 
+CONTEXT = 512
 _SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -39,6 +42,14 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
     "num_hidden_layers": 3,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 _GPT_OSS = {
     **_SIZES,
@@ -146,6 +157,55 @@ FAMILIES: dict[str, Tiny] = {
         n_shared_experts=2,
         tie_word_embeddings=True,
     ),
+    "granite-shared": tiny_families.granite_shared(
+        **{**_SIZES, "num_key_value_heads": 2},
+        shared_intermediate_size=512,
+        embedding_multiplier=1.5,
+        logits_scaling=0.7,
+        residual_multiplier=0.6,
+        rope_parameters=_LLAMA3,
+    ),
+    "mixtral-llama3": tiny_families.mixtral(
+        **{**_SIZES, "num_key_value_heads": 2}, rope_parameters=_LLAMA3
+    ),
+    "arctic": tiny_families.arctic(**{**_SIZES, "num_key_value_heads": 2}),
+    "phimoe": tiny_families.phimoe(
+        **{**_SIZES, "num_key_value_heads": 2},
+        attention_bias=True,
+        lm_head_bias=True,
+        router_jitter_noise=0.01,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 256,
+            "short_factor": [1 + 0.02 * pair for pair in range(32)],
+            "long_factor": [1 + 0.4 * pair for pair in range(32)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+        },
+    ),
+    "qwen3.5": tiny_families.qwen35(
+        **{**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 4},
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+    ),
+    "qwen3.5-narrow": tiny_families.qwen35(
+        **{**_SIZES, "num_key_value_heads": 1, "num_hidden_layers": 3},
+        head_dim=128,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        linear_num_key_heads=4,
+        linear_num_value_heads=16,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+        tie_word_embeddings=True,
+    ),
     "glm4-lite": tiny_families.glm4_lite(
         **{**_DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 256},
         n_group=4,
@@ -156,7 +216,7 @@ FAMILIES: dict[str, Tiny] = {
 
 @dataclass(frozen=True)
 class Model:
-    """An installed model and its file."""
+    """An installed model and its file. made: as `exported` wrote it."""
 
     settings: Settings
     manifest: Manifest
@@ -164,10 +224,17 @@ class Model:
     made: Exported
 
     def engine(self) -> Engine:
-        """Open the model with all experts in memory."""
+        """Open the model with all experts in memory and room for CONTEXT tokens."""
         folder = Library(self.settings).folder(self.manifest.model)
-        config = EngineConfig(memory=parse_memory("100%"))
+        config = EngineConfig(memory=parse_memory("100%"), context=CONTEXT)
         return Engine.open(self.manifest, folder, config, self.settings)
+
+    def pulled(self, file: Path, tag: str | None = None) -> Model:
+        """Pull a GGUF file into the same library, as `tag` or as the types in it say."""
+        wanted = file.stem.lower() + (f":{tag}" if tag else "")
+        name, source = find_source(str(file), wanted, self.settings, ignore)
+        manifest = repack(source, Library(self.settings), name, ignore, ignore)
+        return Model(self.settings, manifest, file, self.made)
 
 
 def checkpoint(name: str, folder: Path, mxfp4: bool = False) -> Path:

@@ -5,11 +5,13 @@ Import it only where llama_cpp can be imported: `pip install llama-cpp-python` c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -18,10 +20,26 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
+from moeinf.models import phimoe
+from moeinf.models.base import Parts
+from moeinf.models.layers import decoder
+from moeinf.models.layers.norms import RmsNorm
+from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.gguf.writing.writer import Kind, Value, WrittenTensor, lay_out
+from tests.exported import CONTEXT
 
 _F32 = 0  # ggml's number, of the KV cache: by default llama.cpp rounds it to 16 bits
+TYPES = {  # llama.cpp's own quantisations, by llama_ftype
+    "Q4_0": 2,
+    "Q8_0": 7,
+    "Q4_K_M": 15,
+    "Q5_K_M": 17,
+    "Q6_K": 18,
+    "MXFP4_MOE": 38,
+}
+_quiet = llama_cpp.llama_log_callback(lambda *_: None)
+llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
 
 
 class Llama:
@@ -64,7 +82,7 @@ class Llama:
 
 
 @contextmanager
-def llama(file: Path, context: int = 512) -> Iterator[Llama]:
+def llama(file: Path, context: int = CONTEXT) -> Iterator[Llama]:
     """Open a file in llama.cpp."""
     opened = Llama(file, context)
     try:
@@ -102,6 +120,42 @@ def difference(ours: Tensor, theirs: Tensor) -> Difference:
         int((best != other).sum()),
         float(leads.max()),
     )
+
+
+def quantised(file: Path, form: str) -> Path:
+    """Return a copy of an f32 file in which llama.cpp has quantised the matrices."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = TYPES[form], 1
+    made = file.with_name(f"{form}.gguf")
+    given = (str(file).encode(), str(made).encode(), ctypes.byref(params))
+    assert llama_cpp.llama_model_quantize(*given) == 0, form
+    return made
+
+
+@contextmanager
+def computed_as_there(family: str) -> Iterator[None]:
+    """Give our phimoe llama.cpp's norms and router, to compare everything else.
+
+    It runs phimoe with RMSNorm, which keeps the mean, and weights from a softmax over all experts.
+    Both are approximations: transformers and we compute LayerNorm and the sparse mixer.
+    """
+
+    def norm(parts: Parts, prefix: str, width: int, eps: float) -> Callable[[Tensor], Tensor]:
+        weight, bias = (parts.tensor(f"{prefix}.{name}", width) for name in ("weight", "bias"))
+        return lambda x: RmsNorm(weight, eps)(x) + bias
+
+    def router(gate: Tensor, jitter: float) -> SoftmaxRouter:
+        return SoftmaxRouter(gate, 2, renormalise=True)
+
+    with ExitStack() as patches:
+        if family == "phimoe":
+            for place, value in (
+                (phimoe, ("layer_norm", norm)),
+                (decoder, ("layer_norm", norm)),
+                (phimoe, ("SparseMixer", router)),
+            ):
+                patches.enter_context(mock.patch.object(place, *value))
+        yield
 
 
 def widened(file: Path) -> Path:

@@ -6,7 +6,8 @@ With plain random weights a rounded activation often chooses another expert, and
 Every token carries a code in the first columns of the residual stream, which routers read and no
 block overwrites. So experts are chosen with wide margins. The rest of a router reads the context,
 so the experts' weights depend on it. Attention is neither uniform nor sharp, and logits have a
-standard deviation of about 1.
+standard deviation of about 1. Where the head is the embedding, the final norm has random signs, so
+that a token does not predict itself.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ def steady(model: Any, family: str) -> None:
                 value[:, :experts] = torch.stack(codes)
             elif name == "model.norm.weight" and "lm_head.weight" not in named:
                 signs = torch.randint(2, value.shape, generator=draw) * 2 - 1
-                value *= signs / len(value) ** 0.5  # else every token predicts itself
-            elif name.endswith(("router.bias", "e_score_correction_bias")):
+                centre = 1 if family == "qwen3_5_moe" else 0
+                value.add_(centre).mul_(signs / len(value) ** 0.5).sub_(centre)  # see above
+            elif name.endswith("router.bias"):
                 value *= 0.1
+            elif name.endswith("e_score_correction_bias"):
+                value *= 0.03
+                value[0] += 2  # always chosen, whatever its score
 
 
 def _buffers(model: Any) -> dict[str, Tensor]:

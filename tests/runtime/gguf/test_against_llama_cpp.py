@@ -1,4 +1,4 @@
-"""Exported files in llama.cpp: the same tokens, logits and answers as in our engine.
+"""Files that we export and files that llama.cpp quantises: both programs compute the same.
 
 Skipped where llama_cpp cannot be imported: `pip install llama-cpp-python` compiles it.
 """
@@ -8,25 +8,47 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFReader
 from torch import Tensor
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.jobs.export_gguf import export_gguf
+from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
+from tests.conftest import ignore
 from tests.exported import FAMILIES, Model, checkpoint, exported
 from tests.generating import answering
-from tests.llama_cpp_side import Llama, difference, llama, our_logits, widened
+from tests.llama_cpp_side import (
+    Llama,
+    computed_as_there,
+    difference,
+    llama,
+    our_logits,
+    quantised,
+    widened,
+)
 
 TAGS = ("bf16", "q4", "q8", "f32")
 POSITIONS = 200
-ROUNDING = 0.5  # of logits around 20; bf16 has steps of 0.125 there
+IDS = random.Random(1).choices(range(272), k=POSITIONS)
+ROUNDING = 0.5  # of the demo's logits around 20; bf16 has steps of 0.125 there
+NEARLY_TIED = 0.08  # of the families' logits, whose standard deviation is 1
 # The greatest mean KL divergence. float32 sums differ in order; with the others llama.cpp rounds
 # activations, too, to groups of 8 bits (q4, q8) or to bf16.
-MOST_KL = {"f32": 1e-7, "bf16": 1e-3, "q8": 1e-3, "q4": 1e-3, "mxfp4": 1e-3}
+MOST_KL = {"f32": 1e-7, "bf16": 1e-3, "q8": 1e-3, "q4": 1e-3}
+RAMP = 1e-5  # llama.cpp rounds the ends of yarn's ramp; gpt-oss does not
+# A file does not record that the ends are rounded, so they are not after a pull.
+IMPORTED = ["gpt-oss", *(name for name in FAMILIES if not name.startswith("gpt-oss"))]
+
+
+def full(value: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.full)
 
 
 def items(count: int) -> list[tuple[str, str]]:
@@ -95,32 +117,57 @@ def assert_tied(engine: Engine, theirs: Llama, ids: list[int], begun: int) -> No
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tag", ["f32", "q4"])
-def test_logits_of_a_family(name: str, tag: str, tmp_path: Path) -> None:
-    assert_near(exported(checkpoint(name, tmp_path / "checkpoint"), tmp_path, tag))
+def test_exported_families(name: str, tag: str, tmp_path: Path) -> None:
+    model = exported(checkpoint(name, tmp_path / "checkpoint"), tmp_path, tag)
+    most = RAMP if (name, tag) == ("gpt-oss", "f32") else MOST_KL[tag]
+    with computed_as_there(name), model.engine() as engine, llama(model.file) as other:
+        assert_near(our_logits(engine, IDS), other.logits(IDS), most)
 
 
-def test_mxfp4(tmp_path: Path) -> None:
-    made = checkpoint("gpt-oss", tmp_path / "checkpoint", mxfp4=True)
-    model = exported(made, tmp_path, "mxfp4")
-    assert model.made.tensors["MXFP4"] == 3 * model.manifest.layers
-    assert_near(model)
+@pytest.mark.parametrize("form", ["Q4_K_M", *map(full, ("Q4_0", "Q8_0", "Q5_K_M", "Q6_K"))])
+@pytest.mark.parametrize("name", IMPORTED)
+def test_files_of_llama_cpp(name: str, form: str, tmp_path: Path) -> None:
+    held_against_llama_cpp(name, form, tmp_path)
 
 
-def assert_near(model: Model) -> None:
-    """Compare the logits after a text of random tokens.
+@pytest.mark.parametrize("name", ["gpt-oss", *(full(name) for name in IMPORTED[1:])])
+def test_mxfp4_files_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """Experts that are exported again have llama.cpp's own bytes."""
+    model = held_against_llama_cpp(name, "MXFP4_MOE", tmp_path)
+    again, folder = tmp_path / "again.gguf", Library(model.settings).folder(model.manifest.model)
+    export_gguf(folder, model.manifest, again, ignore, ignore, force=False)
+    ours, theirs = (
+        {tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (again, model.file)
+    )
+    experts = [name for name in ours if name.endswith("_exps.weight")]
+    assert len(experts) == 3 * model.manifest.layers
+    for name in experts:
+        assert ours[name].tensor_type == theirs[name].tensor_type == GGMLQuantizationType.MXFP4
+        assert np.array_equal(ours[name].data, theirs[name].data), name
 
-    Random weights are chaotic: a rounded activation chooses other experts. So where the programs
-    differ, the yardstick is the file with every tensor in float32: our distance from it may be
-    twice that of llama.cpp.
-    """
-    ids = random.Random(1).choices(range(272), k=POSITIONS)
-    with model.engine() as engine, llama(model.file) as other:
-        ours, theirs = our_logits(engine, ids), other.logits(ids)
+
+def held_against_llama_cpp(name: str, form: str, folder: Path) -> Model:
+    """Compare both programs on a file that llama.cpp quantised, and on its weights in float32."""
+    made = exported(checkpoint(name, folder / "checkpoint"), folder, "f32")
+    model = made.pulled(quantised(made.file, form))
+    with computed_as_there(name):
+        with model.engine() as engine, llama(model.file) as other:
+            assert_near(our_logits(engine, IDS), other.logits(IDS), 1e-3)
+        reference = made.pulled(model.file, "f32")
+        with reference.engine() as engine, llama(widened(model.file)) as wide:
+            assert_near(our_logits(engine, IDS), wide.logits(IDS), 1e-5)
+    return model
+
+
+def assert_near(ours: Tensor, theirs: Tensor, most_kl: float) -> None:
+    """Assert that the next tokens are the same, but where two are nearly tied."""
     found = difference(ours, theirs)
-    if found.kl < MOST_KL[model.manifest.tag]:
-        assert found.gap <= 2 * found.largest, found
-        return
-    assert model.manifest.tag != "f32", found
-    with llama(widened(model.file)) as wide:
-        exact = wide.logits(ids)
-    assert difference(ours, exact).kl < 2 * difference(theirs, exact).kl, found
+    assert found.kl <= most_kl, found
+    assert found.gap <= NEARLY_TIED, found
+
+
+def test_llama_cpp_runs_phimoe_otherwise(tmp_path: Path) -> None:
+    """The note of the export is true: only with its norms and router are logits the same."""
+    model = exported(checkpoint("phimoe", tmp_path / "checkpoint"), tmp_path, "f32")
+    with model.engine() as engine, llama(model.file) as other:
+        assert difference(our_logits(engine, IDS), other.logits(IDS)).kl > 0.01

@@ -14,7 +14,10 @@ from tests.exported import checkpoint, exported
 from tests.runtime.gguf.test_pulls import contents
 
 
-@pytest.mark.parametrize(("family", "tag"), [("olmoe", "q4"), ("qwen3", "q8"), ("mixtral", "q4")])
+@pytest.mark.parametrize(
+    ("family", "tag"),
+    [("olmoe", "q4"), ("qwen3", "q8"), ("mixtral", "q4"), ("arctic", "q8"), ("phimoe", "q4")],
+)
 def test_exported_and_pulled_again(family: str, tag: str, tmp_path: Path) -> None:
     model = exported(checkpoint(family, tmp_path / "checkpoint"), tmp_path / "made", tag)
     name, source = find_source(str(model.file), "again", model.settings, ignore)

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES, GGUFReader
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, GGUFReader
 
 from moeinf.models import family_of
-from moeinf.runtime.gguf.writing.architectures import CannotExport, Written, written
+from moeinf.models.config import Fields
+from moeinf.models.layers.rope import attention_factor, inverse_frequencies, parse_rope
+from moeinf.runtime.gguf.checkpoint import open_gguf
+from moeinf.runtime.gguf.writing.architectures import written
+from moeinf.runtime.gguf.writing.description import CannotExport, Written
 from tests.exported import FAMILIES, checkpoint, exported
 from tests.tiny import tiny_config
 from tests.tiny_configs import TINY
@@ -30,7 +35,8 @@ def test_names_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     field = reader.get_field("general.architecture")
     assert field is not None
     arch = next(a for a in MODEL_ARCH if MODEL_ARCH_NAMES[a] == field.contents())
-    known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[arch]}
+    # llama.cpp reads ROPE_FREQS also where its package does not list it.
+    known = {TENSOR_NAMES[tensor] for tensor in (*MODEL_TENSORS[arch], MODEL_TENSOR.ROPE_FREQS)}
     for tensor in reader.tensors:
         stem = tensor.name.removesuffix(".weight").removesuffix(".bias")
         head, _, rest = stem.partition(".")
@@ -74,19 +80,7 @@ REFUSED: list[tuple[Tiny, str]] = [
     (olmoe(num_key_value_heads=2), "num_key_value_heads"),
     (mixtral(sliding_window=7), "sliding_window"),
     (TINY["mixtral-window"], "sliding_window"),
-    (
-        mixtral(
-            rope_parameters={
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "rope_theta": 1e4,
-            }
-        ),
-        "llama3",
-    ),
+    (olmoe(rope_parameters=TINY["mixtral-window"].settings["rope_parameters"]), "llama3"),
     (qwen3(norm_topk_prob=False), "norm_topk_prob = false"),
     (qwen3(decoder_sparse_step=2), "layers without experts"),
     (qwen2(norm_topk_prob=True), "norm_topk_prob"),
@@ -94,7 +88,9 @@ REFUSED: list[tuple[Tiny, str]] = [
     (TINY["deepseek-groups"], "group_limited_greedy"),
     (TINY["deepseek-bare"], "attention_bias"),
     (deepseek(q_lora_rank=None, rope_parameters={**YARN, "factor": 4.0}), "mscale_all_dim"),
-    (TINY["phimoe"], "phimoe: the family"),
+    (TINY["phimoe"], "attention_bias = false"),
+    (FAMILIES["phimoe"].but(router_jitter_noise=0.2), "router_jitter_noise"),
+    (TINY["qwen3.5"], "linear_value_head_dim"),
 ]
 
 
@@ -102,3 +98,33 @@ REFUSED: list[tuple[Tiny, str]] = [
 def test_what_llama_cpp_computes_otherwise(tiny: Any, words: str) -> None:
     with pytest.raises(CannotExport, match=words):
         described(tiny)
+
+
+def test_families_without_a_counterpart() -> None:
+    with pytest.raises(CannotExport, match="switch_transformers: the family"):
+        written("switch_transformers", None)
+
+
+def test_frequencies_of_llama3(tmp_path: Path) -> None:
+    """They are a tensor of divisors, which is pulled again as longrope."""
+    model = exported(checkpoint("mixtral-llama3", tmp_path / "checkpoint"), tmp_path, "f32")
+    config = open_gguf(model.file).config
+    rope = parse_rope(Fields(config), config["max_position_embeddings"], 1e4)
+    assert rope.kind == "longrope"
+    theirs = family_of(values := tiny_config(FAMILIES["mixtral-llama3"]).to_dict()).parse(values)
+    torch.testing.assert_close(
+        inverse_frequencies(rope, 64), inverse_frequencies(theirs.body.rope, 64)
+    )
+    assert attention_factor(rope) == 1
+    assert rope.short == rope.long
+
+
+def test_phimoe(tmp_path: Path) -> None:
+    """The one factor of a file is both of ours."""
+    model = exported(checkpoint("phimoe", tmp_path / "checkpoint"), tmp_path, "f32")
+    rope = open_gguf(model.file).config["rope_parameters"]
+    assert rope["short_mscale"] == rope["long_mscale"] == pytest.approx(1.2)
+    assert rope["long_factor"] == pytest.approx([1 + 0.4 * pair for pair in range(32)])
+    assert rope["original_max_position_embeddings"] == 256
+    about = described(FAMILIES["phimoe"])
+    assert len(about.notes) == 1

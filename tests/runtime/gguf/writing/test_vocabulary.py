@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeinf.runtime.gguf.writing.architectures import CannotExport
+from moeinf.runtime.gguf.writing.description import CannotExport
 from moeinf.runtime.gguf.writing.vocabulary import TokenType, vocabulary
 from tests.tokenizer_files import document, split, token, unigram
 
