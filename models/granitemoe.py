@@ -72,7 +72,7 @@ def parse(values: Mapping[str, Any]) -> GraniteMoeConfig:
 
 def parse_shared(values: Mapping[str, Any]) -> GraniteMoeConfig:
     """See base.Family."""
-    shared = Fields(values).integer("shared_intermediate_size", low=0, high=MAX_WIDTH, default=1024)
+    shared = Fields(values).integer("shared_intermediate_size", low=0, high=MAX_WIDTH, default=0)
     return replace(parse(values), shared=shared)
 
 

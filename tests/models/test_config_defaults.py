@@ -24,7 +24,7 @@ DERIVED = ("layer_types", "mlp_layer_types")  # they hide the keys from which th
 NAMES = ["mixtral-window", "mixtral-all-experts", "olmoe-yarn", "deepseek-lite", "deepseek-groups"]
 NAMES += ["deepseek-v3", "deepseek-v3-bare", "glm4", "glm4-yarn", "glm4-lite", "gpt-oss", "granite"]
 NAMES += ["phimoe", "phimoe-longrope", "qwen2", "qwen2-window", "qwen3-window", "qwen3.5"]
-NAMES += ["qwen3.5-full-first", "switch", "nllb"]
+NAMES += ["qwen3.5-full-first", "granite-shared", "switch", "nllb"]
 Values = dict[str, Any]
 
 

@@ -29,8 +29,9 @@ def export(
     Nothing is rounded: q4 becomes Q4_0, q8 Q8_0, mxfp4 MXFP4, bf16 BF16 and f32 F32. Norms, router
     gates and matrices whose rows are not whole groups of 32 become F32.
 
-    Families that can be exported (`model_type` of config.json): deepseek_v2, deepseek_v3,
-    glm4_moe, glm4_moe_lite, gpt_oss, granitemoe, mixtral, olmoe, qwen2_moe, qwen3_moe.
+    Families that can be exported (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3,
+    glm4_moe, glm4_moe_lite, gpt_oss, granitemoe, granitemoeshared, mixtral, olmoe, phimoe,
+    qwen2_moe, qwen3_5_moe, qwen3_moe.
 
     Example: moeinf export demo --gguf demo.gguf
     """

@@ -69,8 +69,8 @@ def pull(
     interrupted pull resumes where it stopped; a model that is up to date is left unchanged.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
-    glm4_moe_lite, gpt_oss, granitemoe, kimi_k2, kimi_k25, mixtral, nllb-moe, olmoe, phimoe,
-    qwen2_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_moe, switch_transformers.
+    glm4_moe_lite, gpt_oss, granitemoe, granitemoeshared, kimi_k2, kimi_k25, mixtral, nllb-moe,
+    olmoe, phimoe, qwen2_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_moe, switch_transformers.
 
     Example: moeinf pull olmoe:q4
     """

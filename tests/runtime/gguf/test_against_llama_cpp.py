@@ -38,7 +38,7 @@ TAGS = ("bf16", "q4", "q8", "f32")
 POSITIONS = 200
 IDS = random.Random(1).choices(range(272), k=POSITIONS)
 ROUNDING = 0.5  # of the demo's logits around 20; bf16 has steps of 0.125 there
-NEARLY_TIED = 0.08  # of the families' logits, whose standard deviation is 1
+NEARLY_TIED = 0.15  # of the families' logits, whose standard deviation is 1
 # The greatest mean KL divergence. float32 sums differ in order; with the others llama.cpp rounds
 # activations, too, to groups of 8 bits (q4, q8) or to bf16.
 MOST_KL = {"f32": 1e-7, "bf16": 1e-3, "q8": 1e-3, "q4": 1e-3}

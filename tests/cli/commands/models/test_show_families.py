@@ -29,6 +29,7 @@ REMEMBERED = {
     "glm4-lite": ("glm4_moe_lite", 3 * (20 + 8)),
     "gpt-oss": ("gpt_oss", 3 * 2 * 2 * 10),
     "granite": ("granitemoe", 2 * 2 * 2 * 8),
+    "granite-shared": ("granitemoeshared", 2 * 2 * 2 * 8),
     "mixtral": ("mixtral", 2 * 2 * 2 * 12),
     "nllb": ("nllb-moe", 2 * 4 * 2 * 4 * 8),  # twice: for the answer, and for the source
     "olmoe": ("olmoe", 2 * 2 * 4 * 8),
