@@ -110,11 +110,6 @@ class Recipe:
     make: Callable[..., torch.Tensor]
     moves_rows: bool = False
 
-    @property
-    def keeps_rows(self) -> bool:
-        """True if the tensor is made of stored rows of one dtype, which may stay as they are."""
-        return self.moves_rows and len({tensor.dtype for tensor in self.stored}) == 1
-
 
 @dataclass(frozen=True)
 class Checkpoint:

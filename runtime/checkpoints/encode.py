@@ -26,6 +26,7 @@ from moeinf.runtime.checkpoints.ggml import (
     all_packed_rows,
     is_ggml,
     keeps,
+    keeps_rows,
     packed_rows,
     retile,
     scales_of,
@@ -72,7 +73,7 @@ def _picked(tensor: SourceTensor, form: str, look: Look) -> memoryview:
 def _cooked(tensor: SourceTensor, recipe: Recipe, form: str, look: Look) -> memoryview:
     stored = recipe.stored
     rows = [all_packed_rows(piece) for piece in stored]
-    if recipe.keeps_rows and keeps(stored[0].dtype, form):
+    if keeps_rows(recipe) and keeps(stored[0].dtype, form):
         return _of_ggml(stored[0], recipe.make(*rows).contiguous(), form, look)
     wide = (widen(r, p.dtype).view(p.shape) for r, p in zip(rows, stored, strict=True))
     return _stored(tensor, recipe.make(*wide).reshape(tensor.shape), form, look)

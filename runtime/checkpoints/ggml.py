@@ -20,7 +20,7 @@ from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.retile import BLOCK_BYTES
 from moeinf.offload.format.retile import retile as retile_blocks
 from moeinf.offload.format.tiling import sort_into_tiles
-from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, SourceTensor, read_exactly
+from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, Recipe, SourceTensor, read_exactly
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
 
 PREFIX = "GGML_"  # of the dtype of a SourceTensor: GGML_Q4_K
@@ -97,6 +97,11 @@ def kept_form(dtype: str) -> str | None:
 def keeps(dtype: str, form: str) -> bool:
     """Return True if weights of this dtype become `form` without rounding, code by code."""
     return kept_form(dtype) == form
+
+
+def keeps_rows(recipe: Recipe) -> bool:
+    """Return True if a tensor is made of stored rows of one dtype, which may stay as they are."""
+    return recipe.moves_rows and len({tensor.dtype for tensor in recipe.stored}) == 1
 
 
 def row_bytes(tensor: SourceTensor) -> int:

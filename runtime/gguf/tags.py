@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from moeinf.offload.format.layout import ExpertForms
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
-from moeinf.runtime.checkpoints.ggml import PREFIX, bits_of, is_ggml, keeps, kept_form
+from moeinf.runtime.checkpoints.ggml import PREFIX, bits_of, is_ggml, keeps, keeps_rows, kept_form
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory
 from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.sizes import format_bytes
@@ -76,7 +76,7 @@ def describe_loss(inventory: Inventory, form: str) -> str | None:
 
 
 def _form_for(tensor: SourceTensor) -> str:
-    if tensor.recipe is not None and not tensor.recipe.keeps_rows:
+    if tensor.recipe is not None and not keeps_rows(tensor.recipe):
         return "Q8"
     return _kept(tensor.dtype) or _larger(tensor.dtype)
 
