@@ -21,7 +21,7 @@ from tests.tiny import save_tiny, tiny_reference
 CONFIGS = ["mixtral", "mixtral-window", "deepseek-lite", "deepseek-groups", "olmoe-yarn"]
 CONFIGS += ["deepseek-v3", "glm4", "glm4-head-norms", "glm4-lite-layers"]
 CONFIGS += ["gpt-oss", "gpt-oss-all-experts", "gpt-oss-one-expert"]
-CONFIGS += ["arctic", "granite", "phimoe", "phimoe-biased", "phimoe-longrope"]
+CONFIGS += ["arctic", "granite", "granite-shared", "phimoe", "phimoe-biased", "phimoe-longrope"]
 CONFIGS += ["qwen3.5", "qwen3.5-full-first"]
 CONFIGS += ["qwen2", "qwen2-window", "qwen3", "qwen3-sparse-step", "qwen3-window"]
 GREEDY = SamplingOptions(temperature=0)

@@ -50,7 +50,7 @@ PROMPT, STEPS = 19, 21  # more rows than the one-token kernels take, then tokens
 SOURCE = 23  # tokens that an encoder-decoder reads first
 CONFIGS = ["arctic", "deepseek-lite", "deepseek-groups", "deepseek-v3", "glm4-head-norms"]
 CONFIGS += ["glm4-lite", "gpt-oss", "granite", "mixtral-window", "olmoe-yarn", "phimoe-biased"]
-CONFIGS += ["qwen2", "qwen3-sparse-step", "qwen3.5"]
+CONFIGS += ["granite-shared", "qwen2", "qwen3-sparse-step", "qwen3.5"]
 CONFIGS += list(PAIRS)
 SHALLOW = {  # four layers in all, as deep as the others: T5's unscaled scores add more rounding
     "num_layers": 2,
