@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
-from moeinf.offload.policy.base import Evictable, Passive, Policy, Setup, Wish, chosen_cells, lowest
+from moeinf.offload.policy.base import (
+    Evictable,
+    Passive,
+    Policy,
+    Setup,
+    Weights,
+    Wish,
+    chosen_cells,
+    lowest,
+)
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.policy.table import POLICIES
@@ -39,7 +48,9 @@ class Decayed(Passive):
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self._counts *= _DECAY
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         self._counts[chosen_cells(layer, ids, self.setup.shape.experts)] += 1
 
     def admitted(self, cell: int) -> None:
@@ -63,8 +74,10 @@ class Gate(Lru):
         super().__init__(setup)
         self._named: list[int] = []
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        super().routed(layer, ids)
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
+        super().routed(layer, ids, weights)
         self._named = []
 
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
@@ -83,9 +96,11 @@ class LruVictims:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adaptive, name)
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        self._adaptive.routed(layer, ids)
-        self._lru.routed(layer, ids)
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
+        self._adaptive.routed(layer, ids, weights)
+        self._lru.routed(layer, ids, weights)
 
     def admitted(self, cell: int) -> None:
         self._adaptive.admitted(cell)

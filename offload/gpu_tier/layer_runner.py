@@ -79,8 +79,8 @@ class TierRunner:
                 tier.count_at_end(ids)
                 return ByTable(tier, layer, x, ids, weights, table)
             ids = tier.read(ids)
-        routed = Routed.of(layer, ids.numpy(), experts)
-        tier.policy.routed(layer, routed.ids)
+        routed = Routed.of(layer, ids.numpy(), experts, self._wanted(weights))
+        tier.policy.routed(layer, routed.ids, routed.weights)
         told = None if hint is None else self._pass_on(*hint)
         here = self._here(layer, routed.ids)
         taken, rest = routed.split(here) if here.any() else ([], routed)
@@ -91,6 +91,11 @@ class TierRunner:
             tier.count_hits(routed.events - rest.events)
             routed = rest
         return routed, told, work
+
+    def _wanted(self, weights: Tensor) -> NDArray[np.float32] | None:
+        if not (self.tier.policy.wants_weights or self.host.policy.wants_weights):
+            return None
+        return (self.tier.read(weights) if self.tier.inside else weights).numpy()
 
     def divide(self, experts: Experts) -> tuple[Experts, Experts]:
         """Return the experts to fetch, and those that the CPU computes in place."""

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import AdaptiveCore
-from moeinf.offload.policy.base import Evictable, Setup, Wish
+from moeinf.offload.policy.base import Evictable, Setup, Weights, Wish
 from moeinf.offload.policy.requests import RunningRequests
 from moeinf.offload.routing.trace import Phase
 
@@ -56,6 +56,8 @@ class AdaptiveKnobs:
 
 class Adaptive:
     """Evict by probability of use, admit with hysteresis, prefetch the hints that pay."""
+
+    wants_weights = False
 
     def __init__(self, setup: Setup, knobs: AdaptiveKnobs | None = None) -> None:
         knobs = knobs or AdaptiveKnobs()
@@ -90,7 +92,9 @@ class Adaptive:
         else:
             self.core.begin_prefill()
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         self._requests.routed(layer, ids)
         self.core.routed(layer, ids)
 

@@ -6,7 +6,7 @@ a simulated figure is what the engine would do. Experts are *cells*: layer · E 
 The caller reports events in this order, per pass:
 
     begin_pass(rows, phase)
-      routed(layer, ids)       a layer has chosen; its cells are pinned by the caller
+      routed(layer, ids, …)    a layer has chosen; its cells are pinned by the caller
       hinted(layer, ids)       a gate predicts the choice of a later layer (optional)
       victim() / admitted()    per miss: the cell to evict, the cell that has arrived
       forget()                 an admitted cell has not arrived, or left otherwise
@@ -31,6 +31,7 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Phase, RoutingShape
 
 Evictable = Callable[[int], bool]
+Weights = NDArray[np.float32]  # [T, K], of the gate; their scale is the model's own
 _LARGEST = np.iinfo(np.int64).max
 
 
@@ -60,6 +61,8 @@ class Wish(NamedTuple):
 class Policy(Protocol):
     """Decides which cell to evict, keep or prefetch. See the module for the order."""
 
+    wants_weights: bool  # True: `routed` is given the gate's weights
+
     @property
     def insertions(self) -> int:
         """Number of arrivals, ever, that were given a place to stay."""
@@ -69,8 +72,13 @@ class Policy(Protocol):
         """Start a pass of T rows; rows [T] names the request of each."""
         ...
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
-        """Report that `layer` has chosen ids [T, K]; -1: no expert. Layers ascend in a pass."""
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
+        """Report that `layer` has chosen ids [T, K]; -1: no expert. Layers ascend in a pass.
+
+        weights: None unless they are wanted and, in a replay, recorded.
+        """
         ...
 
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
@@ -121,13 +129,17 @@ class Policy(Protocol):
 class Passive:
     """The answers of a policy that keeps every miss and prefetches nothing."""
 
+    wants_weights = False
+
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.insertions = 0
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None: ...
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None: ...
 
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, lowest
+from moeinf.offload.policy.base import Evictable, Passive, Setup, Weights, chosen_cells, lowest
 
 _ABSENT = int(np.iinfo(np.int64).max)
 _NEVER = _ABSENT - 1
@@ -42,7 +42,9 @@ class Belady(Passive):
             self._keys[cell] = -time
         self._resident = np.full(setup.cells, _ABSENT, np.int64)
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         for cell, time in self._next[self._time]:
             self._keys[cell] = -time
             if self._resident[cell] != _ABSENT:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.native import EamcCore
-from moeinf.offload.policy.base import Evictable, Passive, Setup, Wish
+from moeinf.offload.policy.base import Evictable, Passive, Setup, Weights, Wish
 from moeinf.offload.policy.requests import RunningRequests
 from moeinf.offload.routing.eamc import Floats, normalised
 from moeinf.offload.routing.trace import Phase
@@ -59,7 +59,9 @@ class EamcPolicy(Passive):
         if phase == "decode" and any(r.decode_passes == 1 for r in self._requests.active()):
             self._predict()
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         self._requests.routed(layer, ids)
         self._core.routed(layer, ids)
         self._predict()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells, lowest
+from moeinf.offload.policy.base import Evictable, Passive, Setup, Weights, chosen_cells, lowest
 
 _ABSENT = int(np.iinfo(np.int64).max)
 _USE = 1 << 40  # a key is uses · 2^40 + time of the last use, so that ties go to the oldest
@@ -27,7 +27,9 @@ class Lfu(Passive):
         self._resident = np.full(setup.cells, _ABSENT, np.int64)  # keys of resident cells
         self._time = 0
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         for cell in chosen_cells(layer, ids, self.setup.shape.experts):
             self._time += 1
             uses = min(self._keys[cell] // _USE + 1, _MOST_USES)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Evictable, Passive, Setup, chosen_cells
+from moeinf.offload.policy.base import Evictable, Passive, Setup, Weights, chosen_cells
 
 
 class Lru(Passive):
@@ -23,7 +23,9 @@ class Lru(Passive):
         super().__init__(setup)
         self._resident: OrderedDict[int, None] = OrderedDict()  # oldest use first
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         for cell in chosen_cells(layer, ids, self.setup.shape.experts):
             if cell in self._resident:
                 self._resident.move_to_end(cell)

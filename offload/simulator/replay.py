@@ -16,13 +16,13 @@ read in flight is a miss, but is not read again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Policy, Setup, chosen_cells
+from moeinf.offload.policy.base import Policy, Setup, Weights, chosen_cells
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Pass, Recording, Tracer
@@ -47,6 +47,12 @@ class Conditions:
     hints: HintSource | None = None
     late: bool = False
     collect: bool = True
+
+
+def weights_for(policy: Policy, running: Pass) -> Sequence[Weights | None]:
+    """Return per layer what the policy is given of the gate's weights [T, K]."""
+    recorded = running.weights if policy.wants_weights else None
+    return [None] * len(running.ids) if recorded is None else list(recorded)
 
 
 class Walk(ABC):
@@ -131,6 +137,7 @@ class Replay(Walk):
         policy, late = self.policy, self._conditions.late
         begin, insertions = self._now, policy.insertions
         policy.begin_pass(running.rows, running.phase)
+        weights = weights_for(policy, running)
         for layer, ids in enumerate(running.ids):
             cells = chosen_cells(layer, ids, self._shape.experts)
             if not cells:
@@ -140,14 +147,14 @@ class Replay(Walk):
             if self._link.arriving:
                 self._settle()
             if not late:
-                policy.routed(layer, ids)
+                policy.routed(layer, ids, weights[layer])
                 if hinted is not None and layer + 1 < len(hinted):
                     policy.hinted(layer + 1, hinted[layer + 1])
             self._layer(cells, len(ids))
         if late:
             for layer, ids in enumerate(running.ids):
                 if (ids >= 0).any():
-                    policy.routed(layer, ids)
+                    policy.routed(layer, ids, weights[layer])
         policy.end_pass(running.accepted)
         self._token.seconds += self._now - begin
         self._token.insertions += policy.insertions - insertions

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeinf.offload.gpu_tier.miss_split import FEW_ROWS, Split
-from moeinf.offload.policy.base import Passive, Policy, Setup, chosen_cells
+from moeinf.offload.policy.base import Passive, Policy, Setup, Weights, chosen_cells
 from moeinf.offload.policy.lru import Lru
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import Ids, Pass, Recording
@@ -78,6 +78,7 @@ class TieredReplay(Walk):
         self._most_wishes = 0 if isinstance(self._policy, Passive) else 2 * shape.top_k
         self._found, self._missed = 0, 0  # of the running pass: experts on the device, and others
         # State of the running layer:
+        self._weights: Weights | None = None
         self._rows = Counter[int]()  # per cell
         self._ready, self._unasked = deque[int](), deque[int]()
         self._loading: deque[tuple[float, int]] = deque()  # (time of arrival, cell)
@@ -97,6 +98,7 @@ class TieredReplay(Walk):
             self._now += self._dense
             token.floor_seconds += self._dense
             told = hints[layer + 1] if hints is not None and layer + 1 < len(hints) else None
+            self._weights = None if running.weights is None else running.weights[layer]
             self._layer(layer, ids, told)
         for policy in self.policies:
             policy.end_pass(running.accepted)
@@ -110,7 +112,7 @@ class TieredReplay(Walk):
         self._link.run_until(start)
         cells = chosen_cells(layer, ids, self._shape.experts)
         self._rows = self._count(layer, ids)
-        device.policy.routed(layer, ids)
+        device.policy.routed(layer, ids, self._weights)
         there = [cell for cell in cells if device.has(cell)]
         self._found += len(there)
         self._missed += len(cells) - len(there)
@@ -146,7 +148,7 @@ class TieredReplay(Walk):
             self._policy.admitted(cell)
         for cell in cells:
             (self._ready if self._host.is_resident(cell) else self._unasked).append(cell)
-        self._policy.routed(layer, ids)
+        self._policy.routed(layer, ids, self._weights)
         if not at_once:
             for cell in self._ready:
                 self._host.pin(cell)

@@ -173,7 +173,7 @@ class ExpertStore:
         begin = host.clock()
         if not self._wishes and host.table.are_resident(routed.places):
             if not host.all_fit:  # else no cell ever has to leave
-                host.policy.routed(layer, routed.ids)
+                host.policy.routed(layer, routed.ids, routed.weights)
             host.used(routed, routed.cells, routed.events)
             host.decided(begin)
             return _AllThere(work, sorted(routed.cells))
@@ -182,7 +182,7 @@ class ExpertStore:
         hits, misses = list[int](), deque[int]()
         for cell in routed.cells:
             (hits if is_resident(cell) else misses).append(cell)
-        host.policy.routed(layer, routed.ids)
+        host.policy.routed(layer, routed.ids, routed.weights)
         if hint is not None:
             host.policy.hinted(*hint)
         for cell in hits:

@@ -102,7 +102,8 @@ class HostTier:
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
     ) -> Opened:
         """Open a layer that the CPU computes alone. Raises ValueError for invalid ids."""
-        routed = Routed.of(layer, ids.numpy(), self.experts)
+        mix = weights.numpy() if self.policy.wants_weights else None
+        routed = Routed.of(layer, ids.numpy(), self.experts, mix)
         told = None if hint is None else (hint[0], hint[1].numpy())
         return routed, told, CpuWork(self, layer, x, weights, routed.places)
 

@@ -24,6 +24,7 @@ class Routed:
     cells: the same cells in the order that policies see: routed order for one row, ascending for
     several.
     events: the number of ids that are experts.
+    weights: the gate's, [T, K], for a policy that wants them.
     """
 
     layer: int
@@ -31,9 +32,12 @@ class Routed:
     places: dict[int, list[int]]
     cells: list[int]
     events: int
+    weights: NDArray[np.float32] | None = None
 
     @classmethod
-    def of(cls, layer: int, ids: Ids, experts: int) -> Routed:
+    def of(
+        cls, layer: int, ids: Ids, experts: int, weights: NDArray[np.float32] | None = None
+    ) -> Routed:
         """Convert ids [T, K]. Raises ValueError for ids outside -1 … experts - 1."""
         first, flat = layer * experts, ids.ravel().tolist()
         events = len(flat) - flat.count(-1)
@@ -47,7 +51,7 @@ class Routed:
         if cells and (max(cells) >= first + experts or min(flat) < -1):
             numbers = f"{min(flat)} … {max(flat)}"
             raise ValueError(f"expert ids {numbers} with {experts} experts")
-        return cls(layer, ids, places, cells, events)
+        return cls(layer, ids, places, cells, events, weights)
 
     def events_of(self, cells: Sequence[int]) -> int:
         """Return how many ids are one of these cells, which are distinct."""
@@ -67,7 +71,7 @@ class Routed:
         cells = [cell for cell in self.cells if cell in rest]
         events = self.events - sum(len(at) for _, at in taken)
         ids = np.where(here, self.ids.dtype.type(-1), self.ids)
-        return taken, Routed(self.layer, ids, rest, cells, events)
+        return taken, Routed(self.layer, ids, rest, cells, events, self.weights)
 
 
 def cells_of(layer: int, ids: Ids, experts: int) -> NDArray[np.intp]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeinf.offload.policy.base import Passive, Setup, Wish, chosen_cells
+from moeinf.offload.policy.base import Passive, Setup, Weights, Wish, chosen_cells
 from moeinf.offload.policy.requests import RunningRequests
 from moeinf.offload.routing.eamc import eviction_priorities, normalised, prefetch_priorities
 from moeinf.offload.routing.trace import Phase
@@ -41,7 +41,9 @@ class PlainEamc(Passive):
         if any(r.decode_passes == 1 and phase == "decode" for r in self._requests.active()):
             self._predict()
 
-    def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None:
+    def routed(
+        self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
+    ) -> None:
         self._layer = layer
         self._requests.routed(layer, ids)
         self._time += 1
