@@ -23,18 +23,21 @@ Hints = Annotated[
 
 
 def read_trace(path: Path) -> Recording:
-    """Read an .eam recording or a .csv[.gz] route trace.
+    """Read an .eam recording, a .csv[.gz] route trace or an .npz file of requests.
 
     Raises Usage, BadContainer, BadRouteTrace.
     """
     from moeinf.offload.format.array_file import BadContainer
     from moeinf.offload.routing.recording_file import recording_from_bytes
+    from moeinf.offload.routing.requests_file import read_requests
     from moeinf.offload.routing.route_csv import read_route_csv
 
     if not path.is_file():
         raise Usage(f"{path} is not a file")
     if path.name.removesuffix(".gz").endswith(".csv"):
         return read_route_csv(path)
+    if path.name.endswith(".npz"):
+        return read_requests(path).recording()
     try:
         return recording_from_bytes(path.read_bytes())
     except BadContainer as error:
