@@ -5,5 +5,18 @@ This module imports no policy: policies need numpy, and the command line must st
 
 from __future__ import annotations
 
-POLICY_NAMES = ("adaptive", "eamc", "lfu", "lru")
+POLICY_NAMES = (
+    "adaptive",
+    "eamc",
+    "lfu",
+    "lru",
+    "arc",
+    "eamc-v1",
+    "fmoe",
+    "lrfu",
+    "markov",
+    "promoe",
+    "s3-fifo",
+    "sieve",
+)
 DEFAULT_POLICY = "adaptive"

@@ -11,6 +11,14 @@ from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.eamc import EamcPolicy
 from moeinf.offload.policy.lfu import Lfu
+from moeinf.offload.policy.literature.arc import Arc
+from moeinf.offload.policy.literature.eamc_v1 import EamcV1
+from moeinf.offload.policy.literature.fmoe import Fmoe
+from moeinf.offload.policy.literature.lrfu import Lrfu
+from moeinf.offload.policy.literature.markov import Markov
+from moeinf.offload.policy.literature.promoe import ProMoe
+from moeinf.offload.policy.literature.s3_fifo import S3Fifo
+from moeinf.offload.policy.literature.sieve import Sieve
 from moeinf.offload.policy.lru import Lru
 
 POLICIES: dict[str, Callable[[Setup], Policy]] = {
@@ -18,6 +26,16 @@ POLICIES: dict[str, Callable[[Setup], Policy]] = {
     "eamc": EamcPolicy,
     "lfu": Lfu,
     "lru": Lru,
+    # of the literature, for comparison:
+    "arc": Arc,
+    "eamc-v1": EamcV1,
+    "fmoe": Fmoe,
+    "lrfu": Lrfu,
+    "markov": Markov,
+    "promoe": ProMoe,
+    "s3-fifo": S3Fifo,
+    "sieve": Sieve,
 }
-USE_PAST = frozenset({"adaptive", "eamc"})  # these read the EAMC, and may prefetch
-USE_HINTS = frozenset({"adaptive"})
+USE_PAST = frozenset({"adaptive", "eamc", "eamc-v1"})  # these read the EAMC
+PREFETCH = USE_PAST | {"fmoe", "markov", "promoe"}
+USE_HINTS = frozenset({"adaptive", "promoe"})

@@ -20,7 +20,7 @@ from moeinf.offload.format.shards import FileRecord
 from moeinf.offload.gpu_tier.device_slots import DeviceTier
 from moeinf.offload.gpu_tier.layer_runner import TierRunner
 from moeinf.offload.policy.base import Setup
-from moeinf.offload.policy.table import POLICIES, USE_HINTS, USE_PAST
+from moeinf.offload.policy.table import POLICIES, PREFETCH, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.expert_store import ExpertStore
@@ -210,7 +210,7 @@ def open_store(
     return ExpertStore(
         tiers,
         runner,
-        wishes=2 * manifest.top_k if name in USE_PAST else 0,
+        wishes=2 * manifest.top_k if name in PREFETCH else 0,
         hints=name in USE_HINTS,
         worth_share=_WORTH_SHARE,
     )

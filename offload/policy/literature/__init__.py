@@ -1,0 +1,1 @@
+"""Policies of the literature, one file each; docs/league.md compares them."""
