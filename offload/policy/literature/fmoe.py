@@ -78,15 +78,15 @@ class Fmoe(Ranked):
         used = np.bincount(ids[ids >= 0], minlength=experts)
         self._uses[layer * experts : (layer + 1) * experts] += used > 0
         self._wishes.pop(layer, None)
-        for row, chosen in enumerate(ids):
+        for request in dict.fromkeys(self._running):
+            if not (self._decoding and self._means[request].any()):
+                mine = ids[np.equal(self._running, request)]
+                self._prompts[request][layer] += np.bincount(mine[mine >= 0], minlength=experts)
+        for row, chosen in enumerate(ids if self._decoding else ()):
             there = chosen[chosen >= 0]
-            request = self._running[row]
-            if not self._decoding or not self._means[request].any():
-                self._prompts[request][layer, there] += 1
-            if self._decoding:
-                mix = None if weights is None else weights[row, chosen >= 0]
-                self._token[row, layer, there] = shares_of(mix, there)
-                self._follow(row, layer, there)
+            mix = None if weights is None else weights[row, chosen >= 0]
+            self._token[row, layer, there] = shares_of(mix, there)
+            self._follow(row, layer, there)
         target = layer + DISTANCE
         if self._decoding and self._stored and target < self.setup.shape.layers:
             score = self._scores(layer)

@@ -107,4 +107,6 @@ class ProMoe(Foresight):
         for chosen, (places, values) in zip(ids, inputs, strict=True):
             error = -self._chances(layer, places, values)
             error[chosen[chosen >= 0]] += 1
-            self._weights[layer, places] += np.float32(STEP / len(places)) * np.outer(values, error)
+            self._weights[layer, places] += np.float32(STEP / max(1, len(places))) * np.outer(
+                values, error
+            )
