@@ -135,8 +135,8 @@ PolicyName = Annotated[
     typer.Option(
         "--policy",
         parser=policy_name,
-        metavar="|".join(POLICY_NAMES),
-        help="Which expert is evicted.",
+        metavar="NAME",
+        help="Which expert is evicted: adaptive, eamc, lfu, lru, … (docs/cli.md).",
     ),
 ]
 Device = Annotated[

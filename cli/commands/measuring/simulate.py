@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moeinf.offload.simulator.outcome import Outcome
 
 _NAMES = (*POLICY_NAMES, "belady")
-Policies = Annotated[str, typer.Option(metavar="A,B", help="lru, lfu, eamc, adaptive, belady.")]
+Policies = Annotated[str, typer.Option(metavar="A,B", help="belady, or a name of --policy.")]
 Capacity = Annotated[str, typer.Option(metavar="5%,10%", help="Shares of all experts that fit.")]
 Sweep = Annotated[
     list[str] | None,

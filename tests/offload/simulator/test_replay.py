@@ -115,15 +115,19 @@ def test_a_collection_that_begins_empty_is_used_once_it_fills() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
 def test_any_policy_any_size(name: str, slots: int) -> None:
-    """A prefill of more experts than slots, late events, hints: all reads are counted."""
+    """A prefill of more experts than slots, late events, hints: all reads are counted.
+
+    A second replay decides the same.
+    """
     random = np.random.default_rng(slots)
     recording = Recording("random", SHAPE)
     for request in range(4):
         for step in range(5):
             rows = np.full(1 if step else 6, request)
-            builder = PassBuilder(SHAPE, rows, "decode" if step else "prefill")
+            builder = PassBuilder(SHAPE, rows, "decode" if step else "prefill", weights=True)
             for layer in range(2):
-                builder.routed(layer, random.permuted([[0, 1, 2, 3]] * len(rows), axis=1)[:, :2])
+                ids = random.permuted([[0, 1, 2, 3]] * len(rows), axis=1)[:, :2]
+                builder.routed(layer, ids, random.random(ids.shape))
             recording.add(builder.end())
     for late in (False, True):
         hints = ModelledHints(0.7, 0.5, 4)
@@ -135,6 +139,8 @@ def test_any_policy_any_size(name: str, slots: int) -> None:
         assert sum(token.reads for token in outcome.tokens) >= misses - outcome.used_ahead
         assert len(replay._resident) + len(replay._link.arriving) <= slots
         assert outcome.stall_ms_per_token >= 0
+        again = Conditions(slots, CLOCK, ModelledHints(0.7, 0.5, 4), late)
+        assert Replay(recording, POLICIES[name], again, Eamc(3, 2, 4)).run() == outcome
 
 
 def test_modelled_hints_have_their_recall_and_precision() -> None:

@@ -18,7 +18,7 @@ import torch
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Setup
-from moeinf.offload.policy.table import POLICIES
+from moeinf.offload.policy.table import POLICIES, USE_HINTS
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.hint_model import HintSource, ModelledHints
 from moeinf.offload.routing.route_csv import read_route_csv
@@ -59,10 +59,11 @@ def in_the_store(
         hinted = hints.of_pass(running) if hints is not None else None
         before = policy.insertions
         store.begin_pass(torch.from_numpy(running.rows), running.phase)
-        x, weights = torch.zeros(len(running.rows), 1), torch.ones(running.ids.shape[1:])
+        x, equal = torch.zeros(len(running.rows), 1), torch.ones(running.ids.shape[1:])
         for layer, ids in enumerate(running.ids):
             if (ids < 0).all():
                 continue
+            weights = equal if running.weights is None else torch.from_numpy(running.weights[layer])
             if hinted is not None and layer + 1 < len(hinted):
                 store.hint(layer + 1, torch.from_numpy(hinted[layer + 1]), weights)
             pending = store.submit(layer, x, torch.from_numpy(ids), weights)
@@ -102,14 +103,14 @@ def requests() -> Recording:
         habit = random.dirichlet(np.full(16, 0.3), size=(3, 4))[request % 3] + 1e-3
         for rows in (7, *[1] * 9):
             builder = PassBuilder(
-                shape, np.full(rows, request), "decode" if rows == 1 else "prefill"
+                shape, np.full(rows, request), "decode" if rows == 1 else "prefill", weights=True
             )
             for layer, chances in enumerate(habit):
                 ids = [
                     random.choice(16, 2, replace=False, p=chances / chances.sum())
                     for _ in range(rows)
                 ]
-                builder.routed(layer, np.array(ids))
+                builder.routed(layer, np.array(ids), random.random((rows, 2), np.float32))
             recording.add(builder.end())
     return recording
 
@@ -131,12 +132,13 @@ def test_demand_of_a_real_trace(name: str) -> None:
     assert found == in_the_replay(recording, name, slots, None, 0)
 
 
+@pytest.mark.parametrize("name", sorted(USE_HINTS))
 @pytest.mark.parametrize("slots", [20, 40])
 @pytest.mark.parametrize("quality", [1.0, 0.7])
-def test_hints(slots: int, quality: float) -> None:
+def test_hints(name: str, slots: int, quality: float) -> None:
     recording = requests()
     found = [
-        way(recording, "adaptive", slots, ModelledHints(quality, quality, 16), 4)
+        way(recording, name, slots, ModelledHints(quality, quality, 16), 4)
         for way in (in_the_store, in_the_replay)
     ]
     assert found[0] == found[1]
