@@ -151,9 +151,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--csv", type=Path, default=Path("docs/league.csv"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of all experts")
     options = parser.parse_args(arguments)
     rows = read(options.csv)
-    left = [task for task in tasks(SHARES[:1] if options.quick else SHARES) if task not in rows]
+    left = [
+        task for task in tasks(SHARES[:1] if options.quick else options.shares) if task not in rows
+    ]
     with ProcessPoolExecutor(options.processes) as pool:
         running = [
             pool.submit(measured, task, min(3, DATA[task[0]]) if options.quick else DATA[task[0]])

@@ -35,13 +35,15 @@ def tabulate(rows: Rows, path: Path) -> None:
     path.write_text(text)
 
 
-def gap(mine: dict[tuple[str, float], Row], name: str, share: float) -> float | None:
+def gap(
+    mine: dict[tuple[str, float], Row], name: str, share: float, figure: str = "hit_rate"
+) -> float | None:
     """Return (contestant - LRU) ÷ (Belady - LRU) at a capacity; None where one is not known."""
     found = [mine.get((one, share)) for one in (name, "lru", "belady")]
-    rates = [row.hit_rate for row in found if row is not None]
+    rates = [getattr(row, figure) for row in found if row is not None]
     if len(rates) < 3 or rates[2] == rates[1]:
         return None
-    return (rates[0] - rates[1]) / (rates[2] - rates[1])
+    return (rates[0] - rates[1]) / (rates[2] - rates[1]) + 0.0  # never -0
 
 
 def _table(data: str, mine: dict[tuple[str, float], Row]) -> list[str]:
@@ -57,12 +59,14 @@ def _table(data: str, mine: dict[tuple[str, float], Row]) -> list[str]:
         f"95 % at {_AT:.0%}",
         "first 16",
         "reads",
+        "gap in reads",
     ]
     lines += [_line(head), _line(["---"] * len(head))]
     for name in names:
         row = mine.get((name, _AT))
         rates = [mine.get((name, share)) for share in shares]
         closed = [gap(mine, name, share) for share in gaps]
+        spared = gap(mine, name, _AT, "reads_per_token")
         lines.append(
             _line(
                 [
@@ -71,7 +75,8 @@ def _table(data: str, mine: dict[tuple[str, float], Row]) -> list[str]:
                     *("" if one is None else f"{one:.2f}" for one in closed),
                     "" if row is None or count == 1 else f"{row.low:.1f} – {row.high:.1f}",
                     "" if row is None else f"{row.early:.1f}",
-                    "" if row is None else f"{row.reads_per_token:.0f}",
+                    "" if row is None else f"{row.reads_per_token:.1f}",
+                    "" if spared is None else f"{spared:.2f}",
                 ]
             )
         )
