@@ -114,9 +114,10 @@ def draw(rows: Rows, path: Path) -> None:
                 rows[data, name, share].hit_rate - rows[data, "lru", share].hit_rate
                 for share in known
             ]
-            style = {"belady": "k--", "lru": "k-"}.get(name, "o-" if number % 2 else "s:")
+            style = {"belady": "k--", "lru": "k-"}.get(name, "o-" if number < 10 else "s:")
             axis.plot([100 * share for share in known], above, style, ms=3, label=name)
         axis.set(xlabel="experts that fit, %", ylabel="hit rate - LRU's, points", title=data)
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], -25))
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=7, ncol=2)
     figure.tight_layout()

@@ -63,7 +63,7 @@ class Foresight(Ranked):
 
 
 def shares_of(weights: Weights | None, ids: NDArray[np.integer[Any]]) -> Floats:
-    """Return the weights of one row's ids [K], divided by their sum; equal if there are none."""
+    """Return the weights of one row's ids [K], divided by their sum; equal shares without them."""
     if weights is None:
         return np.full(len(ids), 1 / max(1, len(ids)), np.float32)
     total = float(weights.sum())

@@ -88,7 +88,8 @@ class ProMoe(Foresight):
         last = self._last.get(target)
         if last is None or row >= len(last):
             return np.zeros(0, np.intp)
-        return last[row][last[row] >= 0].astype(np.intp)
+        found: NDArray[np.intp] = last[row][last[row] >= 0].astype(np.intp)
+        return found
 
     def _tell(self, target: int) -> None:
         total = np.sum([self._chances(target, *one) for one in self._inputs[target]], 0)

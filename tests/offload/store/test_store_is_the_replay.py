@@ -132,6 +132,7 @@ def test_demand_of_a_real_trace(name: str) -> None:
     assert found == in_the_replay(recording, name, slots, None, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(USE_HINTS))
 @pytest.mark.parametrize("slots", [20, 40])
 @pytest.mark.parametrize("quality", [1.0, 0.7])

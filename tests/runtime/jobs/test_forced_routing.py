@@ -77,7 +77,7 @@ def untraced(open_engine: Open, policy: str) -> Engine:
     )
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lrfu", "arc", "s3-fifo", "sieve"])
 def test_hits_are_those_of_the_simulator(open_engine: Open, policy: str) -> None:
     with untraced(open_engine, policy) as engine:
         recording = fitted(recorded(), engine.info.manifest)
@@ -88,6 +88,27 @@ def test_hits_are_those_of_the_simulator(open_engine: Open, policy: str) -> None
     assert measured.decode.decode_hits == sum(token.hits for token in replayed.tokens)
     assert measured.decode.decode_loads == sum(token.reads for token in replayed.tokens)
     assert measured.decode.hit_rate == replayed.hit_rate
+
+
+@pytest.mark.parametrize("policy", ["fmoe", "promoe"])
+def test_a_predictor_is_given_the_gates_weights(open_engine: Open, policy: str) -> None:
+    """They are the weights of this model's router, as many as forced experts."""
+    with untraced(open_engine, policy) as engine:
+        seen, told = list[np.ndarray](), engine.store.host.policy.routed
+
+        def noted(layer: int, ids: np.ndarray, weights: np.ndarray | None = None) -> None:
+            assert weights is not None
+            assert weights.shape == ids.shape
+            seen.append(weights)
+            told(layer, ids, weights)
+
+        engine.store.host.policy.routed = noted  # type: ignore[method-assign]
+        recording = fitted(recorded(), engine.info.manifest)
+        measured = bench_replay(engine, requests(recording), None, rounds=1)
+    assert measured.steps == 3 * _STEPS
+    assert len(seen) == len(recording.passes) * recording.shape.layers
+    assert min(weights.min() for weights in seen) > 0
+    assert len({float(weights.max()) for weights in seen}) > len(seen) // 2
 
 
 def test_hints_are_the_sources(open_engine: Open) -> None:
