@@ -64,7 +64,8 @@ class RunningSequence:
         row = self.eam[layer]
         self._dots[layer] = dots
         self._total -= self._cosines[layer]
-        self._cosines[layer] = dots / (self._past.norms[layer] * np.sqrt(row @ row))
+        norm = np.sqrt(max(row @ row, np.float32(1e-9)))  # no row may have chosen here
+        self._cosines[layer] = dots / (self._past.norms[layer] * norm)
         self._total += self._cosines[layer]
 
     def closest(self) -> int:
