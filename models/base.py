@@ -46,8 +46,12 @@ class Experts(Protocol):
         """True if `hint` is of use now; a hint costs the model one more gate per layer."""
         ...
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Open a pass of T rows; rows [T] int64, on the CPU, holds the request of each row."""
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
+        """Open a pass of T rows; rows [T] int64, on the CPU, holds the request of each row.
+
+        pieces: rows that are computed as if each piece were a pass of its own, in ascending order;
+        (): all are one piece. Only where rows interact does this change bits.
+        """
         ...
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
@@ -245,8 +249,12 @@ class Model(Protocol):
         batch: Sequence[tuple[Sequence[int], State]],
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
+        piece: int | None = None,
     ) -> Tensor:
         """Append token ids to each state in one pass; return logits in float32 on the CPU.
+
+        piece     tokens of a request that are computed together, as if they were a pass of their
+                  own; the experts of a layer are asked for all pieces at once. None: all tokens
 
         last     [requests, vocab]: the last token of each request
         all      [T, vocab]: every token, in batch order

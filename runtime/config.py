@@ -25,6 +25,7 @@ _PIECE = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
 _DURATION = re.compile(rf"-?(?:{_PIECE.pattern})+")
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 PREFILL_CHUNK = 256  # tokens; constant, because results must not depend on the budget
+MOST_WINDOW = 8192  # tokens of a prompt that go through a layer before the next
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ class EngineConfig:
     miss       how an expert outside the device's memory is computed
                (offload/gpu_tier/layer_runner.py)
     libcuda    the driver's library, if the system does not find it
+    window     tokens of a prompt that go through a layer before the next layer, a multiple of
+               PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
     """
 
     memory: MemorySize | None = None
@@ -228,8 +231,11 @@ class EngineConfig:
     device_memory: MemorySize | None = None
     miss: Miss = "auto"
     libcuda: str | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or self.window % PREFILL_CHUNK):
+            raise InvalidValue(f"the window must be a multiple of {PREFILL_CHUNK} tokens")
         if self.context is not None and self.context < 1:
             raise InvalidValue(f"--ctx must be at least 1, got {self.context}")
         if any(number is not None and number < 1 for number in (self.readers, self.threads)):

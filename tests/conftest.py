@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,10 +142,10 @@ def open_engine(demo_home: Path) -> Iterator[Open]:
     """
     engines: list[Engine] = []
 
-    def open_one(model: str = "demo", memory: str = "100%", context: int | None = None) -> Engine:
+    def open_one(model: str = "demo", memory: str = "100%", **options: Any) -> Engine:
         settings = Settings(demo_home)
         manifest, folder = Library(settings).read(model)
-        config = EngineConfig(memory=parse_memory(memory), context=context)
+        config = EngineConfig(memory=parse_memory(memory), **options)
         engines.append(Engine.open(manifest, folder, config, settings))
         return engines[-1]
 

@@ -146,11 +146,11 @@ class WatchedExperts:
         self.first_layer = 0  # of the next passes
         self._outstanding = False
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         assert rows.dtype == torch.int64
         assert not self.passes or self.passes[-1].ended
         self.passes.append(Pass(rows.tolist(), phase))
-        self._experts.begin_pass(rows, phase)
+        self._experts.begin_pass(rows, phase, pieces)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         now = self.passes[-1]

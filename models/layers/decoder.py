@@ -30,7 +30,7 @@ from moeinf.models.config import (
     MAX_WIDTH,
     Fields,
 )
-from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Span
+from moeinf.models.layers.kv_cache import CacheLayout, KvCache, PassRows, Piece, Span, divided
 from moeinf.models.layers.moe import Router, SparseFfn, one_pass
 from moeinf.models.layers.norms import RmsNorm, WideRmsNorm, centred_norm, layer_norm
 from moeinf.models.layers.recurrent import RecurrentLayout
@@ -112,11 +112,26 @@ class Block:
 
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """Map [T, D] to [T, D]."""
-        if self.residual == 1.0:
-            x = x + self.attention(self.attention_norm(x), rows)
-            return x + self.ffn(self.ffn_norm(x), experts)
-        x = x + self.attention(self.attention_norm(x), rows) * self.residual
-        return x + self.ffn(self.ffn_norm(x), experts) * self.residual
+        x = self._attended(x, rows)
+        return self._plus(x, self.ffn(self.ffn_norm(x), experts))
+
+    def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor:
+        """Map x [T, D], which is overwritten, to [T, D]: each piece as if it were a pass."""
+        if not isinstance(self.ffn, SparseFfn):
+            for at, rows in pieces:
+                x[at] = self(x[at], rows, experts)
+            return x
+        normed = torch.empty_like(x)
+        for at, rows in pieces:
+            x[at] = self._attended(x[at], rows)
+            normed[at] = self.ffn_norm(x[at])
+        return self._plus(x, self.ffn.over(normed, [at for at, _ in pieces], experts))
+
+    def _attended(self, x: Tensor, rows: PassRows) -> Tensor:
+        return self._plus(x, self.attention(self.attention_norm(x), rows))
+
+    def _plus(self, x: Tensor, change: Tensor) -> Tensor:
+        return x + change if self.residual == 1.0 else x + change * self.residual
 
 
 @dataclass(frozen=True)
@@ -136,9 +151,19 @@ class ParallelBlock:
     def __call__(self, x: Tensor, rows: PassRows, experts: Experts) -> Tensor:
         """Map [T, D] to [T, D]."""
         pending = self.ffn.start(self.ffn_norm(x), experts)
-        x = x + self.attention(self.attention_norm(x), rows)
-        x = x + self.residual(self.residual_norm(x))
+        return self._rest(x, rows) + pending.result()
+
+    def over(self, x: Tensor, pieces: Sequence[Piece], experts: Experts) -> Tensor:
+        """Map x [T, D], which is overwritten, to [T, D]: each piece as if it were a pass."""
+        normed = torch.cat([self.ffn_norm(x[at]) for at, _ in pieces])
+        pending = self.ffn.start(normed, experts, [at for at, _ in pieces])
+        for at, rows in pieces:
+            x[at] = self._rest(x[at], rows)
         return x + pending.result()
+
+    def _rest(self, x: Tensor, rows: PassRows) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rows)
+        return x + self.residual(self.residual_norm(x))
 
 
 Layer = Block | ParallelBlock
@@ -167,16 +192,29 @@ class DecodeStep:
         return self.head(self.norm(self.states(ids, positions, spans, experts)))
 
     def states(
-        self, ids: Tensor, positions: Tensor, spans: tuple[Span, ...], experts: Experts
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        spans: tuple[Span, ...],
+        experts: Experts,
+        piece: int | None = None,
     ) -> Tensor:
-        """Map ids and positions [T] of any rows to hidden states [T, D] before the final norm."""
+        """Map ids and positions [T] of any rows to hidden states [T, D] before the final norm.
+
+        piece: see Model.extend.
+        """
         contexts = [s.cache.capacity for s in spans for _ in range(s.count)]
         rows = PassRows(spans, positions, *self.rope(positions, contexts))
         x = self.embedding.rows(ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        if piece is None:
+            for block in self.blocks:
+                x = block(x, rows, experts)
+            return x
+        pieces = rows.pieces(piece)
         for block in self.blocks:
-            x = block(x, rows, experts)
+            x = block.over(x, pieces, experts)
         return x
 
 
@@ -231,6 +269,7 @@ class Decoder:
         batch: Sequence[tuple[Sequence[int], State]],
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
+        piece: int | None = None,
     ) -> Tensor:
         """See base.Model. Raises ValueError for no tokens, unknown ids, or a duplicate state."""
         spans = check_batch(batch, self._cache, self.vocab_size)
@@ -247,14 +286,18 @@ class Decoder:
         for span in spans:
             span.cache.begin(span.count)
         phase: Phase = "decode" if decoding else "prefill"
-        with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase):
+        if decoding or (piece is not None and len(spans) == 1 and count <= piece):
+            piece = None  # nothing to divide
+        cuts = () if piece is None else [at for at, _ in divided(spans, piece)]
+        with torch.inference_mode(), one_pass(experts, torch.tensor(owner), phase, cuts):
             if decoding and logits != "states" and count <= _HEAD_ROWS:
                 out.copy_(self._decode(ids, positions, spans, experts))
             else:
-                x = self._body.states(ids, positions, spans, experts)  # [T, D]
+                x = self._body.states(ids, positions, spans, experts, piece)  # [T, D]
                 if logits == "last":
                     x = x[torch.tensor([span.rows.stop - 1 for span in spans], device=device)]
-                self._fill(out, x, self._body.norm if logits == "states" else self._logits)
+                step = _HEAD_ROWS if piece is None or logits != "last" else 1
+                self._fill(out, x, self._body.norm if logits == "states" else self._logits, step)
         if self._logits_scale != 1.0 and logits != "states":
             out /= self._logits_scale
         for span in spans:
@@ -265,10 +308,10 @@ class Decoder:
         """Map x [n, D] to logits [n, vocab]."""
         return self._body.head(self._body.norm(x))
 
-    def _fill(self, out: Tensor, x: Tensor, made: Callable[[Tensor], Tensor]) -> None:
-        """Set out [n, …] = made(x [n, D]), a few rows at a time."""
-        for start in range(0, len(x), _HEAD_ROWS):
-            rows = slice(start, start + _HEAD_ROWS)
+    def _fill(self, out: Tensor, x: Tensor, made: Callable[[Tensor], Tensor], step: int) -> None:
+        """Set out [n, …] = made(x [n, D]), `step` rows at a time."""
+        for start in range(0, len(x), step):
+            rows = slice(start, start + step)
             out[rows].copy_(made(x[rows]))
 
 

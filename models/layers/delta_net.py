@@ -103,10 +103,10 @@ class DeltaNet:
         """Run one request, CHUNK tokens at a time; write into out [T, H·dv]."""
         memory = span.cache.recurrent
         assert memory is not None
-        recent, s = memory.read(self._layer)
+        recent, s = memory.read(self._layer, span.past)
         later_recent, later_s = memory.next(self._layer)
         for start in range(span.rows.start, span.rows.stop, CHUNK):
-            if memory.mark_at == span.past + start - span.rows.start > span.past:
+            if memory.is_mark(span.past + start - span.rows.start):
                 memory.mark(self._layer, (recent, s))
             r = slice(start, min(start + CHUNK, span.rows.stop))
             inputs = torch.cat((recent, qkv[r].float()))  # [kernel - 1 + n, C]

@@ -14,7 +14,9 @@ The memory of recurrent layers does not grow with the text: see recurrent.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,10 +96,10 @@ class KvCache:
         """Store rows [T, heads, width], one tensor per plane, as the tokens from `start` on.
 
         Returns views [heads, start + T, width] of each plane. The length does not change, so a
-        failed pass leaves the state unchanged.
+        failed pass leaves the state unchanged. A pass may write its tokens in several pieces.
         """
         stop = start + len(rows[0])
-        assert start <= self._length <= stop <= self._capacity, (start, stop)
+        assert self._length <= stop <= self._capacity, (start, stop)
         for plane, new in zip(self._layers[layer], rows, strict=True):
             plane[:, start:stop] = new.transpose(0, 1)
         return tuple(plane[:, :stop] for plane in self._layers[layer])
@@ -155,3 +157,31 @@ class PassRows:
     positions: Tensor
     cos: Tensor
     sin: Tensor
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """Divide the pass: see `divided`."""
+        return [
+            Piece(at, PassRows((span,), self.positions[at], self.cos[at], self.sin[at]))
+            for at, span in divided(self.spans, tokens)
+        ]
+
+
+class Piece(NamedTuple):
+    """Rows of a pass that are computed together, and the same rows as a pass of their own."""
+
+    at: slice
+    rows: PassRows
+
+
+def divided(spans: Sequence[Span], tokens: int) -> list[tuple[slice, Span]]:
+    """Divide a pass: up to `tokens` tokens of one request each, from its first one on.
+
+    Returns the rows in the pass, and the span that they are in a pass of their own.
+    """
+    found: list[tuple[slice, Span]] = []
+    for span in spans:
+        for start in range(span.rows.start, span.rows.stop, tokens):
+            at = slice(start, min(start + tokens, span.rows.stop))
+            past = span.past + start - span.rows.start
+            found.append((at, Span(span.cache, slice(0, at.stop - start), past)))
+    return found

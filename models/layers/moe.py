@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -107,18 +107,24 @@ class ResidentExperts:
         self._weights = weights
         self._activation = activation
         self._experts = 1 + max(expert for _, expert in weights)
+        self._pieces: Sequence[slice] = (slice(None),)
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
-        """Do nothing: there is nothing to prepare."""
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
+        """Keep the pieces."""
+        self._pieces = pieces or (slice(None),)
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:
         """Compute at once. Raises KeyError for an absent expert."""
+        done = [self._piece(layer, x[r], ids[r], weights[r]) for r in self._pieces]
+        return Done(torch.cat(done))
+
+    def _piece(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         rows = x.new_zeros(ids.numel(), x.shape[1])  # [T·K, D]; places without an expert stay 0
         for expert, found in group(ids, self._experts):
             places = torch.tensor(found)
             mine = x[places // ids.shape[1]]
             rows[places] = expert_ffn(self._activation, mine, *self._weights[layer, expert])
-        return Done(combine(rows.view(*ids.shape, -1), weights))
+        return combine(rows.view(*ids.shape, -1), weights)
 
     def hint(self, layer: int, ids: Tensor, scores: Tensor) -> None:
         """Do nothing: there is nothing to prefetch."""
@@ -128,9 +134,11 @@ class ResidentExperts:
 
 
 @contextmanager
-def one_pass(experts: Experts, rows: Tensor, phase: Phase) -> Iterator[None]:
+def one_pass(
+    experts: Experts, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()
+) -> Iterator[None]:
     """Open a pass, and close it; after an error its rows are not accepted."""
-    experts.begin_pass(rows, phase)
+    experts.begin_pass(rows, phase, *([pieces] if pieces else []))
     try:
         yield
     except BaseException:
@@ -160,9 +168,26 @@ class SparseFfn:
         routed = pending.result()
         return routed if shared is None else routed + shared
 
-    def start(self, x: Tensor, experts: Experts) -> Pending:
+    def over(self, x: Tensor, pieces: Sequence[slice], experts: Experts) -> Tensor:
+        """Return the layer's output for several pieces, each as if computed alone."""
+        pending = self.start(x, experts, pieces)
+        shared = None if self.shared is None else torch.cat([self.shared(x[r]) for r in pieces])
+        routed = pending.result()
+        return routed if shared is None else routed + shared
+
+    def start(
+        self, x: Tensor, experts: Experts, pieces: Sequence[slice] = (slice(None),)
+    ) -> Pending:
         """Submit only the routed experts of x [T, D], for a layer that does more meanwhile."""
-        ids, weights = self.router(x)
+        ids, weights = _over(self.router, x, pieces)
         if self.ahead is not None and experts.wants_hints:
-            experts.hint(self.layer + 1, *self.ahead(x))
+            experts.hint(self.layer + 1, *_over(self.ahead, x, pieces))
         return experts.submit(self.layer, x, ids, weights)
+
+
+def _over(router: Router, x: Tensor, pieces: Sequence[slice]) -> tuple[Tensor, Tensor]:
+    """Return the ids and weights [T, K] of all pieces of x [T, D]."""
+    if len(pieces) == 1:
+        return router(x[pieces[0]])
+    ids, weights = zip(*(router(x[r]) for r in pieces), strict=True)
+    return torch.cat(ids), torch.cat(weights)

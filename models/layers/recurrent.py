@@ -53,6 +53,7 @@ class RecurrentMemory:
         self._now: int | None = None  # None: nothing read yet
         self._marks: list[tuple[int, int]] = []  # (tokens, slot), ascending
         self._next = 0
+        self._past = 0  # tokens before the open pass
         self._new_mark: tuple[int, int] | None = None
 
     def begin(self, past: int, count: int) -> None:
@@ -60,7 +61,7 @@ class RecurrentMemory:
 
         May evict the oldest mark.
         """
-        self._new_mark = None
+        self._new_mark, self._past = None, past
         if self._now is None:
             assert past == 0, past
             self._now = self._free_slot()
@@ -82,22 +83,25 @@ class RecurrentMemory:
         """The slots that the open pass reads and writes."""
         return self._now, self._next
 
-    @property
-    def mark_at(self) -> int | None:
-        """The number of tokens of the request at which this pass leaves a mark, or None."""
-        return None if self._new_mark is None else self._new_mark[0]
+    def is_mark(self, tokens: int) -> bool:
+        """Return whether a layer must call `mark` after that many tokens of the request."""
+        return self._new_mark is not None and self._new_mark[0] == tokens > self._past
 
-    def read(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the layer's tensors as the last pass left them; the caller must not write them."""
+    def read(self, layer: int, past: int) -> tuple[Tensor, ...]:
+        """Return the layer's tensors after `past` tokens: the last pass's, or this one's so far.
+
+        The caller must not write the last pass's.
+        """
         assert self._now is not None
-        return tuple(tensor[self._now] for tensor in self._tensors[layer])
+        slot = self._now if past == self._past else self._next
+        return tuple(tensor[slot] for tensor in self._tensors[layer])
 
     def next(self, layer: int) -> tuple[Tensor, ...]:
         """Return the layer's tensors that this pass writes."""
         return tuple(tensor[self._next] for tensor in self._tensors[layer])
 
     def mark(self, layer: int, values: Sequence[Tensor]) -> None:
-        """Keep the layer's tensors as they are after `mark_at` tokens."""
+        """Keep the layer's tensors as they are now, where `is_mark`."""
         assert self._new_mark is not None
         for tensor, value in zip(self._tensors[layer], values, strict=True):
             tensor[self._new_mark[1]] = value

@@ -191,8 +191,12 @@ class EncoderDecoder:
         batch: Sequence[tuple[Sequence[int], State]],
         experts: Experts,
         logits: Literal["last", "all", "states"] = "last",
+        piece: int | None = None,
     ) -> Tensor:
-        """See base.Model. Raises ValueError for a state without a source, and for "states"."""
+        """See base.Model. Raises ValueError for a state without a source, and for "states".
+
+        A pass is not divided.
+        """
         if logits == "states":
             raise ValueError("an encoder-decoder has no states of its text alone")
         states = [state for _, state in batch if isinstance(state, SourceState)]

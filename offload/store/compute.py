@@ -66,6 +66,11 @@ class SlotMath:
         if not is_tiled(layout.dtype):
             self._weights = slot_views(layout, self._arena.view(pool.slots, pool.slot_bytes))
 
+    @property
+    def rows_interact(self) -> bool:
+        """True if an expert's rows may have other bits in other company: torch computes many."""
+        return bool(self._weights)
+
     def run(
         self, x: Tensor, experts: Sequence[tuple[int, list[int]]], top_k: int, rows: Tensor
     ) -> None:

@@ -30,18 +30,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceError
+from moeinf.offload.policy.base import Wish
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.prefetch_gate import Throttle
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
+
+_ROWS_PER_SIGN = 64  # a long pass reads ahead what is predicted for one in so many of its rows
 
 
 class Stopped(Exception):
@@ -77,6 +81,7 @@ class ExpertStore:
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: _LayerRun | None = None
         self._hinted: tuple[int, Tensor] | None = None  # given before the layer that is submitted
+        self._expected: list[Wish] = []  # of a long pass's next layer
         self.stopped: Callable[[], bool] = lambda: False  # asked once per layer
 
     @property
@@ -91,6 +96,8 @@ class ExpertStore:
     @property
     def wants_hints(self) -> bool:
         """True while hints are useful; False once a tier above holds all experts permanently."""
+        if self.host.pieces:
+            return self._wishes > 0 and not self.host.all_fit
         wanted = self._hints and self.host.decoding and self._throttle.open
         return wanted and not any(tier.complete for tier in self.above)
 
@@ -126,12 +133,20 @@ class ExpertStore:
         rest = range(self.host.table.cells) if any(tier.wants_all for tier in self.above) else ()
         return self.host.warm([*cells, *rest])
 
-    def begin_pass(self, rows: Tensor, phase: Literal["encode", "prefill", "decode"]) -> None:
+    def begin_pass(
+        self,
+        rows: Tensor,
+        phase: Literal["encode", "prefill", "decode"],
+        pieces: Sequence[slice] = (),
+    ) -> None:
+        assert not (pieces and self.above), "a device computes one piece"
         self.abandon()
         self._began, self._stalled = 0.0, self.stats.stall_seconds
         requests = rows.numpy()
         for tier in self.tiers:
             tier.begin_pass(requests, phase)
+        if pieces:
+            self.host.begin_long(pieces)
 
     def end_request(self, request: int) -> None:
         """End the request: no further pass names it."""
@@ -183,7 +198,10 @@ class ExpertStore:
         for cell in routed.cells:
             (hits if is_resident(cell) else misses).append(cell)
         host.policy.routed(layer, routed.ids, routed.weights)
-        if hint is not None:
+        self._expected = []
+        if hint is not None and host.pieces:
+            self._expected = _expected(*hint, host.experts)
+        elif hint is not None:
             host.policy.hinted(*hint)
         for cell in hits:
             host.table.pin(cell)
@@ -212,7 +230,13 @@ class ExpertStore:
             self.host.close()
 
     def wish(self) -> None:
-        """Queue the host policy's wishes, except experts that a tier above has already."""
+        """Queue the host policy's wishes, except experts that a tier above has already.
+
+        A long pass wishes for the next layer's experts instead.
+        """
+        if self.host.pieces:
+            self.host.wish(self._expected)
+            return
         if not self._wishes or not self._throttle.open:
             return
         wishes = self.host.policy.prefetch(self._wishes)
@@ -224,6 +248,14 @@ class ExpertStore:
     def ended(self) -> None:
         """Report that no layer is open any more."""
         self._open = None
+
+
+def _expected(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> list[Wish]:
+    """Return the experts that ids [T, H] predict for a layer of a long pass, the surest first."""
+    counts = np.bincount(ids[ids >= 0], minlength=experts)
+    order = np.argsort(-counts, kind="stable")
+    sure = order[counts[order] * _ROWS_PER_SIGN >= len(ids)]
+    return [Wish(layer * experts + expert, True) for expert in sure.tolist()]
 
 
 class _AllThere:

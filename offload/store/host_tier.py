@@ -9,7 +9,9 @@ Only the engine's thread uses it.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from moeinf.offload.store.routed import Routed
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Experts, Opened
 from moeinf.offload.store.transfer import ExpertReadError, Transfer
+
+_FEW = 4  # reads of a long pass for which experts of later layers leave
 
 
 class HostTier:
@@ -52,6 +56,7 @@ class HostTier:
         self.policy = policy
         self.stats = stats or StoreStats()
         self.decoding = False
+        self.pieces: Sequence[slice] = ()  # of a long pass, see begin_long
         self._transfer = transfer
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
         self._math = [distinct[layout] for layout in layouts]  # by layer
@@ -89,11 +94,21 @@ class HostTier:
 
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self.decoding = self._ahead.decoding = phase == "decode"
+        self.pieces, self.table.leaving = (), self.table.cells
         begin = self.clock()
         self.policy.begin_pass(rows, phase)
         self.decided(begin)
 
+    def begin_long(self, pieces: Sequence[slice]) -> None:
+        """Make the open pass a long one: each layer computes several pieces of rows at once.
+
+        It uses nearly all experts, layer by layer. So experts of later layers do not leave for
+        those of earlier ones, and each expert is read once at most.
+        """
+        self.pieces = pieces
+
     def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
+        self.pieces, self.table.leaving = (), self.table.cells
         begin = self.clock()
         self.policy.end_pass(accepted)
         self.decided(begin)
@@ -102,6 +117,8 @@ class HostTier:
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, hint: tuple[int, Tensor] | None
     ) -> Opened:
         """Open a layer that the CPU computes alone. Raises ValueError for invalid ids."""
+        if self.pieces:
+            self.table.leaving = (layer + 1) * self.experts
         mix = weights.numpy() if self.policy.wants_weights else None
         routed = Routed.of(layer, ids.numpy(), self.experts, mix)
         told = None if hint is None else (hint[0], hint[1].numpy())
@@ -186,6 +203,11 @@ class HostTier:
         victim = self.policy.victim(self.table.idle(busy))
         if victim is None and busy:
             victim = self.policy.victim(self.table.can_evict)
+        table = self.table
+        if victim is None and table.leaving < table.cells and len(self.coming) < _FEW:
+            bound, table.leaving = table.leaving, table.cells
+            victim = self.policy.victim(table.can_evict)
+            table.leaving = bound
         if victim is not None:
             self._ahead.evict(victim)
         return victim
@@ -260,7 +282,7 @@ class HostTier:
 class CpuWork:
     """The rows of one layer on the CPU."""
 
-    __slots__ = ("_math", "_mix", "_places", "_rows", "_slot_of", "_x")
+    __slots__ = ("_ends", "_math", "_mix", "_places", "_rows", "_slot_of", "_x")
 
     def __init__(
         self, host: HostTier, layer: int, x: Tensor, weights: Tensor, places: dict[int, list[int]]
@@ -268,6 +290,9 @@ class CpuWork:
         """Set up x [T, D], weights [T, K], places t·K + k by cell."""
         self._math, self._slot_of = host.math_of(layer), host.table.slot_of
         self._x, self._mix, self._places = x, weights, places
+        self._ends = [r.stop * weights.shape[1] for r in host.pieces[:-1]]
+        if not self._math.rows_interact:
+            self._ends = []
         self._rows: Tensor | None = None  # [T·K, D]
 
     def compute(self, cells: Iterable[int]) -> None:
@@ -275,7 +300,7 @@ class CpuWork:
         if rows is None:  # places without an expert stay 0, so that their rows add nothing
             rows = self._rows = self._x.new_zeros(self._mix.numel(), self._x.shape[1])
         slot_of, places = self._slot_of, self._places
-        experts = [(slot_of(cell), places[cell]) for cell in cells]
+        experts = [(slot_of(cell), at) for cell in cells for at in _cut(places[cell], self._ends)]
         self._math.run(self._x, experts, self._mix.shape[1], rows)
 
     def result(self) -> Tensor:
@@ -284,3 +309,11 @@ class CpuWork:
             self.compute(())
         assert self._rows is not None
         return self._math.combine(self._rows.view(*self._mix.shape, -1), self._mix)
+
+
+def _cut(places: list[int], ends: Sequence[int]) -> list[list[int]]:
+    """Divide ascending places before each of the ends; empty parts are left out."""
+    if not ends:
+        return [places]
+    at = [0, *(bisect_left(places, end) for end in ends), len(places)]
+    return [places[a:b] for a, b in pairwise(at) if a < b]

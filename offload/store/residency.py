@@ -49,6 +49,7 @@ class Residency:
         self._empty = list(range(slots - 1, -1, -1))
         self._lost: list[int] = []  # slots
         self.loading = 0  # cells whose bytes are in flight
+        self.leaving = cells  # only cells below this number may leave
         self.slots = slots
         self.all_fit = slots >= cells  # no cell has to leave, unless hung reads hold slots
 
@@ -111,7 +112,7 @@ class Residency:
             self._pins[cell] = left
 
     def can_evict(self, cell: int) -> bool:
-        return cell not in self._pins and self._place[cell] >= 0
+        return cell < self.leaving and self._is_idle(cell)
 
     def idle(self, busy: Collection[int]) -> Callable[[int], bool]:
         """Return can_evict, restricted to cells that are not in `busy`."""
@@ -121,7 +122,7 @@ class Residency:
 
     def evict(self, cell: int) -> None:
         """Evict an unpinned resident cell; its slot is the next to be given."""
-        assert self.can_evict(cell), f"cell {cell} is in use"
+        assert self._is_idle(cell), f"cell {cell} is in use"
         self._empty.append(self._place[cell])
         self._place[cell] = _ABSENT
 
@@ -152,6 +153,9 @@ class Residency:
     def pinned(self) -> int:
         """Return the number of cells in use; 0 between passes."""
         return len(self._pins)
+
+    def _is_idle(self, cell: int) -> bool:
+        return cell not in self._pins and self._place[cell] >= 0
 
     def _leave(self, cell: int) -> int:
         place = self._place[cell]

@@ -20,7 +20,7 @@ graphs. A note gives the measurement, or `--verbose` where graphs pay.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -251,7 +251,7 @@ class _Seam:
         self.moves.append(lambda experts: _hint(experts, layer, ids, scores))
         self.graphs.begin()
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         """Do nothing: the caller of the step has opened the pass."""
 
     def end_pass(self, accepted_rows: Tensor | None = None) -> None:
@@ -311,7 +311,7 @@ class _Echo:
 
     wants_hints: bool
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         """Do nothing."""
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Done:

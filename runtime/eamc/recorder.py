@@ -50,11 +50,11 @@ class Recorder:
         """True if a recording runs, or if the experts below prefetch."""
         return self.recording is not None or self._experts.wants_hints
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         requests = rows.numpy(force=True)
         self._pass = PassBuilder(self._shape, requests, phase, self.recording is not None)
         self._routed.clear()
-        self._experts.begin_pass(rows, phase)
+        self._experts.begin_pass(rows, phase, *([pieces] if pieces else []))
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """Forward to the experts and record the routing.

@@ -116,6 +116,11 @@ class Engine:
             return cls(info, text, tiers, weights, tracing, plan.notes, opened.pop_all())
 
     @property
+    def window(self) -> int:
+        """Tokens of a prompt that go through a layer before the next; PREFILL_CHUNK or more."""
+        return self.info.placement.window
+
+    @property
     def model(self) -> Model:
         return self._weights.model
 
@@ -133,13 +138,14 @@ class Engine:
     def extend(self, state: State, ids: Sequence[int]) -> NDArray[np.float32]:
         """Append ids to the state and return the logits [vocab] after the last one.
 
-        Long input goes in chunks of a fixed length, so that results do not depend on the budget.
-        Raises Stopped; the state then holds the finished chunks.
+        Long input is computed in chunks of a fixed length, so that results do not depend on the
+        budget. A window of several chunks reads an absent expert once. Raises Stopped; the state
+        then holds the finished windows.
         """
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = ids[start : start + PREFILL_CHUNK]
-            self._give_torch_threads(len(chunk))
-            logits = self._pass([(chunk, state)])
+        for start in range(0, len(ids), self.window):
+            part = ids[start : start + self.window]
+            self._give_torch_threads(len(part))
+            logits = self._pass([(part, state)])
         if self.gpu is not None and len(ids) > 1:
             self.gpu.promise.look()  # a prefill needs the most device memory
         values: NDArray[np.float32] = logits[0].numpy()
@@ -180,7 +186,10 @@ class Engine:
 
     def _pass(self, batch: Sequence[tuple[Sequence[int], State]]) -> Tensor:
         """Run one pass of the model; after an error nothing stays pinned."""
-        return self._with_memory(lambda: self.model.extend(batch, self.tracing.experts))
+        piece = PREFILL_CHUNK if self.window > PREFILL_CHUNK else None
+        return self._with_memory(
+            lambda: self.model.extend(batch, self.tracing.experts, piece=piece)
+        )
 
     @device_faults()
     def _with_memory(self, compute: Callable[[], Result]) -> Result:

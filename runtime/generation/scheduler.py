@@ -5,7 +5,8 @@
               grammar)
 
 A round is one chunk of prefill, if a request needs one, and one decode pass of all that answer. So
-shared experts are loaded once, and a long prompt delays others by a chunk at most. A request gets
+shared experts are loaded once, and a long prompt delays others by a chunk at most. A request that
+is alone gets a window of several chunks, which reads absent experts once. A request gets
 bit for bit the same result as alone, with any tag. Rows of a decode pass do not depend on each
 other. Prefill is not batched. Decoding with the tag f32 is not batched either, because torch's
 products have other bits for other numbers of rows. (On a GPU this is also true of torch's float32
@@ -22,6 +23,7 @@ itself, its answers are reused, too.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -201,16 +203,20 @@ class Scheduler:
         return Running(request, place, answer, one.constraint, len(prompt), cached, number)
 
     def _prefill(self, one: Running) -> None:
-        """Read the source, and one chunk, at the borders of a prompt alone."""
+        """Read the source, and one chunk or window, at the borders of a prompt alone."""
         engine, state, start = self._engine, one.place.state, time.perf_counter()
+        alone = len(self._running) == 1 and not one.request.embed
+        at, size = state.length, engine.window if alone else PREFILL_CHUNK
+        chunk = one.answer.history[at : min(at + size, one.prompt_tokens)]
+        stopped = one.request.stopped
+        if len(chunk) > PREFILL_CHUNK:
+            stopped = _telling(one, at, len(chunk), engine.info.manifest.layers)
         try:
-            with engine.stoppable(one.request.stopped):
+            with engine.stoppable(stopped):
                 if one.request.source and not one.encoded:
                     engine.encode(state, one.request.source)
                     one.encoded = True
-                at = state.length
                 one.request.reading(at, one.prompt_tokens)
-                chunk = one.answer.history[at : min(at + PREFILL_CHUNK, one.prompt_tokens)]
                 if one.request.embed:
                     self._embed(one, chunk)
                 else:
@@ -222,8 +228,8 @@ class Scheduler:
             self._fail(one, error)
             return
         one.prefill_seconds += time.perf_counter() - start
-        if self._shared and len(chunk) == PREFILL_CHUNK and not one.request.source:
-            one.place.reusable += chunk
+        if self._shared and not one.request.source:
+            one.place.reusable += chunk[: len(chunk) // PREFILL_CHUNK * PREFILL_CHUNK]
         if not one.prefilled:
             return
         if one.states is not None:
@@ -335,6 +341,20 @@ class Scheduler:
         with suppress(Exception):  # an answer matters more than its record
             self._engine.end_request(one.number, counts=one.prefilled)
         self._ended(ended)
+
+
+def _telling(one: Running, at: int, tokens: int, layers: int) -> Callable[[], bool]:
+    """Return request.stopped, which also reports progress; it is asked at each layer of a window.
+
+    at: tokens before the window. tokens: of the window.
+    """
+    done = itertools.count()
+
+    def stopped() -> bool:
+        one.request.reading(at + min(next(done), layers) * tokens // layers, one.prompt_tokens)
+        return one.request.stopped()
+
+    return stopped
 
 
 def _told(error: BaseException) -> Exception:

@@ -13,6 +13,7 @@ is not the model's own and must not enter its EAMC.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,7 +118,7 @@ class ForcedRouting:
     def wants_hints(self) -> bool:
         return self._hints is not None and self._experts.wants_hints
 
-    def begin_pass(self, rows: Tensor, phase: Phase) -> None:
+    def begin_pass(self, rows: Tensor, phase: Phase, pieces: Sequence[slice] = ()) -> None:
         count = len(rows)
         assert count <= self._left.shape[1], "more rows than were recorded"
         self._ids, self._left = self._left[:, :count].contiguous(), self._left[:, count:]
@@ -126,7 +127,7 @@ class ForcedRouting:
             self._left_hints = self._left_hints[:, count:]
         else:
             self._hints = None
-        self._experts.begin_pass(rows, phase)
+        self._experts.begin_pass(rows, phase, *([pieces] if pieces else []))
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         forced = self._ids[layer].to(x.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.store.budget import DoesNotFit, SlotBudget
-from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
+from moeinf.runtime.config import MOST_WINDOW, PREFILL_CHUNK, EngineConfig
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
 from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
@@ -20,6 +20,7 @@ HEADROOM_BYTES = 1 << 30  # left to other processes by the default budget
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
 _LEAST_CONTEXT = 16  # the minimum for --ctx
+_WINDOW_SHARE, _WINDOW_BYTES = 1 / 8, 64 << 20  # of the experts' memory, and at least
 _CONTEXT_SHARE = 0.25  # of the memory that --memory leaves: the KV cache, unless --ctx is given
 
 
@@ -46,6 +47,7 @@ class Placement:
     dense_bytes: int
     scratch_bytes: int
     threads: int
+    window: int = PREFILL_CHUNK  # tokens of a prompt that go through a layer before the next
     device: str = "cpu"
     on_device: DevicePlacement | None = None
     notes: tuple[str, ...] = field(default=())
@@ -96,6 +98,11 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         budget, why = _free_budget(slots, available_bytes - fixed - kv)
         notes.append(why)
     count = slots.slots(budget)
+    window = PREFILL_CHUNK
+    if device is None and count < slots.experts:
+        window = _window(manifest, config, context, count * slots.slot_bytes)
+    extra = (window - PREFILL_CHUNK) * _window_bytes(manifest)
+    scratch, fixed = scratch + extra, fixed + extra
     total = count * slots.slot_bytes + fixed - HEADROOM_BYTES + kv
     notes += _warnings(manifest, count, total, available_bytes)
     return Placement(
@@ -108,6 +115,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         dense_bytes=manifest.dense_bytes,
         scratch_bytes=scratch,
         threads=config.threads or min(cores, MAX_COMPUTE_THREADS, threads_worth_having(manifest)),
+        window=window,
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),
@@ -202,6 +210,25 @@ def working_bytes(manifest: Manifest) -> int:
     """
     chunk = max(PREFILL_CHUNK, manifest.max_context if manifest.encoder_layers else 0)
     return chunk * manifest.hidden * (manifest.top_k * 8 + 8 * 4)
+
+
+def _window(manifest: Manifest, config: EngineConfig, context: int, experts_bytes: int) -> int:
+    """Return the tokens of a prompt that go through a layer before the next layer.
+
+    Every window reads the experts that have no slot. So a larger one reads less, and takes memory.
+    """
+    if manifest.encoder_layers:
+        return PREFILL_CHUNK
+    if config.window is not None:
+        return config.window
+    room = max(_WINDOW_BYTES, int(experts_bytes * _WINDOW_SHARE)) // _window_bytes(manifest)
+    return max(1, min(MOST_WINDOW, context, room) // PREFILL_CHUNK) * PREFILL_CHUNK
+
+
+def _window_bytes(manifest: Manifest) -> int:
+    """Return the bytes for one more token in a window: K + 6 rows, and numbers of its experts."""
+    item = 4 if manifest.dtype == "F32" else 2
+    return manifest.hidden * item * (manifest.top_k + 6) + 64 * manifest.top_k
 
 
 def threads_worth_having(manifest: Manifest) -> int:

@@ -55,10 +55,10 @@ def test_a_fast_decay_does_not_overflow() -> None:
 def write(memory: RecurrentMemory, past: int, count: int) -> None:
     """Write a pass whose state holds its end, and whose mark its own place, in tokens."""
     memory.begin(past, count)
-    at = memory.mark_at
+    at = next((tokens for tokens in range(past + count) if memory.is_mark(tokens)), None)
     for layer in range(2):
-        assert all((old == past).all() for old in memory.read(layer))
-        if at is not None and at > past:
+        assert all((old == past).all() for old in memory.read(layer, past))
+        if at is not None:
             memory.mark(layer, [torch.full(shape, float(at)) for shape in LAYOUT.shapes])
         for tensor in memory.next(layer):
             tensor[:] = past + count
@@ -67,7 +67,7 @@ def write(memory: RecurrentMemory, past: int, count: int) -> None:
 
 def held(memory: RecurrentMemory, length: int) -> set[float]:
     memory.begin(length, 1)
-    return {float(x) for layer in range(2) for t in memory.read(layer) for x in t.flatten()}
+    return {float(x) for layer in range(2) for t in memory.read(layer, length) for x in t.flatten()}
 
 
 def test_going_back_reaches_the_last_mark_before() -> None:
