@@ -69,20 +69,21 @@ def prefill_seconds(
 ) -> float | None:
     """Return the least seconds for a prompt of `tokens` tokens; None with a GPU.
 
-    A chunk reads the dense weights, and each expert that one of its tokens uses. Experts without a
-    slot come from disk. Only the products of routed experts count. Reads of RAM, reads of the disk
-    and products may overlap, so the slowest of them is the bound.
+    A chunk reads the dense weights, and a window each expert that one of its tokens uses. Experts
+    without a slot come from disk. Only the products of routed experts count. Reads of RAM, reads of
+    the disk and products may overlap, so the slowest of them is the bound.
     """
     if placement.on_device is not None:
         return None
     encoder = manifest.encoder_layers
     layers = encoder or manifest.layers
-    size = tokens if encoder else PREFILL_CHUNK  # a source is read in one chunk
-    chunks = [min(size, tokens - start) for start in range(0, tokens, size)]
+    chunk = tokens if encoder else PREFILL_CHUNK  # a source is read in one chunk
+    size = tokens if encoder else placement.window
+    windows = [min(size, tokens - start) for start in range(0, tokens, size)]
     unused = 1 - min(1.0, manifest.top_k / manifest.experts)  # the chance for one token
-    used = sum(layers * manifest.experts * (1 - unused**chunk) for chunk in chunks)
+    used = sum(layers * manifest.experts * (1 - unused**window) for window in windows)
     routed = used * manifest.read_bytes
-    dense = len(chunks) * manifest.dense_bytes * layers / manifest.layers
+    dense = math.ceil(tokens / chunk) * manifest.dense_bytes * layers / manifest.layers
     missing = 1 - placement.slots / manifest.slots.experts
     least = [
         (routed + dense) / speeds.ram_bytes_per_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.fakes import WatchedExperts
@@ -44,10 +45,8 @@ def test_a_window_that_fails_leaves_the_state(pair: Pair) -> None:
     model.extend([(pair.ids[:3], state)], pair.ours.experts)
     before = model.extend([(pair.ids[3:30], state.snapshot())], pair.ours.experts, piece=PIECE)
     failing = WatchedExperts(pair.ours.experts, fail_in=model.moe.layers - 1)
-    try:
+    with pytest.raises(RuntimeError, match="gone"):
         model.extend([(pair.ids[3:30], state)], failing, piece=PIECE)
-    except RuntimeError as error:
-        assert "gone" in str(error)
     assert state.length == 3
     assert torch.equal(
         model.extend([(pair.ids[3:30], state)], pair.ours.experts, piece=PIECE), before

@@ -45,10 +45,15 @@ def test_a_decoded_token_does_not_run_the_encoder(manifest: Manifest) -> None:
     assert seconds_per_token(whole, pair, SPEEDS) == pytest.approx(least)
 
 
-def test_a_prompt_reads_almost_every_expert_once_per_chunk(manifest: Manifest) -> None:
-    """Two chunks of 256 tokens. Half of the experts come from the disk, which is slower."""
+def test_a_prompt_reads_almost_every_expert_once_per_window(manifest: Manifest) -> None:
+    """Half of the experts come from the disk, which is slower: one window of 512, or two."""
     routed = 2 * 6 * 32 * CHANCE * EXPERT
-    found = prefill_seconds(placed(manifest, "50%"), manifest, SPEEDS, 512)
+    half = placed(manifest, "50%")
+    assert half.window == 512
+    once = 6 * 32 * (1 - (1 - 4 / 32) ** 512) * EXPERT
+    found = prefill_seconds(half, manifest, SPEEDS, 512)
+    assert found == pytest.approx(once / 2 / 1e8)
+    found = prefill_seconds(replace(half, window=256), manifest, SPEEDS, 512)
     assert found == pytest.approx(routed / 2 / 1e8)
     found = prefill_seconds(placed(manifest, "100%"), manifest, SPEEDS, 512)
     assert found == pytest.approx((routed + 2 * manifest.dense_bytes) / 1e9)
