@@ -115,10 +115,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="olmoe")
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--forms", default="q4,q8", help="q4k, q5k, q6k, nvfp4, mxfp4, bf16, too")
     options = parser.parse_args()
     (hidden, inner), size = SHAPES[options.shape], options.megabytes << 20
     a, b = torch.randn(256, 1024), torch.randn(1024, 1024)
-    experts = {form: Experts(form, hidden, inner, size) for form in ("q4", "q8")}
+    experts = {form: Experts(form, hidden, inner, size) for form in options.forms.split(",")}
 
     def ours(form: str, threads: int, between: Callable[[], object] | None) -> float:
         set_compute_threads(threads)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,14 @@ class TimedExperts:
 
     def submit(self, *args: Any) -> Any:
         pending = timed("experts", self._experts.submit)(*args)
-        pending.result = timed("experts", pending.result)
-        return pending
+        return TimedPending(timed("experts", pending.result))
+
+
+@dataclass(frozen=True)
+class TimedPending:
+    """A submitted layer whose `result` is timed."""
+
+    result: Callable[[], Any]
 
 
 def sampler_micros(vocab: int) -> float:

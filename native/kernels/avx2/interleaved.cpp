@@ -140,6 +140,8 @@ MOEINF_AVX2 void interleaved_half(const std::byte* block, std::size_t tiles,
                                   std::size_t half) {
     constexpr std::size_t kGroups = tile_columns(format) / kGroup;
     constexpr std::size_t kPart = tile_bytes(format) / kGroups / 64 * 64;
+    // A group of q6k has words in all of its tile, so two tiles are fetched ahead.
+    constexpr std::size_t kFar = format == Format::kQ6k ? 2 * tile_bytes(format) : kAhead;
     const QuantGroup* x[kRows];
     __m256 sums[kRows];
     for (int t = 0; t < kRows; ++t) {
@@ -158,7 +160,7 @@ MOEINF_AVX2 void interleaved_half(const std::byte* block, std::size_t tiles,
             half_scales<format>(rows, _mm256_set1_ps(256.0f), scales);
 #pragma GCC unroll 8
         for (std::size_t g = 0; g < kGroups; ++g) {
-            if (half == 0) prefetch<kPart + 64>(tile + g * (tile_bytes(format) / kGroups));
+            if (half == 0) prefetch<kPart + 64, kFar>(tile + g * (tile_bytes(format) / kGroups));
             __m256i codes[8];
 #pragma GCC unroll 8
             for (std::size_t v = 0; v < 8; ++v) codes[v] = group_codes<format>(rows, g, v);

@@ -131,6 +131,8 @@ MOEINF_AVX512 void interleaved_rows(const std::byte* block, std::size_t tiles,
                                     const QuantGroup* const* from, float (*out)[kBlockRows]) {
     constexpr std::size_t kGroups = tile_columns(format) / kGroup;
     constexpr std::size_t kPart = tile_bytes(format) / kGroups / 64 * 64;
+    // A group of q6k has words in all of its tile, so two tiles are fetched ahead.
+    constexpr std::size_t kFar = format == Format::kQ6k ? 2 * tile_bytes(format) : kAhead;
     const QuantGroup* x[kRows];
     __m512 sums[kRows];
     for (int t = 0; t < kRows; ++t) {
@@ -146,7 +148,9 @@ MOEINF_AVX512 void interleaved_rows(const std::byte* block, std::size_t tiles,
             half_scales<format>(tile, scales);
 #pragma GCC unroll 8
         for (std::size_t g = 0; g < kGroups; ++g) {
-            prefetch<kPart + 64>(tile + g * (tile_bytes(format) / kGroups));
+            prefetch<kPart + 64, kFar>(tile + g * (tile_bytes(format) / kGroups));
+            if constexpr (format == Format::kQ6k)
+                prefetch_near<kPart>(tile + tile_bytes(format) + g * (tile_bytes(format) / kGroups));
             __m512i codes[8];
 #pragma GCC unroll 8
             for (std::size_t v = 0; v < 8; ++v) codes[v] = group_codes<format>(tile, g, v);

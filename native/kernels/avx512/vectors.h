@@ -17,11 +17,19 @@ namespace {
 // into the first-level cache, or further ahead, is slower than none (docs/decisions/0014).
 constexpr std::size_t kAhead = 1024;
 
-template <std::size_t bytes>
+template <std::size_t bytes, std::size_t ahead = kAhead>
 MOEINF_AVX512 MOEINF_INLINE void prefetch(const std::byte* at) {
 #pragma GCC unroll 32
     for (std::size_t line = 0; line < bytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + line), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(at + ahead + line), _MM_HINT_T1);
+}
+
+// Fetches into the first-level cache what lies in the second.
+template <std::size_t bytes>
+MOEINF_AVX512 MOEINF_INLINE void prefetch_near(const std::byte* at) {
+#pragma GCC unroll 32
+    for (std::size_t line = 0; line < bytes + 64; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(at + line), _MM_HINT_T0);
 }
 
 MOEINF_AVX512 MOEINF_INLINE __m512i word(const std::int8_t* codes, std::size_t v) {
