@@ -105,12 +105,17 @@ def _slots(share: float, shape: RoutingShape) -> int:
 def shifted(recording: Recording, labels: str) -> Recording:
     """Select requests by label in order; raises UnknownChoice.
 
-    `A+B,C` selects the requests labelled A or B, then those labelled C.
+    `A+B,C` selects the requests labelled A or B, then those labelled C. A label `A:B` is an A, too.
     """
     chosen: list[int] = []
     for part in labels.split(","):
         wanted = set(part.split("+"))
-        found = [r for r in recording.requests if recording.labels.get(r) in wanted]
+        found = [
+            request
+            for request in recording.requests
+            if (label := recording.labels.get(request, "")) in wanted
+            or label.partition(":")[0] in wanted
+        ]
         if not found:
             known = ", ".join(sorted(set(recording.labels.values()))) or "no labels"
             raise UnknownChoice(f"no request is labelled {part!r}; {recording.name} has {known}")
