@@ -1,12 +1,12 @@
 """python -m benchmarks.capped: race both sides with too little memory for all experts.
 
-cgroup.py enforces the limit; calibrated.py makes the routing local.
+cgroup.py enforces the limit; recorded_routing.py gives it the routing of a real model.
 
 Each program runs in a control group whose memory, page cache included, is limited to
 
     our dense weights + 300 MB + a share of our experts
 
-and gets the same tokens of a calibrated text. The two take turns every few tokens, so that both see
+and gets the same tokens of a text. The two take turns every few tokens, so that both see
 the same drive. Before each start its files are dropped from the page cache.
 (Longer than other files by its options and the three ways to start a peer.)
 """
@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.calibrated import Calibration, calibrated, named, tokens
+from benchmarks.calibrated import named
 from benchmarks.cgroup import MemoryGroup, NoMemoryGroup
 from benchmarks.cold import forget_pages
 from benchmarks.models import GGUF_OF_TAG, RaceModel
+from benchmarks.recorded_routing import ROUTINGS, routed, text
 from benchmarks.report import capped_markdown
 from benchmarks.shapes import SHAPES, shape
 from benchmarks.worker import Worker, WorkerFailed
@@ -150,8 +151,8 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
     """Measure one share of experts: which peers survive, and the race against each survivor."""
     manifest, folder = model.ours(o.tag), model.folder(o.tag)
     limit = limit_bytes(manifest, share)
-    text = tokens(Calibration(), model.config["vocab_size"], o.prompt + o.tokens, o.text)
-    prompt, text = text[: o.prompt], text[o.prompt :]
+    words = text(o.routing, model.config, o.prompt + o.tokens, o.prompt, o.text)
+    prompt, words = words[: o.prompt], words[o.prompt :]
     memory = round(manifest.slots.max_bytes * share) - o.less
     where = [os.fspath(model.settings.home), f"{model.name}:{o.tag}", *_sizes(o)]
     where += ["--memory", str(memory), "--policy", o.policy]
@@ -167,7 +168,7 @@ def capped(o: argparse.Namespace, model: RaceModel, share: float) -> Result:
         with ExitStack() as undo:
             mine = undo.enter_context(Side(ours, limit))
             other = undo.enter_context(Side(peer, limit, late)) if peer is not None else None
-            found["races"][name] = race(mine, other, prompt, text, o.slice)
+            found["races"][name] = race(mine, other, prompt, words, o.slice)
             found["races"][name]["about"] = mine.worker.ask("about")
             if peer is not None:
                 found["races"][name]["read_ahead_bytes"] = read_ahead_bytes(peer.files)
@@ -221,7 +222,7 @@ def limit_bytes(manifest: Manifest, share: float) -> int:
 def main() -> None:
     o = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups are removed
-    model = calibrated(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers), Calibration())
+    model = routed(o.cache, named(o.shape, o.layers), shape(o.shape, o.layers), o.routing)
     model.ours(o.tag)
     _peers(o, model)
     if o.make_only:
@@ -241,6 +242,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("--layers", type=int, help="fewer than the real shape has")
+    parser.add_argument("--routing", default=ROUTINGS[0], choices=ROUTINGS)
     parser.add_argument("--tag", default="q4", choices=list(GGUF_OF_TAG), help="ours")
     parser.add_argument("--shares", type=_shares, default=[0.35, 0.6], help="35,60 %% of experts")
     parser.add_argument("--policy", default="adaptive")

@@ -11,7 +11,7 @@ from moeinf.runtime.checkpoints.inventory import WantedParts
 
 Config = dict[str, Any]
 
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NAMES = {  # the place of a layer's experts, and the names of their matrices
     "": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
@@ -140,7 +140,7 @@ def shape(name: str, layers: int | None = None, experts: int | None = None) -> C
     if layers is not None:
         config["num_hidden_layers"] = layers
     if experts is not None:
-        config[next(key for key in _EXPERTS if key in config)] = experts
+        config[next(key for key in EXPERTS if key in config)] = experts
     return config
 
 

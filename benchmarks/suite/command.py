@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.peers.table import PEERS, SERVERS, Peer
+from benchmarks.recorded_routing import ROUTINGS
 from benchmarks.shapes import SHAPES
 from benchmarks.suite import scenarios
 from benchmarks.suite.models import make
@@ -51,13 +52,14 @@ def main(arguments: list[str]) -> None:
     problems = {job: here.problem(job[1], job[0]) for job in jobs}
     formats = {p.weights for (s, p), why in problems.items() if p is not None and why is None}
     name = "thin" if o.quick and o.shape is None else o.shape or "olmoe"
-    model = make(o.cache, name, o.layers, o.tag, formats, gguf_python)
+    model = make(o.cache, name, o.layers, o.tag, formats, gguf_python, o.routing)
     about = {
         "command": "python -m benchmarks " + shlex.join(arguments),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "machine": machine(),
         "threads": o.threads,
         "model": model.name,
+        "routing": model.routing,
     }
     try:
         results = Results(o.out, about)
@@ -156,6 +158,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=["thin", *SHAPES], help="default: olmoe; --quick: thin")
     parser.add_argument("--layers", type=int, help="default: as many as the disk affords")
+    parser.add_argument(
+        "--routing", default=ROUTINGS[0], choices=ROUTINGS, help="which experts tokens use"
+    )
     parser.add_argument("--tag", default="q4", choices=("q4", "q8", "bf16"), help="ours")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--row-limit", type=float, metavar="SECONDS", help="of one row")

@@ -1,7 +1,8 @@
 """The model of a suite in every format that its programs read, at the size that the disk allows.
 
-Routing is calibrated (benchmarks/calibrated.py) for a real shape. The quick suite takes a thin
-shape, which only shows that everything works.
+A real shape routes as a real model did (benchmarks/recorded_routing.py), or is calibrated
+(benchmarks/calibrated.py). The quick suite takes a thin shape, which only shows that everything
+works; its routing is random.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.calibrated import Calibration, calibrated, named
+from benchmarks.calibrated import named
 from benchmarks.models import GGUF_BITS, GGUF_OF_TAG, RaceModel
 from benchmarks.peers.table import Weights
+from benchmarks.recorded_routing import fitted, name_of, routed, text
 from benchmarks.shapes import Config, shape
 from moeinf.runtime.checkpoints.checkpoint import SINGLE
 from moeinf.runtime.library.manifest import Manifest
@@ -40,6 +42,11 @@ class SuiteModel:
     race: RaceModel
     tag: str
     python: str
+    routing: str
+
+    def text(self, length: int, prompt: int, seed: int) -> list[int]:
+        """Return the tokens of a conversation; the first `prompt` are its prompt."""
+        return text(self.routing, self.race.config, length, prompt, seed)
 
     @property
     def name(self) -> str:
@@ -62,15 +69,21 @@ class SuiteModel:
 
 
 def make(
-    cache: Path, name: str, layers: int | None, tag: str, formats: set[Weights], python: str
+    cache: Path,
+    name: str,
+    layers: int | None,
+    tag: str,
+    formats: set[Weights],
+    python: str,
+    routing: str,
 ) -> SuiteModel:
     """Return the model of shape `name` (or "thin"); layers None: the most layers that fit."""
     if name == "thin":
         config = {**shape("olmoe", layers, experts=16), **THIN}
-        return SuiteModel(RaceModel(cache, "thin", config), tag, python)
-    layers = layers or layers_that_fit(cache, name, tag, formats)
-    race = calibrated(cache, _named(name, layers), _shape(name, layers), Calibration())
-    return SuiteModel(race, tag, python)
+        return SuiteModel(RaceModel(cache, "thin", config), tag, python, "calibrated")
+    layers = layers or layers_that_fit(cache, name, tag, formats, routing)
+    race = routed(cache, _named(name, layers), _shape(name, layers), routing)
+    return SuiteModel(race, tag, python, routing)
 
 
 def _shape(name: str, layers: int) -> Config:
@@ -82,16 +95,15 @@ def _named(name: str, layers: int) -> str:
     return f"{named(name, layers)}-{_CONTEXT // 1024}k"
 
 
-def layers_that_fit(cache: Path, name: str, tag: str, formats: set[Weights]) -> int:
+def layers_that_fit(cache: Path, name: str, tag: str, formats: set[Weights], routing: str) -> int:
     """Return the most layers, halving from the real shape, for which disk and memory suffice.
 
     Files that are already in the cache need no space. Raises SystemExit when two layers do not fit.
     """
     layers: int = shape(name)["num_hidden_layers"]
     while layers >= 2:
-        race = RaceModel(
-            cache, f"{_named(name, layers)}-{Calibration().name}", _shape(name, layers)
-        )
+        config = fitted(_shape(name, layers), routing)
+        race = RaceModel(cache, name_of(_named(name, layers), routing), config)
         if _missing_bytes(race, tag, formats) < _free(cache) and (
             "checkpoint" not in formats or 2 * race.weights() < _RAM_SHARE * physical_bytes()
         ):

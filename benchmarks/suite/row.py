@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.calibrated import Calibration, tokens
 from benchmarks.capped import SPARE_BYTES, Program, Side
 from benchmarks.cgroup import NoMemoryGroup
 from benchmarks.peers.table import Peer
@@ -183,7 +182,7 @@ def program(bench: Bench, peer: Peer | None, scenario: Scenario) -> Program:
 def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -> Row:
     """Measure up to _ROUNDS turns of different texts in empty conversations; cold: one turn."""
     limit = limit_bytes(bench, peer, scenario)
-    vocab, begin = bench.model.race.config["vocab_size"], time.monotonic()
+    begin = time.monotonic()
     rounds: list[_Round] = []
     with Side(program(bench, peer, scenario), limit, late, bench.limit_s) as side:
         worker = side.worker
@@ -193,12 +192,12 @@ def _measured(bench: Bench, peer: Peer | None, scenario: Scenario, late: bool) -
             return worker.ask("turn", prompts=asked, answers=forced, limit_s=bench.limit_s / 2)
 
         if scenario.moment != "cold":
-            turn(*_warm(vocab, scenario))
+            turn(*_warm(bench.model, scenario))
         most = 1 if scenario.moment == "cold" else _ROUNDS
         # Always run one: a program may have used most of its time to start.
         while not rounds or (len(rounds) < most and time.monotonic() - begin < bench.limit_s / 3):
             worker.ask("reset")
-            texts = _texts(vocab, scenario, len(rounds))
+            texts = _texts(bench.model, scenario, len(rounds))
             prompts = [text[: scenario.prompt] for text in texts]
             answers = [text[scenario.prompt :][: scenario.decode] for text in texts]
             if scenario.moment == "second":
@@ -277,23 +276,22 @@ def _busy_s() -> float:
     return 0.0
 
 
-def _texts(vocab: int, scenario: Scenario, number: int) -> list[list[int]]:
-    """Return a calibrated text for every conversation of a round."""
+def _texts(model: SuiteModel, scenario: Scenario, number: int) -> list[list[int]]:
+    """Return a text for every conversation of a round."""
     length = scenario.prompt + 2 * scenario.decode + SECOND_PROMPT
     seeds = range(number * scenario.batch, (number + 1) * scenario.batch)
-    return [tokens(Calibration(), vocab, length, seed) for seed in seeds]
+    return [model.text(length, scenario.prompt, seed) for seed in seeds]
 
 
-def _warm(vocab: int, scenario: Scenario) -> tuple[list[list[int]], list[list[int]]]:
+def _warm(model: SuiteModel, scenario: Scenario) -> tuple[list[list[int]], list[list[int]]]:
     """Return warm-up prompts and answers: they touch every expert if all fit, else a few."""
     if scenario.memory is None:
-        draw = Tokens(vocab, seed=1)
+        draw = Tokens(model.race.config["vocab_size"], seed=1)
         count = min(_WARM_TOKENS, scenario.prompt + scenario.decode - _WARM_STEPS)
         texts = [draw.draw(count + _WARM_STEPS) for _ in range(scenario.batch)]
     else:
         count = min(32, scenario.prompt)
         texts = [
-            tokens(Calibration(), vocab, count + _WARM_STEPS, 1000 + seed)
-            for seed in range(scenario.batch)
+            model.text(count + _WARM_STEPS, count, 1000 + seed) for seed in range(scenario.batch)
         ]
     return [text[:count] for text in texts], [text[count:] for text in texts]

@@ -80,10 +80,10 @@ def test_as_many_layers_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (9, {"gguf"}, 8),
     ):
         free = gigabytes * 10**9
-        assert models.layers_that_fit(tmp_path, "olmoe", "q4", formats) == layers  # type: ignore[arg-type]
+        assert models.layers_that_fit(tmp_path, "olmoe", "q4", formats, "calibrated") == layers  # type: ignore[arg-type]
     free = 5 * 10**9
     with pytest.raises(SystemExit, match="fits on the disk"):
-        models.layers_that_fit(tmp_path, "olmoe", "q4", {"checkpoint"})
+        models.layers_that_fit(tmp_path, "olmoe", "q4", {"checkpoint"}, "calibrated")
 
 
 def test_results_are_kept_and_shown(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_how_long_a_row_may_take(
 
 
 def test_a_gpu_budget_holds_the_share_of_experts_beside_all_else(cache: Path) -> None:
-    model = models.make(cache, "thin", None, "q4", set(), sys.executable)
+    model = models.make(cache, "thin", None, "q4", set(), sys.executable, "calibrated")
     scenario, manifest = Scenario(gpu=35), model.manifest()
     bench = Bench(model, 1, 60.0, Here(True, {}, {}, {}))
     command = program(bench, None, scenario).command
@@ -219,7 +219,7 @@ def test_a_floor_is_not_said_of_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(row_module, "read_ceiling", lambda _threads: 1e9)
     found = {"token_bytes": 5_000_000, "bytes_per_token": 0}
     monkeypatch.setattr(row_module, "_measured", lambda *_: dict(found))
-    model = models.make(cache, "thin", None, "q4", set(), sys.executable)
+    model = models.make(cache, "thin", None, "q4", set(), sys.executable, "calibrated")
     bench = Bench(model, 1, 60.0, Here(True, {}, {}, {}))
     assert row_module.run(bench, None, Scenario(), None)["floor_ms"] == 5.0
     assert "floor_ms" not in row_module.run(bench, None, Scenario(gpu=35), None)
