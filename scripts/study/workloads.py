@@ -100,8 +100,7 @@ def alike(path: Path) -> list[tuple[str, Floats]]:
     for count in _GROUPS:  # of the requests just before
         pairs = [
             (request, request - count + int(np.argmax(cosines[request, request - count : request])))
-            for request in range(min(max(_GROUPS), last - 1), last)
-            if request >= count
+            for request in range(count, last)
         ]
         nearest.append(np.mean([cosines[pair] for pair in pairs]) if pairs else np.nan)
         same.append(np.mean([families[a] == families[b] for a, b in pairs]) if pairs else np.nan)

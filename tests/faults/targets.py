@@ -28,6 +28,7 @@ from moeinf.native import crc32c
 from moeinf.offload.format.array_file import BadContainer
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.recording_file import recording_from_bytes, recording_to_bytes
+from moeinf.offload.routing.requests_file import read_requests
 from moeinf.offload.routing.route_csv import BadRouteTrace, read_route_csv
 from moeinf.offload.routing.trace import PassBuilder, Recording, RoutingShape
 from moeinf.runtime.checkpoints.checkpoint import (
@@ -139,6 +140,11 @@ def _route(data: bytes, folder: Path) -> None:
     read_route_csv(folder / "x.csv")
 
 
+def _recorded_requests(data: bytes, folder: Path) -> None:
+    (folder / "x.npz").write_bytes(data)
+    read_requests(folder / "x.npz")
+
+
 def _torch_file(data: bytes, folder: Path) -> None:
     (folder / "x.bin").write_bytes(data)
     for tensor in read_torch_file(folder / "x.bin").values():
@@ -248,6 +254,23 @@ def _records() -> list[bytes]:
     return [struct.pack("<II", *_SHAPE) + zlib.compress(counts, 1)]
 
 
+def _archives() -> list[bytes]:
+    arrays: dict[str, Any] = {
+        "ids": np.array([[[0, 1]], [[1, 2]]], np.uint8),
+        "weights": np.ones((2, 1, 2), np.float16),
+        "offsets": np.array([0, 1, 2]),
+        "prompt_len": np.array([0, 1]),
+        "label": np.array(["a", "b:c"]),
+        "experts": np.int64(4),
+    }
+    found = []
+    for save_arrays in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        save_arrays(file, **arrays)
+        found.append(file.getvalue())
+    return found
+
+
 def _recordings() -> list[bytes]:
     shape = RoutingShape(2, 3, 1)
     recording = Recording("x", shape)
@@ -328,6 +351,7 @@ TARGETS: dict[str, Target] = {
     "eamc-document": Target(_eamc_document, (ForeignEamc,), _eamc_documents),
     "recording": Target(_recording, (BadContainer,), _recordings),
     "route": Target(_route, (BadRouteTrace,), _of(_ROUTE)),
+    "recorded-requests": Target(_recorded_requests, (BadRouteTrace,), _archives),
     "torch-file": Target(_torch_file, (BadCheckpoint,), _torch_files),
     "torch-pickle": Target(_torch_pickle, (BadCheckpoint,), _pickles),
     "sentencepiece": Target(files.sentencepiece, (BadCheckpoint,), files.sentencepieces),

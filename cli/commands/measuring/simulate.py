@@ -54,7 +54,7 @@ Shift = Annotated[
     str | None,
     typer.Option(
         metavar="A,B",
-        help="First the requests labelled A, then B; A+C joins labels.",
+        help="First the requests labelled A or A:…, then B; A+C joins labels.",
         show_default=False,
     ),
 ]
@@ -88,7 +88,7 @@ def simulate(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Replay .eam recordings and route CSVs; print each policy's hits, reads and stalls.
+    """Replay .eam and .npz recordings and route CSVs; print each policy's hits, reads and stalls.
 
     Example: moeinf simulate demo.eam --capacity 10%,20%
     """

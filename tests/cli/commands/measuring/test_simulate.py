@@ -98,6 +98,26 @@ def test_table_sweep_shift_and_interleave(moeinf: Command, recorded: Path) -> No
     assert "adaptive eamc_capacity=4    25%" in run.out
 
 
+def test_recorded_requests_of_a_model(moeinf: Command, tmp_path: Path) -> None:
+    """Two requests of an `.npz` file: decode tokens are counted, and labels have families."""
+    path = tmp_path / "some.npz"
+    ids = np.array([[[0, 1]], [[1, 2]], [[1, 2]], [[3, 0]]], np.uint8)
+    labels = np.array(["mmlu:law", "gpqa:physics"])
+    np.savez(path, ids=ids, offsets=[0, 3, 4], prompt_len=[1, 0], label=labels, expert_bytes=10)
+    options = ["--policies", "lru", "--capacity", "100%", "--json"]
+    for more, tokens, rate in (([], 3, 4 / 6), (["--shift", "gpqa,mmlu"], 3, 3 / 6)):
+        run = moeinf("simulate", str(path), *options, *more)
+        assert run.code == 0, run.err
+        trace = json.loads(run.out)["traces"][0]
+        assert (trace["tokens"], trace["experts"], trace["top_k"]) == (tokens, 4, 2)
+        assert trace["results"][0]["hit_rate"] == pytest.approx(rate, abs=1e-4)
+        assert trace["results"][0]["bytes_read_per_token"] == round((6 - 6 * rate) * 10 / tokens)
+    path.write_bytes(b"PK")
+    run = moeinf("simulate", str(path))
+    assert run.code == 1
+    assert "some.npz is not a route trace" in run.err
+
+
 def test_hints_and_late_events(moeinf: Command, recorded: Path) -> None:
     options = ["--policies", "adaptive", "--capacity", "50%", "--json"]
     stalls = []
