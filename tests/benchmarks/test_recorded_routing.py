@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.curves import record
+from benchmarks.curves import hint_recall, record
 from benchmarks.recorded_routing import ROUTINGS, fitted, name_of, recorded, routed, text, words
 from benchmarks.shapes import shape
 from benchmarks.suite import models
@@ -41,6 +41,7 @@ def test_the_routing_is_the_recorded_one(
     wanted = known.ids[chosen].transpose(1, 0, 2)[:3]
     right = [np.isin(ids[at], wanted[at]).mean() for at in np.ndindex(ids.shape[:2])]
     assert np.mean(right) >= least
+    assert 0.6 < hint_recall(found) < 0.95
     again = routed(tmp_path, "tiny", _TINY, routing)  # its files are there
     assert again.given == model.given
 
