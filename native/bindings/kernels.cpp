@@ -48,7 +48,7 @@ Format tiled_format(const std::string& name) {
 
 Format quantised_format(const std::string& name) {
     const Format format = tiled_format(name);
-    if (format != Format::kQ4 && format != Format::kQ8)
+    if (is_e2m1(format))
         throw std::invalid_argument(name + " is copied from a source, not quantised");
     return format;
 }

@@ -8,6 +8,7 @@
 
 #include "kernels/expert_ffn.h"
 #include "kernels/kernels.h"
+#include "kernels/quantise_blocks.h"
 #include "kernels/tile_values.h"
 
 namespace moeinf {
@@ -244,6 +245,7 @@ void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::s
     if (&current_kernels() == &kAvx2Kernels) quantise = quantise_avx2;
     if (&current_kernels() == &kAvx512Kernels) quantise = quantise_avx512;
 #endif
+    if (is_interleaved(format)) quantise = quantise_blocks;
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
     for (std::size_t first = 0; first < count; first += kBlockRows) {
         quantise(rows + first * columns * item, dtype, std::min(kBlockRows, count - first),

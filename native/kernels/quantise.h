@@ -21,8 +21,8 @@
 
 namespace moeinf {
 
-// Writes rows [count, columns] of `dtype`, row-major, as ceil(count / 16) row blocks of q4 or q8. A
-// group with a NaN or an infinity gets the scale NaN.
+// Writes rows [count, columns] of `dtype`, row-major, as ceil(count / 16) row blocks of q8, q4, q4k,
+// q5k or q6k (quantise_blocks.h). A group with a NaN or an infinity gets the scale NaN.
 void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
                    Format format, std::byte* out) noexcept;
 

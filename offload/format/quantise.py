@@ -9,7 +9,10 @@ from moeinf.native import dequantise_rows, matrix_bytes, quantise_rows
 
 
 def quantise(rows: Tensor, form: str) -> Tensor:
-    """Return contiguous rows [N, K], bf16 or float32, as Q4 or Q8 tiles (uint8); frees the GIL."""
+    """Return contiguous rows [N, K], bf16 or float32, as tiles (uint8) of Q4, Q8, Q4K, Q5K or Q6K.
+
+    Frees the GIL. Raises ValueError for another form.
+    """
     count, columns = rows.shape
     tiles = torch.empty(matrix_bytes(form.lower(), count, columns), dtype=torch.uint8)
     wide = rows.dtype == torch.float32

@@ -12,7 +12,17 @@ import yaml
 from moeinf.runtime.names import DEFAULT_TAG, KEPT_TAGS, TAGS, plain
 
 # Bits per weight, with the scales of quantised groups, without 8-bit embeddings and headers.
-_BITS = {"f32": 32.0, "bf16": 16.0, "q8": 8.5, "q4d8": 5.8, "q4": 4.5, "mxfp4": 4.25}
+_BITS = {
+    "f32": 32.0,
+    "bf16": 16.0,
+    "q8": 8.5,
+    "q6k": 6.56,
+    "q4d8": 5.8,
+    "q5k": 5.5,
+    "q4k": 4.5,
+    "q4": 4.5,
+    "mxfp4": 4.25,
+}
 
 
 @dataclass(frozen=True)

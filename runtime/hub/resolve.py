@@ -29,6 +29,7 @@ from moeinf.runtime.names import (
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from moeinf.runtime.checkpoints.checkpoint import Checkpoint
     from moeinf.runtime.library.sources import Source
 
 
@@ -99,7 +100,6 @@ def find_source(
         return wanted, LocalSource.watched(open_folder(DEMO_CHECKPOINT), DEMO)
     check_not_demo(wanted)
 
-    from moeinf.runtime.gguf.tags import best_tag
     from moeinf.runtime.hub.gguf_files import source_files
     from moeinf.runtime.hub.hf_cache import cached_snapshot
     from moeinf.runtime.hub.listing import is_offline, look_up_all
@@ -121,9 +121,8 @@ def find_source(
     aside = downloads_of(Library(settings).folder(wanted))
     snapshot = cached_snapshot(repository, found.commit)
     source = HubSource(found, aside, token, workers, None, stop, snapshot, note, quant)
-    if quant is not None and tag is None:
-        best = best_tag(source.checkpoint.experts.values())
-        wanted = ModelName(wanted.name, best or wanted.tag)
+    if tag is None:
+        wanted = _in_its_format(wanted, source.checkpoint)
     if source.cached:
         part = "" if source.download_bytes() == 0 else f"{len(source.cached)} files of "
         note(f"{part}{repository} is in the Hugging Face cache and is used from there")
@@ -137,16 +136,29 @@ def _local(path: Path, name: str | None) -> tuple[ModelName, Source]:
     """Return the name and the source of a folder or a GGUF file. Raises BadCheckpoint, BadName."""
     from moeinf.runtime.gguf.checkpoint import is_gguf, open_local
     from moeinf.runtime.gguf.reader import stem_of
-    from moeinf.runtime.gguf.tags import best_tag
     from moeinf.runtime.library.sources import LocalSource
 
     asked = name if name is not None else stem_of(path.name) if is_gguf(path) else path.name
     wanted = parse_name(asked)
     check_not_demo(wanted)
     checkpoint = open_local(path)
-    if is_gguf(path) and ":" not in asked:
-        wanted = ModelName(wanted.name, best_tag(checkpoint.experts.values()) or wanted.tag)
+    if ":" not in asked:
+        wanted = _in_its_format(wanted, checkpoint)
     return wanted, LocalSource.watched(checkpoint, str(path))
+
+
+def _in_its_format(wanted: ModelName, checkpoint: Checkpoint) -> ModelName:
+    """Return the name with the tag that keeps most of a GGUF file or an NVFP4 checkpoint."""
+    from moeinf.models import family_of
+    from moeinf.runtime.checkpoints.inventory import take_inventory
+    from moeinf.runtime.checkpoints.nvfp4 import DIVISOR, FACTOR
+    from moeinf.runtime.gguf.tags import best_tag
+
+    experts = list(checkpoint.experts.values())
+    if any(name.endswith((FACTOR, DIVISOR)) for name in checkpoint.tensors):
+        inventory = take_inventory(family_of(checkpoint.config), checkpoint)
+        experts = [tensor for _, _, tensor in inventory.expert_matrices()]
+    return ModelName(wanted.name, best_tag(experts) or wanted.tag)
 
 
 def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:

@@ -60,7 +60,16 @@ from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer, end_tokens
 Bytes = NDArray[np.uint8]
 Note = Callable[[str], None]
 _BLOCK_BYTES = 4 << 20  # of a dense matrix, read at once
-_FILE_TYPES = {"F32": 0, "Q4": 2, "Q8": 7, "BF16": 32, "MXFP4": 38}  # of llama.cpp
+_FILE_TYPES = {  # of llama.cpp; K types are mixed there (Q4_K_M)
+    "F32": 0,
+    "Q4": 2,
+    "Q8": 7,
+    "Q4K": 15,
+    "Q5K": 17,
+    "Q6K": 18,
+    "BF16": 32,
+    "MXFP4": 38,
+}
 _HUB = "hub:"
 
 

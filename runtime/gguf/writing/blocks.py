@@ -6,6 +6,8 @@ another order. A block is one group of one row:
     Q4_0    float16 scale, 16 bytes: byte j has weight j in its low nibble, j + 16 in its high one
     Q8_0    float16 scale, 32 signed bytes
     MXFP4   one byte E8M0, 16 bytes as in Q4_0
+
+Tiles of Q4K, Q5K and Q6K are interleaved blocks of Q4_K, Q5_K and Q6_K (offload/format/retile.py).
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moeinf.native import BLOCK_ROWS
+from moeinf.native import BLOCK_ROWS, tile_columns
+from moeinf.offload.format.layout import is_tiled
 from moeinf.offload.format.quantise import dequantise
+from moeinf.offload.format.retile import BLOCK_BYTES
 from moeinf.runtime.gguf.writing.writer import Kind, fits
 
 Bytes = NDArray[np.uint8]
@@ -27,6 +31,9 @@ _KINDS = {
     "Q4": Kind.Q4_0,
     "Q8": Kind.Q8_0,
     "MXFP4": Kind.MXFP4,
+    "Q4K": Kind.Q4_K,
+    "Q5K": Kind.Q5_K,
+    "Q6K": Kind.Q6_K,
 }
 _GROUPS = 2  # of 32 columns, in a tile
 _CODE_BYTES = {"Q4": 16, "Q8": 32, "MXFP4": 16}  # of a group of one row
@@ -49,15 +56,30 @@ def encode_rows(data: Bytes, form: str, rows: int, columns: int, kind: Kind) -> 
     data: whole row blocks of tiles, or row-major weights.
     """
     if kind == _KINDS[form]:
+        if form in BLOCK_BYTES:
+            return _interleaved(data, form, rows, columns)
         if form in _CODE_BYTES:
             return _blocks(data, form, rows, columns)
         return data.reshape(rows, -1)
     assert kind == Kind.F32, kind
-    if form in _CODE_BYTES:
+    if is_tiled(form):
         values = dequantise(torch.from_numpy(np.array(data)), form, rows, columns).numpy()
         return values.view(np.uint8).reshape(rows, -1)
     wide: NDArray[Any] = data.view("<u2").astype("<u4") << 16
     return wide.view(np.uint8).reshape(rows, -1)
+
+
+def _interleaved(tiles: Bytes, form: str, rows: int, columns: int) -> Bytes:
+    """Return the blocks of interleaved tiles: word w of row r is at byte 64 w + 4 r."""
+    size = BLOCK_BYTES[form]
+    words_end = size // 4 * 4 * BLOCK_ROWS
+    wide = -(-columns // tile_columns(form.lower()))
+    tiles = tiles.reshape(-1, wide, size * BLOCK_ROWS)
+    deep = len(tiles)
+    words = tiles[..., :words_end].reshape(deep, wide, -1, BLOCK_ROWS, 4).transpose(0, 3, 1, 2, 4)
+    rest = tiles[..., words_end:].reshape(deep, wide, BLOCK_ROWS, -1).transpose(0, 2, 1, 3)
+    parts = (words.reshape(deep, BLOCK_ROWS, wide, -1), rest)
+    return np.concatenate(parts, 3).reshape(deep * BLOCK_ROWS, -1)[:rows]
 
 
 def _blocks(tiles: Bytes, form: str, rows: int, columns: int) -> Bytes:

@@ -36,6 +36,9 @@ class Kind(IntEnum):
     F32 = 0
     Q4_0 = 2
     Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
     BF16 = 30
     MXFP4 = 39
 
@@ -45,6 +48,9 @@ _BLOCKS = {  # weights and bytes of a block
     Kind.BF16: (1, 2),
     Kind.Q4_0: (32, 18),
     Kind.Q8_0: (32, 34),
+    Kind.Q4_K: (256, 144),
+    Kind.Q5_K: (256, 176),
+    Kind.Q6_K: (256, 210),
     Kind.MXFP4: (32, 17),
 }
 

@@ -119,6 +119,6 @@ def test_other_shapes_and_formats_are_refused():
     with pytest.raises(ValueError, match="codes are"):
         nvfp4_blocks(codes, scales[:, :3])
     with pytest.raises(ValueError, match="not quantised"):
-        quantise_rows(0, 1, 1, True, "q6k", 0)
+        quantise_rows(0, 1, 1, True, "nvfp4", 0)
     with pytest.raises(ValueError, match="no tiles"):
         dequantise_rows(0, "bf16", 1, 1, 0)

@@ -22,6 +22,7 @@ from moeinf.runtime.checkpoints.joining import joined
 from moeinf.runtime.checkpoints.nvfp4 import Rows, nvfp4_rows
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.repack import repack
 from moeinf.runtime.library.sources import LocalSource
@@ -89,6 +90,14 @@ def test_a_pull_writes_what_the_weights_mean(divides: bool, tag: str, tmp_path: 
     assert len(weights[0]) == 15
     assert weights[0] == weights[1]
     assert ["NVFP4 (4.5 bits" in note for note in notes] == [True] * (tag != "f32")
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_its_own_tag_is_the_default(divides: bool, tmp_path: Path) -> None:
+    save(tmp_path / "x", divides)
+    settings = Settings(tmp_path / "home")
+    assert str(find_source(str(tmp_path / "x"), None, settings, ignore)[0]) == "x:nvfp4"
+    assert str(find_source(str(tmp_path / "x"), "y:q4", settings, ignore)[0]) == "y:q4"
 
 
 @pytest.mark.parametrize("divides", [False, True])

@@ -16,7 +16,16 @@ from tests.runtime.gguf.test_pulls import contents
 
 @pytest.mark.parametrize(
     ("family", "tag"),
-    [("olmoe", "q4"), ("qwen3", "q8"), ("mixtral", "q4"), ("arctic", "q8"), ("phimoe", "q4")],
+    [
+        ("olmoe", "q4"),
+        ("qwen3", "q8"),
+        ("mixtral", "q4"),
+        ("arctic", "q8"),
+        ("phimoe", "q4"),
+        ("olmoe", "q4k"),
+        ("mixtral", "q5k"),
+        ("qwen3", "q6k"),
+    ],
 )
 def test_exported_and_pulled_again(family: str, tag: str, tmp_path: Path) -> None:
     model = exported(checkpoint(family, tmp_path / "checkpoint"), tmp_path / "made", tag)
