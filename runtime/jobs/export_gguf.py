@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +37,14 @@ from moeinf.runtime.gguf.writing.architectures import written
 from moeinf.runtime.gguf.writing.blocks import encode_rows, kind_of
 from moeinf.runtime.gguf.writing.description import CannotExport, Change, Place, Written
 from moeinf.runtime.gguf.writing.names import expert_name, places
-from moeinf.runtime.gguf.writing.vocabulary import vocabulary
 from moeinf.runtime.gguf.writing.writer import (
     FileLayout,
     FileWriter,
     Kind,
-    Value,
     WrittenTensor,
     lay_out,
 )
+from moeinf.runtime.jobs.exported_keys import FILE_TYPES, general_keys, tokenizer_keys
 from moeinf.runtime.library.dense_views import (
     FORMS_BY_SIZE,
     DenseHeader,
@@ -55,22 +53,10 @@ from moeinf.runtime.library.dense_views import (
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.regular_files import check_regular, open_regular
 from moeinf.runtime.sizes import Progress, format_bytes
-from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer, end_tokens
 
 Bytes = NDArray[np.uint8]
 Note = Callable[[str], None]
 _BLOCK_BYTES = 4 << 20  # of a dense matrix, read at once
-_FILE_TYPES = {  # of llama.cpp; K types are mixed there (Q4_K_M)
-    "F32": 0,
-    "Q4": 2,
-    "Q8": 7,
-    "Q4K": 15,
-    "Q5K": 17,
-    "Q6K": 18,
-    "BF16": 32,
-    "MXFP4": 38,
-}
-_HUB = "hub:"
 
 
 class FileExists(Conflict, FileExistsError):
@@ -139,7 +125,7 @@ def export_gguf(
     family.build(config, wanted)
     dense = _dense(folder, manifest, about, wanted.shapes)
     experts = _experts(manifest, about)
-    keys = _general(manifest, about) | _tokenizer(folder, about)
+    keys = general_keys(manifest, about) | tokenizer_keys(folder, about)
     factors = {
         WrittenTensor(name, Kind.F32, (len(values),)): np.array(values, "<f4")
         for name, values in about.factors.items()
@@ -181,7 +167,7 @@ def _check_space(target: Path, layout: FileLayout) -> None:
 def _check_forms(folder: Path, manifest: Manifest) -> None:
     """Raise CannotExport for a format whose tiles cannot be turned back into blocks."""
     experts = {form for layout in manifest.expert_layouts for form in layout.forms}
-    known = _FILE_TYPES.keys()
+    known = FILE_TYPES.keys()
     if unknown := (experts | set(_header(folder, manifest).forms.values())) - known:
         error = CannotExport(f"{manifest.model} has weights in {', '.join(sorted(unknown))}")
         error.hint = "the GGUF file that it was pulled from, which has the same bits"
@@ -353,56 +339,3 @@ def _shard(folder: Path, manifest: Manifest, record: FileRecord) -> Bytes:
     if crc32c(data.data) != record.crc32c:
         raise DamagedModel(f"{manifest.model}: {record.path} is not what was pulled")
     return data
-
-
-def _general(manifest: Manifest, about: Written) -> dict[str, Value]:
-    """Return the keys of the model, with the architecture's name in front of its own."""
-    keys: dict[str, Value] = {
-        "general.architecture": about.architecture,
-        "general.type": "model",
-        "general.name": manifest.name,
-        "general.quantization_version": 2,
-        "general.file_type": _FILE_TYPES[manifest.dtype],
-    }
-    if manifest.source.startswith(_HUB) and manifest.source.count("/") == 1:
-        repository = manifest.source.removeprefix(_HUB)
-        organisation, name = repository.split("/")
-        keys |= {
-            "general.base_model.count": 1,
-            "general.base_model.0.name": name,
-            "general.base_model.0.organization": organisation,
-            "general.base_model.0.repo_url": f"https://huggingface.co/{repository}",
-        }
-    return keys | {f"{about.architecture}.{name}": value for name, value in about.keys.items()}
-
-
-def _tokenizer(folder: Path, about: Written) -> dict[str, Value]:
-    """Return the keys of the tokenizer, its special tokens and the chat template."""
-    tokenizer, count = Tokenizer(folder), about.keys["vocab_size"]
-    assert isinstance(count, int)
-    keys = vocabulary(read_json(folder / TOKENIZER), count, about.architecture)
-    bos = tokenizer.token_id(tokenizer.bos) if tokenizer.bos else None
-    eos = tokenizer.token_id(tokenizer.eos) if tokenizer.eos else None
-    ends = sorted(end for end in end_tokens(folder, tokenizer) - {eos} if end < count)
-    if eos is None and ends:
-        eos = ends.pop(0)
-    found = {"bos": bos, "eos": eos, "eot": ends[0] if ends else None, **_others(folder, tokenizer)}
-    keys |= {f"tokenizer.ggml.{n}_token_id": i for n, i in found.items() if i is not None}
-    keys["tokenizer.ggml.add_bos_token"] = bos is not None and tokenizer.encode_text("a")[:1] == [
-        bos
-    ]
-    if tokenizer.chat_template is not None:
-        keys["tokenizer.chat_template"] = tokenizer.chat_template
-    return keys
-
-
-def _others(folder: Path, tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the padding and the unknown token that tokenizer_config.json names."""
-    path = folder / "tokenizer_config.json"
-    about: Mapping[str, Any] = read_json(path) if path.is_file() else {}
-    found: dict[str, int | None] = {}
-    for key, name in (("pad_token", "padding"), ("unk_token", "unknown")):
-        token = about.get(key)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        found[name] = tokenizer.token_id(token) if isinstance(token, str) else None
-    return found
