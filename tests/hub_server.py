@@ -73,6 +73,8 @@ class Hub:
         self.redirect = redirect
         self.lfs = True
         self.lock = threading.Lock()
+        self.beside: list[Hub] = []  # other repositories of the same hub
+        self.card: dict[str, object] = {}
         self.endpoint = ""
         self.files_host = ""
 
@@ -89,7 +91,8 @@ class Hub:
                 sha = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"size": len(data), "sha256": sha, "pointerSize": 1}
             siblings.append(entry)
-        return {"id": self.repo, "modelId": self.repo, "sha": self.commit, "siblings": siblings}
+        about: dict[str, object] = {"id": self.repo, "modelId": self.repo, "sha": self.commit}
+        return {**about, "siblings": siblings, "cardData": self.card}
 
     def bytes_sent(self, file: str) -> int:
         return sum(count for name, _, count in self.sent if name == file)
@@ -108,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         kind = "files" if self.serves_files else "hub"
         token = self.headers.get("authorization")
+        first = type(self).hub
+        self.hub = next((h for h in first.beside if f"/{h.repo}/" in f"{path}/"), first)
         with self.hub.lock:
             if self.hub.repo in path:
                 self.hub.tokens[kind].add(token)
@@ -130,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.startswith(prefix):
             self._send(404, b"")
         elif self.hub.redirect and not self.serves_files:
-            self._send(302, b"", {"Location": f"{self.hub.files_host}{self.path}"})
+            self._send(302, b"", {"Location": f"{type(self).hub.files_host}{self.path}"})
         else:
             self._file(path.removeprefix(prefix), token)
 

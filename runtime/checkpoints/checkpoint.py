@@ -103,12 +103,14 @@ class Recipe:
 
     make takes each stored tensor as float32 in its shape and returns the tensor as float32. With
     `moves_rows` it only selects, joins and reorders whole rows: it takes matrices and vectors of
-    any dtype, also stored rows of a quantised format.
+    any dtype, also stored rows of a quantised format. With `sliced` it makes equal runs of rows,
+    one of each slice along the outermost side of the stored tensors.
     """
 
     stored: tuple[SourceTensor, ...]
     make: Callable[..., torch.Tensor]
     moves_rows: bool = False
+    sliced: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Checkpoint:
 
     experts: the tensors of experts that have no names of their own, by (MoE layer, expert, role)
     made: the content of config, tokenizer and other small files that `folder` does not hold
+    metadata: of a GGUF file
     """
 
     folder: Path
@@ -124,6 +127,7 @@ class Checkpoint:
     tensors: Mapping[str, SourceTensor]
     experts: Mapping[tuple[int, int, str], SourceTensor] = field(default_factory=dict)
     made: Mapping[str, bytes] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def all_stored(self) -> Iterator[SourceTensor]:
         """Yield every stored tensor, those of experts included."""
@@ -279,10 +283,7 @@ def read_header(path: Path) -> dict[str, SourceTensor]:
 
 
 def read_described(path: Path) -> tuple[dict[str, SourceTensor], object]:
-    """Return the tensors of one safetensors file, and the unchecked metadata of its header.
-
-    Raises BadCheckpoint as `read_header` does.
-    """
+    """Return the tensors of a safetensors file and the unchecked metadata. See `read_header`."""
     check_weights(path)
     with explained(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -304,9 +305,9 @@ def header_length(path: Path, size: int, start: bytes) -> int:
 
 
 def parse_header(path: Path, size: int, text: bytes) -> dict[str, SourceTensor]:
-    """Return the tensors that the JSON header `text` describes in a file of `size` bytes.
+    """Return the tensors that the JSON header `text` describes. Raises as `read_header`.
 
-    Raises BadCheckpoint unless they cover the file without holes or overlaps.
+    size: of the file, in bytes.
     """
     return _parse_header(path, size, text)[0]
 

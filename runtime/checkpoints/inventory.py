@@ -234,7 +234,7 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     for name, tensor in joined(checkpoint, lambda name: family.ignores(name, config)).items():
         fused = family.fused(name, config)
         if fused is not None:
-            for key, role, piece in _unfuse(fused, tensor, model.moe):
+            for key, role, piece in unfuse(fused, tensor, model.moe):
                 experts.setdefault(key, {})[role] = piece
             continue
         part = family.expert(name, config)
@@ -285,10 +285,13 @@ def take_inventory(family: Family, checkpoint: Checkpoint) -> Inventory:
     )
 
 
-def _unfuse(
+def unfuse(
     fused: FusedPart, tensor: SourceTensor, moe: MoeShape
 ) -> Iterator[tuple[ExpertKey, str, SourceTensor]]:
-    """Yield each expert's tensors of a fused one, as (key, role, tensor), without a copy."""
+    """Yield each expert's tensors of a fused one, as (key, role, tensor), without a copy.
+
+    Raises BadCheckpoint for another shape.
+    """
     roles = _FUSED_ROLES[fused.role]
     shape = moe.parts[roles[0]]
     rows = shape[0]

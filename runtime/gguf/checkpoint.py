@@ -73,7 +73,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     except BadCheckpoint as error:
         raise keys.bad(f"has a tokenizer that cannot be used: {error}") from None
     tensors, experts = _sorted(keys, known)
-    return Checkpoint(file.paths[0].parent, config, tensors, experts, made)
+    return Checkpoint(file.paths[0].parent, config, tensors, experts, made, file.metadata)
 
 
 def _sorted(
@@ -125,7 +125,7 @@ def _made(keys: Keys, known: Architecture, block: int) -> dict[str, SourceTensor
         if len(parts) == len(stored):
             shape, make = made.how(keys, *(part.shape for part in parts))
             found[f"model.layers.{block}.{named}"] = replace(
-                parts[0], shape=shape, recipe=Recipe(parts, make, made.moves_rows)
+                parts[0], shape=shape, recipe=Recipe(parts, make, made.moves_rows, made.sliced)
             )
     return found
 

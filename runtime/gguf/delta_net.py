@@ -96,7 +96,7 @@ DELTA_MOVES: dict[str, Change] = {
     "ssm_beta": _heads_grouped,
 }
 DELTA_MADE = {
-    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), _output),
+    "linear_attn.out_proj.weight": Made(("ssm_out.weight",), _output, sliced=True),
     "linear_attn.A_log": Made(("ssm_a",), _rates),
     "linear_attn.dt_bias": Made(("ssm_dt.bias",), _steps),
     "linear_attn.conv1d.weight": Made(("ssm_conv1d.weight",), _kernel),

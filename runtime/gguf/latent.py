@@ -25,4 +25,4 @@ def _joined(keys: Keys, key: _Sides, value: _Sides) -> tuple[_Sides, Callable[..
     return (heads * (nope + value[1]), rank), make
 
 
-KV_B = Made(("attn_k_b.weight", "attn_v_b.weight"), _joined)
+KV_B = Made(("attn_k_b.weight", "attn_v_b.weight"), _joined, sliced=True)

@@ -23,3 +23,4 @@ class Made:
     parts: tuple[str, ...]
     how: Callable[..., tuple[tuple[int, ...], Callable[..., Tensor]]]
     moves_rows: bool = False
+    sliced: bool = False  # see Recipe

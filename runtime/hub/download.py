@@ -55,6 +55,7 @@ class RemoteFile:
     url: str
     sha256: str | None  # for files in large storage
     git_sha1: str | None  # for other files: git's hash of the blob
+    path: str = ""  # in the repository, if it is not `name`
 
 
 @dataclass(frozen=True)

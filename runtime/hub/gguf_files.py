@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moeinf.runtime.checkpoints.checkpoint import BIN, SAFETENSORS, BadCheckpoint
 from moeinf.runtime.gguf.reader import SUFFIX, parts_of
@@ -52,7 +53,7 @@ def source_files(
     if quant is None and (folder or not has_gguf(everything)):
         return found, None
     quant, files = quant_files(everything, quant, tag)
-    return Repository(found.name, found.commit, {file.name: file for file in files}), quant
+    return replace(found, files={file.name: file for file in files}), quant
 
 
 def quant_files(
@@ -64,13 +65,14 @@ def quant_files(
     BadCheckpoint if the repository lacks it, and names what is there.
     """
     found = _by_quant(repository.files)
-    there = ", ".join(sorted(found)) or "no GGUF files"
-    order = [quant.upper()] if quant is not None else [*_ORDER_OF_TAG.get(tag or "", []), *_ORDER]
-    chosen = next((name for name in order if name in found), None)
+    order = [quant] if quant is not None else [*_ORDER_OF_TAG.get(tag or "", []), *_ORDER]
+    there = {name.upper(): name for name in found}
+    chosen = next((there[name.upper()] for name in order if name.upper() in there), None)
     if chosen is None and quant is None and found:
         chosen = min(found)
     if chosen is None:
-        raise BadCheckpoint(f"{repository.name} lacks {quant or 'a GGUF file'}; it has {there}")
+        has = ", ".join(sorted(found)) or "no GGUF files"
+        raise BadCheckpoint(f"{repository.name} lacks {quant or 'a GGUF file'}; it has {has}")
     return chosen, _parts(repository, found[chosen])
 
 

@@ -6,20 +6,78 @@ here may exist in the repository.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants
 
-from moeinf.runtime.checkpoints.checkpoint import CONFIG, BadCheckpoint, Checkpoint
+from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint
 from moeinf.runtime.checkpoints.torch_bin import open_folder
+from moeinf.runtime.gguf.checkpoint import open_gguf
+from moeinf.runtime.gguf.reader import SUFFIX
+from moeinf.runtime.hub.download import RemoteFile
+from moeinf.runtime.hub.gguf_files import quant_files
+from moeinf.runtime.hub.listing import Repository, is_plain
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES
+from moeinf.runtime.regular_files import read_regular
 from moeinf.runtime.text.tokenizer import TOKENIZER
+
+_MOST_FILES = 10_000
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """Return the cache folder of a repository at one revision, or None."""
-    found = try_to_load_from_cache(name, CONFIG, revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    """Return the cache folder of a repository at one revision, or None.
+
+    revision: a commit, or a branch that the cache knows; None is main.
+    """
+    place = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    revision = revision or constants.DEFAULT_REVISION
+    if not is_plain(revision):
+        return None
+    with suppress(OSError, UnicodeDecodeError):
+        revision = read_regular(place / "refs" / revision, 256).decode("ascii").strip()
+    folder = place / "snapshots" / revision
+    return folder if is_plain(revision) and folder.is_dir() else None
+
+
+class CachedGguf(NamedTuple):
+    """A GGUF file in the cache: its headers, its quantisation's name, and the commit."""
+
+    checkpoint: Checkpoint
+    quant: str
+    commit: str
+
+
+def cached_gguf(
+    name: str, revision: str | None, quant: str | None, tag: str | None
+) -> CachedGguf | None:
+    """Return a GGUF file of a repository in the cache, to use in place, or None.
+
+    Files may be in subfolders. quant, tag: see quant_files. Raises BadCheckpoint for a damaged
+    file, and if the cache has other quantisations only.
+    """
+    folder = cached_snapshot(name, revision)
+    paths = [] if folder is None else _files_below(folder)
+    files = {
+        path: RemoteFile(path.rpartition("/")[2], 0, "", None, None, path)
+        for path in paths
+        if path.lower().endswith(SUFFIX)
+    }
+    if folder is None or not files:
+        return None
+    try:
+        quant, parts = quant_files(Repository(name, folder.name, files), quant, tag)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"in the Hugging Face cache, {error}") from None
+    return CachedGguf(open_gguf(folder / parts[0].path), quant, folder.name)
+
+
+def _files_below(folder: Path) -> list[str]:
+    """Return the paths of the files in a folder and its subfolders, of bounded number."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return list(islice(found, _MOST_FILES))
 
 
 def cached_checkpoint(name: str, revision: str | None) -> Checkpoint | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -49,11 +49,15 @@ class RepositoryError(NotFound, ConnectionError):
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at one commit: its files by name or path."""
+    """A repository at one commit: its files by name or path.
+
+    base: the repository that its model card names as the one it was made from, unchecked.
+    """
 
     name: str  # org/name
     commit: str
     files: Mapping[str, RemoteFile]
+    base: str | None = None
 
 
 def look_up(
@@ -66,7 +70,7 @@ def look_up(
 def in_top_folder(found: Repository) -> Repository:
     """Return a repository without subfolders: they hold other formats (original/, metal/, …)."""
     files = {path: file for path, file in found.files.items() if path == file.name}
-    return Repository(found.name, found.commit, files)
+    return replace(found, files=files)
 
 
 def look_up_all(
@@ -75,10 +79,11 @@ def look_up_all(
     token: str | None,
     kind: str,
     stop: threading.Event | None = None,
+    stall_seconds: float = _STALL_SECONDS,
 ) -> Repository:
     """Ask the hub for a repository's commit and all files, by path. Raises RepositoryError.
 
-    kind: "model" or "dataset".
+    kind: "model" or "dataset". stall_seconds: the longest wait for a byte.
     """
     called = name if kind == "model" else f"the data set {name}"
     at = f"{called} at revision {revision}" if revision else called
@@ -87,7 +92,9 @@ def look_up_all(
         url = f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}"
         if revision is not None:
             url += f"/revision/{quote(revision, safe='')}"
-        body = _ask(f"{url}?blobs=true", called, revision, token or get_token(), stop)
+        body = _ask(
+            f"{url}?blobs=true", called, revision, token or get_token(), stop, stall_seconds
+        )
     except HFValidationError as error:
         raise RepositoryError(f"{name!r} is not a repository name: {error}") from error
     except OfflineModeIsEnabled as error:
@@ -104,9 +111,14 @@ def look_up_all(
 
 
 def _ask(
-    url: str, name: str, revision: str | None, token: str | None, stop: threading.Event | None
+    url: str,
+    name: str,
+    revision: str | None,
+    token: str | None,
+    stop: threading.Event | None,
+    stall_seconds: float,
 ) -> bytes:
-    with get(url, {}, constants.ENDPOINT, token, _STALL_SECONDS) as answer:
+    with get(url, {}, constants.ENDPOINT, token, stall_seconds) as answer:
         status, code = answer.status_code, answer.headers.get("x-error-code")
         if status == 200:
             return read_body(answer, stop or threading.Event())
@@ -141,8 +153,16 @@ def read_listing(body: bytes, name: str, revision: str | None, kind: str) -> Rep
             continue
         url = hf_hub_url(name, path, repo_type=kind, revision=commit, endpoint=constants.ENDPOINT)
         sha256, git_sha1 = _promise(entry, path, name)
-        files[path] = RemoteFile(PurePosixPath(path).name, size, url, sha256, git_sha1)
-    return Repository(name, commit, files)
+        files[path] = RemoteFile(PurePosixPath(path).name, size, url, sha256, git_sha1, path)
+    return Repository(name, commit, files, _base_of(about))
+
+
+def _base_of(about: dict[str, Any]) -> str | None:
+    """Return the one base model of a model card, or None."""
+    card = about.get("cardData")
+    said = card.get("base_model") if isinstance(card, dict) else None
+    found = said[0] if isinstance(said, list) and len(said) == 1 else said
+    return found if isinstance(found, str) else None
 
 
 def _is_entry(entry: object) -> bool:

@@ -59,7 +59,7 @@ from moeinf.runtime.hub.download import (
     is_promised,
 )
 from moeinf.runtime.hub.listing import Repository
-from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES
+from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Base
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
@@ -111,6 +111,8 @@ class HubSource:
         self._folder, self._snapshot = folder, snapshot
         self._workers = workers
         self._note = note
+        self.base: Base | None = None  # set after the headers of a GGUF file name it
+        self.settled: str | None = None
         self._fetcher = fetcher_of(token, patience, stop)
         self.origin = f"hub:{repository.name}" + (f":{quant}" if quant is not None else "")
         self.revision: str | None = repository.commit
@@ -206,7 +208,13 @@ class HubSource:
         if not made and read_json(self._folder / CONFIG) != self.checkpoint.config:
             # Its hash was not promised.
             raise DownloadFailed(f"{CONFIG}: it is not the one that the hub sent before")
-        return self.checkpoint
+        if self.base is None:
+            return self.checkpoint
+        found, self.settled = self.base.settle(self.checkpoint, self._read)
+        return found
+
+    def _read(self, name: str, at: int, count: int) -> bytes:
+        return fetch_bytes(self._fetcher, self._file(name), at, at + count)
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         """Yield each file once it is complete and checked, and prefetch the next one."""
@@ -345,7 +353,7 @@ class HubSource:
         """Return the file in the Hugging Face cache if it has the right size, or None."""
         if self._snapshot is None:
             return None
-        path = (self._snapshot / file.name).resolve()
+        path = (self._snapshot / (file.path or file.name)).resolve()
         fits = path.is_file() and path.stat().st_size == file.size_bytes
         return path if fits else None
 

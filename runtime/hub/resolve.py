@@ -30,7 +30,7 @@ from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from moeinf.runtime.checkpoints.checkpoint import Checkpoint
-    from moeinf.runtime.library.sources import Source
+    from moeinf.runtime.library.sources import LocalSource, Source
 
 
 class UnknownSource(NotFound, ValueError):
@@ -76,22 +76,29 @@ def find_source(
     token: str | None = None,
     workers: int = 8,
     stop: threading.Event | None = None,
+    compare: bool = True,
 ) -> tuple[ModelName, Source]:
     """Return the name that MODEL will have, and its source.
 
-    Once `stop` is set, every request fails with RepositoryError or DownloadFailed.
+    Once `stop` is set, every request fails with RepositoryError or DownloadFailed. compare: the
+    source of a GGUF file asks the repository that it was made from (base_repository.py).
 
     Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed,
     NoSuchOllamaModel, BadStore.
     """
     from moeinf.runtime.checkpoints.torch_bin import open_folder
-    from moeinf.runtime.library.sources import LocalSource  # both modules import torch
+    from moeinf.runtime.hub.base_repository import base_of
+    from moeinf.runtime.library.sources import LocalSource  # these modules import torch
 
     if model.startswith(OLLAMA):
         path = ollama_model(model, read_other_stores())
-        return _local(path, ollama_name(model) if name is None else name)
+        wanted, local = _local(path, ollama_name(model) if name is None else name)
+        local.base = base_of(local.checkpoint, None, note, token, stop) if compare else None
+        return wanted, local
     if is_path(model):
-        return _local(expand(model), name)
+        wanted, local = _local(expand(model), name)
+        local.base = base_of(local.checkpoint, None, note, token, stop) if compare else None
+        return wanted, local
     if is_dense(model):
         raise DenseModel(model)
     asked, model = parse_name(model), plain(model)
@@ -114,13 +121,16 @@ def find_source(
     elif "/" not in model:
         raise UnknownSource(model)
     if is_offline():
-        return wanted, _offline(repository, revision, note)
+        tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
+        return _offline(wanted, repository, revision, quant, tag, note)
     everything = look_up_all(repository, revision, token, "model", stop)
     tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
     found, quant = source_files(everything, quant, tag)
     aside = downloads_of(Library(settings).folder(wanted))
     snapshot = cached_snapshot(repository, found.commit)
     source = HubSource(found, aside, token, workers, None, stop, snapshot, note, quant)
+    if quant is not None and compare:
+        source.base = base_of(source.checkpoint, everything.base, note, token, stop)
     if tag is None:
         wanted = _in_its_format(wanted, source.checkpoint)
     if source.cached:
@@ -132,7 +142,7 @@ def find_source(
     return wanted, source
 
 
-def _local(path: Path, name: str | None) -> tuple[ModelName, Source]:
+def _local(path: Path, name: str | None) -> tuple[ModelName, LocalSource]:
     """Return the name and the source of a folder or a GGUF file. Raises BadCheckpoint, BadName."""
     from moeinf.runtime.gguf.checkpoint import is_gguf, open_local
     from moeinf.runtime.gguf.reader import stem_of
@@ -161,17 +171,34 @@ def _in_its_format(wanted: ModelName, checkpoint: Checkpoint) -> ModelName:
     return ModelName(wanted.name, best_tag(experts) or wanted.tag)
 
 
-def _offline(repository: str, revision: str | None, note: Callable[[str], None]) -> Source:
-    """Return a repository in the Hugging Face cache. Raises RepositoryError if it is absent."""
-    from moeinf.runtime.hub.hf_cache import cached_checkpoint, lacking  # imports torch
+def _offline(
+    wanted: ModelName,
+    repository: str,
+    revision: str | None,
+    quant: str | None,
+    tag: str | None,
+    note: Callable[[str], None],
+) -> tuple[ModelName, Source]:
+    """Return a repository in the Hugging Face cache, and the name of its model.
+
+    Raises RepositoryError if it is absent, BadCheckpoint.
+    """
+    from moeinf.runtime.hub.hf_cache import cached_checkpoint, cached_gguf, lacking  # import torch
     from moeinf.runtime.hub.listing import RepositoryError
     from moeinf.runtime.library.sources import LocalSource
 
-    cached = cached_checkpoint(repository, revision)
-    if cached is None:
+    cached = cached_checkpoint(repository, revision) if quant is None else None
+    found = cached_gguf(repository, revision, quant, tag) if cached is None else None
+    if cached is None and found is None:
         at = f"{repository} at revision {revision}" if revision else repository
         raise RepositoryError(f"HF_HUB_OFFLINE is set and {at} is not in the Hugging Face cache")
     note(f"{repository} is in the Hugging Face cache and is used from there")
+    if found is not None:
+        wanted = wanted if tag is not None else _in_its_format(wanted, found.checkpoint)
+        source = LocalSource(found.checkpoint, f"hub:{repository}:{found.quant}", found.commit)
+        return wanted, source
+    assert cached is not None
+    wanted = wanted if tag is not None else _in_its_format(wanted, cached)
     if missing := lacking(cached.folder):
         note(f"the cache has no {', '.join(missing)}; offline the hub cannot be asked for it")
-    return LocalSource(cached, f"hub:{repository}", cached.folder.name)
+    return wanted, LocalSource(cached, f"hub:{repository}", cached.folder.name)

@@ -96,6 +96,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     usual_context: _Count | None = None  # the default of --ctx; None: max_context
     forms: tuple[ExpertForms, ...] = ()
     layouts: dict[str, int] = {}
+    base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
     format: int = FORMAT_VERSION
 
     @property
@@ -185,7 +186,11 @@ def storable(origin: str) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest durably. After this the folder is a complete model."""
     about = msgspec.structs.asdict(manifest)
-    for name in ("forms", "layouts"):  # only where they are set: versions up to 0.1 refuse them
+    for name in (
+        "forms",
+        "layouts",
+        "base",
+    ):  # only where they are set: versions up to 0.1 refuse them
         if not about[name]:
             del about[name]
     text = msgspec.json.format(msgspec.json.encode(about), indent=1)

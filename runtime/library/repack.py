@@ -223,6 +223,10 @@ def _assemble(
 
 
 def _keep_small_files(checkpoint: Checkpoint, work: Workplace) -> None:
+    """Write the small files. Those of an earlier attempt that the source lacks now are dropped."""
+    for name in KEPT_FILES:
+        work.files.pop(name, None)
+
     def read(name: str) -> bytes | None:
         return checkpoint.small_file(name, MAX_KEPT_BYTES)
 
@@ -269,6 +273,7 @@ def _manifest(
         family=inventory.family.model_type,
         source=storable(source.origin),
         revision=source.revision,
+        base=source.settled,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         layers=moe.layers,
         experts=moe.experts,

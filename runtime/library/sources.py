@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,8 @@ from moeinf.runtime.checkpoints.checkpoint import (
     QUANTISED,
     BadCheckpoint,
     Checkpoint,
+    explained,
+    read_exactly,
 )
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
@@ -35,6 +37,20 @@ CONVERTED_FILES = sentencepiece.NAMES  # read only without a tokenizer.json
 MAX_KEPT_BYTES = 64 << 20
 
 
+class Base(Protocol):
+    """The repository that a GGUF file was made from, asked for its tokenizer and a few rows."""
+
+    def settle(
+        self, checkpoint: Checkpoint, read: Callable[[str, int, int], bytes]
+    ) -> tuple[Checkpoint, str | None]:
+        """Return the checkpoint with the files of the repository, and `ORG/NAME@COMMIT`.
+
+        read: (file name, offset, count) -> bytes of the GGUF file. If the repository cannot be used
+        the checkpoint stays as it is, and the second result is None.
+        """
+        ...
+
+
 class Source(Protocol):
     """A checkpoint whose files are local, or are fetched on request."""
 
@@ -42,6 +58,7 @@ class Source(Protocol):
     origin: str
     revision: str | None  # of the files: the hub's commit, or a hash
     fetched: bool  # over a network: keep the files of a model that is refused
+    settled: str | None  # the ORG/NAME@COMMIT whose tokenizer small_files() has, in a GGUF's place
 
     def identity(self) -> Mapping[str, object]:
         """Return the values that must match to continue an unfinished model."""
@@ -83,6 +100,8 @@ class LocalSource:
     origin: str
     revision: str | None = None
     fetched: bool = False
+    base: Base | None = None
+    settled: str | None = field(init=False, default=None)
     _files: dict[str, list[int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +124,16 @@ class LocalSource:
         return 0
 
     def small_files(self) -> Checkpoint:
-        return self.checkpoint
+        if self.base is None:
+            return self.checkpoint
+        found, self.settled = self.base.settle(self.checkpoint, self._read)
+        return found
+
+    def _read(self, name: str, at: int, count: int) -> bytes:
+        path, data = self.checkpoint.folder / name, bytearray(count)
+        with explained(path), path.open("rb") as file:
+            read_exactly(file.fileno(), memoryview(data), at, path)
+        return bytes(data)
 
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         yield from (path for path in self._paths() if path.name not in work.done)

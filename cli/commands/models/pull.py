@@ -52,6 +52,10 @@ def pull(
     allow_nan: Annotated[
         bool, typer.Option("--allow-nan", help="Go on where weights are NaN or infinite.")
     ] = False,
+    no_base: Annotated[
+        bool,
+        typer.Option("--no-base", help="Do not ask the repository that a GGUF file names."),
+    ] = False,
     list_local: Annotated[
         bool,
         typer.Option("--list-local", help="List files of Ollama, LM Studio and llama.cpp."),
@@ -66,8 +70,9 @@ def pull(
     hf.co/ORG/NAME-GGUF:Q4_K_M is a GGUF file of the hub. TAG is q4 (the default), q4k, q4d8 (q4,
     but the experts' down_proj in q8), q5k, q6k, q8, bf16 (the default of demo), f32, or what the
     checkpoint has: mxfp4, nvfp4. Without a tag, a GGUF file keeps its own types where it can, and
-    NVFP4 is kept. An
-    interrupted pull resumes where it stopped; a model that is up to date is left unchanged.
+    NVFP4 is kept. The repository that a GGUF file names gives its tokenizer and chat template, and
+    some rows to compare, unless HF_HUB_OFFLINE is set or --no-base given. An interrupted pull
+    resumes where it stopped; a model that is up to date is left unchanged.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
     glm4_moe_lite, gpt_oss, granitemoe, granitemoeshared, kimi_k2, kimi_k25, mixtral, nllb-moe,
@@ -81,7 +86,9 @@ def pull(
         return
     if model is None:
         raise Usage("MODEL is missing: a short name, ORG/NAME, ./PATH or ollama:NAME")
-    wanted, source = find_source(model, name, settings, out.note, revision, token, workers)
+    wanted, source = find_source(
+        model, name, settings, out.note, revision, token, workers, None, not no_base
+    )
     if dry_run:
         _print_sizes(wanted, source, out)
         return

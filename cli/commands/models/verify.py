@@ -17,6 +17,7 @@ from moeinf.runtime.library.staging import only_maker, partial_folder
 from moeinf.runtime.names import DEMO
 
 if TYPE_CHECKING:
+    from moeinf.runtime.checkpoints.checkpoint import Checkpoint
     from moeinf.runtime.library.verify import Damage, RepairSource
 
 
@@ -74,13 +75,40 @@ def _source(manifest: Manifest, damages: list[Damage], aside: Path) -> RepairSou
     if manifest.source == DEMO:
         return LocalRepair(open_folder(DEMO_CHECKPOINT))
     if not manifest.source.startswith("hub:"):
-        return LocalRepair(open_local(Path(manifest.source)))
+        return LocalRepair(_settled(open_local(Path(manifest.source)), manifest, damages))
     repository, _, quant = manifest.source.removeprefix("hub:").partition(":")
-    cached = cached_checkpoint(repository, manifest.revision)
+    cached = _cached_gguf(repository, quant, manifest) if quant else None
+    if cached is not None:
+        return LocalRepair(_settled(cached, manifest, damages))
+    cached = cached_checkpoint(repository, manifest.revision) if not quant else None
     if cached is not None:
         missing = {damage.path for damage in damages}.intersection(lacking(cached.folder))
         if is_offline() or not missing:
             return LocalRepair(cached)
     everything = look_up_all(repository, manifest.revision, None, "model")
     found, found_quant = source_files(everything, quant or None, None)
-    return HubSource(found, aside, None, quant=found_quant)
+    source = HubSource(found, aside, None, quant=found_quant)
+    source.checkpoint = _settled(source.checkpoint, manifest, damages)
+    return source
+
+
+def _cached_gguf(repository: str, quant: str, manifest: Manifest) -> Checkpoint | None:
+    """Return the model's GGUF file in the Hugging Face cache, or None."""
+    from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+    from moeinf.runtime.hub.hf_cache import cached_gguf
+
+    try:
+        found = cached_gguf(repository, manifest.revision, quant, None)
+    except BadCheckpoint:  # the cache has others, or a part of it
+        return None
+    return None if found is None else found.checkpoint
+
+
+def _settled(checkpoint: Checkpoint, manifest: Manifest, damages: list[Damage]) -> Checkpoint:
+    """Return a GGUF checkpoint with the tokenizer of its base repository, if a repair needs it."""
+    from moeinf.runtime.hub.base_repository import BaseRepository
+    from moeinf.runtime.library.sources import KEPT_FILES
+
+    if manifest.base is None or all(damage.path not in KEPT_FILES for damage in damages):
+        return checkpoint
+    return BaseRepository([], lambda _: None).again(checkpoint, manifest.base)
