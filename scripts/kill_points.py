@@ -1,6 +1,6 @@
 """Kill a pull, cp or rm (or fill the disk) at every write, fsync, rename, link and unlink.
 
-Run: python scripts/kill_points.py [--what pull|cp|rm] [--hub] [--full] [--every 1]
+Run: python scripts/kill_points.py [--what pull|cp|rm] [--hub] [--gguf] [--full] [--every 1]
 For K = 1, 2, … the action is killed (SIGKILL) at its K-th such call; half of a write succeeds. Then
 every model must be absent or complete, never half, and a copy's origin complete. A rerun must reach
 the state of the whole action, with the same files, and leave no other files. It must not write a
@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import moeinf.runtime.atomic_files as durable
@@ -33,6 +35,7 @@ from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
 from moeinf.runtime.config import Settings
 from moeinf.runtime.hub.listing import look_up
 from moeinf.runtime.hub.repository import HubSource
+from moeinf.runtime.hub.resolve import find_source
 from moeinf.runtime.library.clone import ModelExists, copy_model
 from moeinf.runtime.library.library import Library, NoSuchModel
 from moeinf.runtime.library.manifest import read_manifest
@@ -42,10 +45,12 @@ from moeinf.runtime.library.staging import JOURNAL, downloads_of, partial_folder
 from moeinf.runtime.library.verify import verify
 from moeinf.runtime.names import ModelName
 from scripts.make_checkpoint import config, make_checkpoint
+from tests.gguf_files import matrices, write_gguf
 from tests.hub_server import Hub, serve
 
 NAME = ModelName("victim", "bf16")
 COPY = ModelName("second", "bf16")
+_BF16 = matrices(GGMLQuantizationType.BF16)
 FULL = 28  # exit code of a child that reported a full disk
 _FREEING = (os.unlink, os.rmdir)  # these never fail on a full disk
 POINTS = ("write", "pwrite", "fsync", "rename", "replace", "unlink", "link", "rmdir", "mkdir")
@@ -133,11 +138,17 @@ def strangers(home: Path) -> list[str]:
     return sorted(path for path in found if path not in known)
 
 
-def with_hub(checkpoint: Path, every: int, full: bool) -> int:
-    """Serve the checkpoint and run this script again in a process with the hub's address."""
-    with serve(Hub("org/victim", checkpoint)) as hub:
-        again = [sys.executable, __file__, "--every", str(every), "--served", str(checkpoint)]
-        again += ["--full"] if full else []
+def with_hub(folder: Path, base: Path, options: argparse.Namespace) -> int:
+    """Serve a repository and run this script again in a process with the hub's address.
+
+    base: the repository that GGUF files are made from.
+    """
+    served = Hub("org/victim", folder)
+    served.beside.append(Hub("org/base", base))
+    served.card = {"base_model": "org/base"}
+    with serve(served) as hub:
+        again = [sys.executable, __file__, "--every", str(options.every), "--served"]
+        again += ["--full"] * options.full + ["--gguf"] * options.gguf
         environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0"}
         return subprocess.run(again, env=environment, check=False).returncode
 
@@ -148,17 +159,24 @@ def main() -> int:
     parser.add_argument("--hub", action="store_true", help="pull from the stand-in for the hub")
     parser.add_argument("--every", type=int, default=1, help="only every N-th, before the last few")
     parser.add_argument("--full", action="store_true", help="the disk is full there, instead")
-    parser.add_argument("--served", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--gguf", action="store_true", help="pull a GGUF file in two parts")
+    parser.add_argument("--served", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moeinf-kill-") as folder:
         place = Path(folder)
-        if options.served is not None:
-            return try_all(place, options, "pull from the hub", pull_from_hub)
+        if options.served:
+            action = pull_gguf("org/victim") if options.gguf else pull_from_hub
+            return try_all(place, options, "pull from the hub", action)
         # Three files; most experts straddle two of them.
         make_checkpoint(place / "checkpoint", config(2, 3, 64, 48, 2), file_bytes=60_000)
-        if options.hub:
-            return with_hub(place / "checkpoint", options.every, options.full)
+        files = place / ("files" if options.gguf else "checkpoint")
         pull = pull_from(place / "checkpoint")
+        if options.gguf:
+            files.mkdir()
+            path = write_gguf(place / "checkpoint", files / "x-BF16.gguf", _BF16, split=14)
+            pull = pull_gguf(str(path))
+        if options.hub:
+            return with_hub(files, place / "checkpoint", options)
         if options.what == "pull":
             return try_all(place, options, "pull from a folder", pull)
         act(place / "before", pull, None)
@@ -179,6 +197,11 @@ def pull_from_hub(settings: Settings) -> Action:
     """Return an action that pulls from the stand-in for the hub."""
     downloads = downloads_of(Library(settings).folder(NAME))
     return _pulling(HubSource(look_up("org/victim", None, None), downloads, None, 2))
+
+
+def pull_gguf(model: str) -> Prepare:
+    """Return an action that pulls a GGUF file, by its path or from the stand-in for the hub."""
+    return lambda settings: _pulling(find_source(model, str(NAME), settings, ignore)[1])
 
 
 def _pulling(source: Source) -> Action:

@@ -18,9 +18,23 @@ LONG = pytest.mark.timeout(1800)
 SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_points.py"
 
 
-LEAST_POINTS = {"": 45, "--hub": 95, "--what cp": 20, "--what rm": 20}
-SOME = (("", 24), ("--what cp", 8), ("--what rm", 8))
-ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
+LEAST_POINTS = {
+    "": 45,
+    "--hub": 95,
+    "--gguf": 30,
+    "--hub --gguf": 50,
+    "--what cp": 20,
+    "--what rm": 20,
+}
+SOME = (
+    ("", 24),
+    ("--hub --gguf", 16),
+    ("--hub --gguf --full", 16),
+    ("--what cp", 8),
+    ("--what rm", 8),
+)
+GGUF = ("--gguf", "--hub --gguf", "--gguf --full", "--hub --gguf --full")
+ALL = (*GGUF, "", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +56,7 @@ def test_every_outcome_is_absent_or_complete(what: str, every: int) -> None:
     assert points >= least_points
     assert sum(counts) >= len(range(1, points, every))
     assert len(counts) >= 2
-    if what in ("", "--hub"):
+    if what in ("", "--hub", "--gguf"):
         kept = re.search(r"(\d+) kept files", run.stdout)  # which the rerun did not write again
         assert kept is not None
         assert int(kept[1]) >= 10
