@@ -207,9 +207,9 @@ def test_what_a_prefill_takes_is_seen(opened: Opened, fake: Fake) -> None:
     extend = model.extend
     with pytest.MonkeyPatch.context() as patch:
 
-        def takes(*given: Any) -> Any:
+        def takes(*given: Any, **named: Any) -> Any:
             fake.configure(f"others={90 << 20}")
-            return extend(*given)
+            return extend(*given, **named)
 
         patch.setattr(model, "extend", takes)
         engine.extend(state, [1, 2, 3])

@@ -239,9 +239,9 @@ def test_a_base_that_cannot_be_reached(files: Path, hub: Hub, tmp_path: Path) ->
 
 
 def test_a_base_that_stalls_is_waited_for_briefly(files: Path, hub: Hub, tmp_path: Path) -> None:
-    end, count = threading.Event(), 0
-    hub.beside[0].fault = lambda request: Answer(cut_after=count, stall=end)
-    for count in (0, 1):  # noqa: B007 (read by the fault): nothing, or a byte per request for ever
+    end = threading.Event()
+    for count in (0, 1):  # nothing, or a byte per request for ever
+        hub.beside[0].fault = lambda _, sent=count: Answer(cut_after=sent, stall=end)  # type: ignore[misc]
         with (
             mock.patch.object(base_repository, "_STALL_SECONDS", 0.1),
             mock.patch.object(base_repository, "_SECONDS", 1.0),
