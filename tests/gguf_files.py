@@ -58,11 +58,16 @@ def matrices(kind: Kind) -> TypeOf:
 
 
 def write_gguf(
-    folder: Path, path: Path, type_of: TypeOf = float32, split: int = 0, tokens: bool = True
+    folder: Path,
+    path: Path,
+    type_of: TypeOf = float32,
+    split: int = 0,
+    tokens: bool = True,
+    source: str = "",
 ) -> Path:
     """Write the checkpoint in `folder` as a GGUF file; return the (first) file.
 
-    split: tensors per file; 0 writes one file.
+    split: tensors per file; 0 writes one file. source: the repository that the metadata names.
     """
     config = json.loads((folder / "config.json").read_text())
     config = config | config.pop("text_config", {})
@@ -77,6 +82,8 @@ def write_gguf(
         names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     _add_keys(writer, config)
+    if source:
+        writer.add_source_repo_url(f"https://huggingface.co/{source}")
     if tokens:
         count = _add_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
         writer.add_tokenizer_pre("glm4" if config["model_type"].startswith("glm4") else "gpt-2")

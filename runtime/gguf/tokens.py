@@ -16,6 +16,8 @@ _KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _MAX_TOKENS, _MAX_MERGES = 1 << 20, 1 << 21
 _MAX_CHARACTERS = 1 << 24  # of all tokens; the largest vocabularies have some 2 million
+# Ids that a file can do without: those of absent tokens are ignored.
+_OPTIONAL = ("eot_token_id", "eom_token_id", "padding_token_id", "unknown_token_id")
 # Texts that end an answer or a turn in every model that has them as one token. Some files mark
 # them as text, which would let a user's text end a turn.
 _ENDS = frozenset(
@@ -155,11 +157,20 @@ def _id(metadata: Mapping[str, Any], name: str, count: int, default: int | None)
     found = metadata.get(_KEY + name)
     if found is None:
         return default if default is not None and default < count else None
+    if type(found) is int and not 0 <= found < count and name in _OPTIONAL:
+        return None  # llama.cpp ignores it, too
     if type(found) is not int or not 0 <= found < count:
         raise BadCheckpoint(
             f"tokenizer.ggml.{name}: {str(found)[:40]} is invalid (expected 0 to {count - 1})"
         )
     return found
+
+
+def ignored_ids(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the keys and values of ids beyond the tokens that read_vocabulary ignores."""
+    count = len(metadata.get(_KEY + "tokens", ()))
+    found = ((_KEY + name, metadata.get(_KEY + name)) for name in _OPTIONAL)
+    return [f"{key} {n}" for key, n in found if type(n) is int and not 0 <= n < count]
 
 
 def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:

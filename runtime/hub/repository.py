@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ from moeinf.runtime.hub.download import (
     is_promised,
 )
 from moeinf.runtime.hub.listing import Repository
+from moeinf.runtime.hub.meter import Meter
 from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT_BYTES, Base
 from moeinf.runtime.library.staging import Workplace
 from moeinf.runtime.sizes import Progress
@@ -123,10 +125,21 @@ class HubSource:
             self._open_folder(repository)
         else:
             self.files = list(repository.files.values())
-            file = join_parts([folder / part.name for part in self.files], self._part)
-            self.checkpoint = checkpoint_of(file)
+            self.checkpoint = self._open_parts(self._part)
             self.small: list[RemoteFile] = []
             self._identified = dict(repository.files)
+
+    def _open_parts(self, read: Callable[[Path], Header]) -> Checkpoint:
+        paths = [self._folder / part.name for part in self.files]
+        return checkpoint_of(join_parts(paths, read))
+
+    def move_to(self, folder: Path) -> None:
+        """Fetch the GGUF files into another folder. Only before the first of them is fetched."""
+        self._folder = folder
+        for name, header in self._parts.items():
+            tensors = {n: replace(t, path=folder / name) for n, t in header.tensors.items()}
+            self._parts[name] = replace(header, tensors=tensors)
+        self.checkpoint = self._open_parts(lambda path: self._parts[path.name])
 
     def _open_folder(self, repository: Repository) -> None:
         """Read config, index and headers, as a checkpoint's folder has them."""
@@ -219,7 +232,7 @@ class HubSource:
     def bring(self, work: Workplace, progress: Progress) -> Iterator[Path]:
         """Yield each file once it is complete and checked, and prefetch the next one."""
         phase = "downloading" if self.download_bytes() else "checking"
-        meter = _Meter(progress, phase, sum(file.size_bytes for file in self.files))
+        meter = Meter(progress, phase, sum(file.size_bytes for file in self.files))
         meter.add(sum(file.size_bytes for file in self.files if file.name in work.done))
         todo = [file for file in self.files if file.name not in work.done]
         with ThreadPoolExecutor(1) as ahead:
@@ -365,30 +378,3 @@ class HubSource:
         if file is None:
             raise BadCheckpoint(f"{self._repository.name} has no {name}")
         return file
-
-
-class _Meter:
-    """The sum of the bytes that several threads receive, for the progress bar."""
-
-    def __init__(self, progress: Progress, phase: str, total: int) -> None:
-        self._progress, self._phase, self._total = progress, phase, total
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        """Count bytes of any file."""
-        with self._lock:
-            self._done += count
-            self._progress(self._phase, self._done, self._total)
-
-    def of(self, file: RemoteFile) -> Callable[[int], None]:
-        """Return a function that counts the bytes of one file, on its own progress bar."""
-        done = 0
-
-        def add(count: int) -> None:
-            nonlocal done
-            self.add(count)
-            done += count
-            self._progress(file.name, done, file.size_bytes)
-
-        return add

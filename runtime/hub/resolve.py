@@ -133,6 +133,8 @@ def find_source(
         source.base = base_of(source.checkpoint, everything.base, note, token, stop)
     if tag is None:
         wanted = _in_its_format(wanted, source.checkpoint)
+        if quant is not None:
+            source.move_to(downloads_of(Library(settings).folder(wanted)))
     if source.cached:
         part = "" if source.download_bytes() == 0 else f"{len(source.cached)} files of "
         note(f"{part}{repository} is in the Hugging Face cache and is used from there")

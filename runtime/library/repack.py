@@ -25,6 +25,7 @@ from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
 from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.gguf.tags import best_tag, describe_loss, kept_forms
+from moeinf.runtime.gguf.tokens import ignored_ids
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
@@ -71,6 +72,8 @@ def repack(
     inventory, dtype = in_tag(found, name.tag)
     _check_format(source, inventory, name.tag)
     announce(inventory, name, note)
+    if ignored := ignored_ids(source.checkpoint.metadata):
+        note(f"ignored, because the file has no such token: {', '.join(ignored)}")
     library.check_unused(name)
     target = library.folder(name)
     making = {"source": source.identity(), "tag": name.tag}

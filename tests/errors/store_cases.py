@@ -1,9 +1,15 @@
-"""All cases: those of cases.py, and models in the store of Ollama."""
+"""All cases: those of cases.py, and files of other programs."""
 
 from __future__ import annotations
 
+from huggingface_hub import constants
+
+from moeinf.runtime.gguf.checkpoint import open_gguf
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.errors.cases import CASES, case
 from tests.errors.provoking import Place
+from tests.gguf_files import write_gguf
+from tests.hub_server import Hub, serve
 
 __all__ = ["CASES"]
 
@@ -21,3 +27,18 @@ def _(place: Place) -> list[str]:
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
     return ["pull", "ollama:qwen3"]
+
+
+@case("other_weights")
+def _(place: Place) -> list[str]:
+    (place.home / "models").unlink()
+    path = write_gguf(DEMO_CHECKPOINT, place.folder / "x.gguf", source="Org/Demo")
+    tensor = open_gguf(path).tensors["model.layers.0.self_attn.q_proj.weight"]
+    with path.open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(bytes(tensor.size_bytes))
+    hub = place.later.enter_context(serve(Hub("Org/Demo", DEMO_CHECKPOINT)))
+    files = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    place.patch.setattr(constants, "ENDPOINT", hub.endpoint)
+    place.patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+    return ["pull", "./x.gguf"]

@@ -54,6 +54,7 @@ def show(model: Model, json: Json = False, quiet: Quiet = False) -> None:
             ("least --memory", f"{slots.min_bytes} ({format_bytes(slots.min_bytes)})"),
             ("size on disk", format_bytes(m.size_bytes)),
             ("source", m.source + (f" @ {m.revision}" if m.source.startswith("hub:") else "")),
+            *([("tokenizer", m.base.replace("@", " @ "))] if m.base else []),
             ("pulled", m.created_at),
             ("folder", str(folder)),
         ]

@@ -17,6 +17,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
 from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint
+from moeinf.runtime.gguf.tokens import ignored_ids
 from moeinf.runtime.gguf.vocabulary import tokenizer_files
 from moeinf.runtime.gguf.word_patterns import WORDS
 from moeinf.runtime.text.tokenizer import Tokenizer as Ours
@@ -263,6 +264,15 @@ def test_eot_and_eom_end_an_answer() -> None:
     assert json.loads(files["generation_config.json"])["eos_token_id"] == [2, 8, 9, 3, 4]
 
 
+def test_ids_of_absent_tokens_are_ignored_where_a_file_can_do_without(tmp_path: Path) -> None:
+    absent = {"eot_token_id": 14, "padding_token_id": 4294967295, "unknown_token_id": -1}
+    files = tokenizer_files(small(**absent))
+    assert files == tokenizer_files(small())
+    assert ignored_ids(small(**absent)) == [
+        f"tokenizer.ggml.{key} {n}" for key, n in absent.items()
+    ]
+
+
 def test_scores_have_llama_cpps_defaults(tmp_path: Path) -> None:
     metadata = small(model="llama", pre=None, bos_token_id=None, eos_token_id=None)
     ours = Ours(folder_of(metadata, tmp_path))
@@ -290,8 +300,8 @@ HOSTILE = {
     ],
     "bos_token_id": [-1, 14, 1 << 63, "1", 1.0, True, [1]],
     "eos_token_id": [14],
-    "eot_token_id": [14],
-    "padding_token_id": [4294967295],
+    "eot_token_id": ["14"],
+    "padding_token_id": [1.5],
     "add_bos_token": [1, "true"],
 }  # fmt: skip
 

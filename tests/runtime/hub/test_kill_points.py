@@ -26,7 +26,7 @@ LEAST_POINTS = {
     "--what cp": 20,
     "--what rm": 20,
 }
-SOME = (("", 24), ("--gguf", 48), ("--what cp", 8), ("--what rm", 8))
+SOME = (("", 24), ("--what cp", 8), ("--what rm", 8))
 ALL = ("", "--hub", "--full", "--hub --full", "--what cp", "--what cp --full", "--what rm")
 GGUF = ("--gguf", "--hub --gguf", "--gguf --full", "--hub --gguf --full")
 RARE = 1 if STRIDE == 1 else 32  # the same points; each tries two tokenizers, for a second

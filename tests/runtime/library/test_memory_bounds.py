@@ -10,15 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from scripts.make_checkpoint import config, make_checkpoint
+from tests.gguf_files import matrices, write_gguf
 
 MIB = 1 << 20
 PULL = """
 import sys
 from pathlib import Path
 import moeinf.runtime.library.repack
-from moeinf.runtime.checkpoints.checkpoint import open_checkpoint
+from moeinf.runtime.gguf.checkpoint import open_local
 from moeinf.runtime.config import Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.machine.memory import peak_rss_bytes, rss_bytes
@@ -26,7 +28,7 @@ from moeinf.runtime.names import parse_name
 from moeinf.runtime.library.repack import repack
 from moeinf.runtime.library.sources import LocalSource
 imported = rss_bytes()
-source = LocalSource(open_checkpoint(Path(sys.argv[1])), "x")
+source = LocalSource(open_local(Path(sys.argv[1])), "x")
 library = Library(Settings(Path(sys.argv[2])))
 nothing = lambda *_: None
 repack(source, library, parse_name(sys.argv[3]), nothing, nothing)
@@ -90,3 +92,18 @@ def test_a_run_stays_within_its_budget(model: str, memory: str, home: Path) -> N
     assert grown <= allowed + 64 * MIB
     if memory != "100%":
         assert loaded > allowed  # more was loaded than fits
+
+
+@pytest.mark.full
+def test_a_pull_of_a_gguf_file_does_not_grow_with_it(tmp_path: Path) -> None:
+    """The larger file has four times the experts, in two parts; both pulls need the same."""
+    grown = []
+    for experts in (16, 64):
+        folder = tmp_path / str(experts)
+        make_checkpoint(folder, config(4, experts, 512, 512, 4))
+        path = write_gguf(folder, folder / "x-BF16.gguf", matrices(Kind.BF16), split=30)
+        size = sum(part.stat().st_size for part in folder.glob("*.gguf"))
+        grown += figures(PULL, str(path), str(tmp_path / "home"), f"x{experts}:q8")
+        assert (size > 380 * MIB) is (experts == 64)
+    assert max(grown) < 128 * MIB
+    assert grown[1] < grown[0] + 16 * MIB
