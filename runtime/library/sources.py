@@ -46,7 +46,7 @@ class Base(Protocol):
         """Return the checkpoint with the files of the repository, and `ORG/NAME@COMMIT`.
 
         read: (file name, offset, count) -> bytes of the GGUF file. If the repository cannot be used
-        the checkpoint stays as it is, and the second result is None.
+        the checkpoint stays as it is, and there is no second result.
         """
         ...
 
