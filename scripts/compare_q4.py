@@ -1,8 +1,9 @@
-"""Compare symmetric and asymmetric four-bit schemes by weight errors and the demo's answers.
+"""Compare quantised formats and four-bit schemes by weight errors and the demo's answers.
 
 Run: python scripts/compare_q4.py [--per-kind 40]
 All schemes have groups of 32. KL and top-1 compare the demo in float32 with the same demo after
 rounding, on held-out answers. Rounding covers linears and experts (not embedding, head, routers).
+The demo's rows are shorter than blocks of 256, so K types round two to four rows as one.
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ def nearest(weights: Tensor) -> Tensor:
     return ((groups / scale).round().clamp(-8, 7) * scale).view_as(weights)
 
 
-def searched(weights: Tensor) -> Tensor:
-    """Round symmetrically with a searched scale, the format that moeinf writes: 4.5 bits."""
-    return dequantise(quantise(weights.contiguous(), "Q4"), "Q4", *weights.shape)
+def written(form: str) -> Callable[[Tensor], Tensor]:
+    """Return the rounding to a format that moeinf writes; K types in blocks of 256."""
+
+    def scheme(weights: Tensor) -> Tensor:
+        columns = GROUP * SUPER if form.endswith("K") else weights.shape[-1]
+        rows = weights.reshape(-1, columns).contiguous()
+        return dequantise(quantise(rows, form), form, *rows.shape).view_as(weights)
+
+    return scheme
 
 
 def _fit(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,20 +107,29 @@ def asymmetric_small(weights: Tensor) -> Tensor:
 
 SCHEMES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "symmetric, largest": (4.5, nearest),
-    "symmetric, searched": (4.5, searched),
     "asymmetric, 6-bit scales": (4.5, asymmetric_small),
     "asymmetric": (5.0, asymmetric),
+    "q4": (4.5, written("Q4")),
+    "q4k": (4.5, written("Q4K")),
+    "q5k": (5.5, written("Q5K")),
+    "q6k": (6.5625, written("Q6K")),
+    "q8": (8.5, written("Q8")),
 }
+DOWN = {"q4d8": ("q4", "q8"), "q4k, down in q6k": ("q4k", "q6k")}  # (rest, experts' down_proj)
+_DOWN_SHARE = 1 / 3  # of an expert's weights
 
 
 def error_of(scheme: Callable[[Tensor], Tensor], weights: Tensor) -> float:
     return float((scheme(weights) - weights).norm() / weights.norm())
 
 
-def rounded(tensors: dict[str, Tensor], scheme: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def rounded(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    rest, down = DOWN.get(name, (name, name))
     return {
-        name: t if t.dim() == 1 or name.endswith(_KEPT) else scheme(t)
-        for name, t in tensors.items()
+        key: t
+        if t.dim() == 1 or key.endswith(_KEPT)
+        else SCHEMES[down if key.endswith("down_proj.weight") else rest][1](t)
+        for key, t in tensors.items()
     }
 
 
@@ -150,12 +166,17 @@ def main() -> None:
     tensors = {n: t.float() for n, t in load_file(DEMO_CHECKPOINT / "model.safetensors").items()}
     reference = logits(tensors, options.per_kind).log_softmax(-1)
     print(f"{len(reference)} tokens of answers")
-    for name, (bits, scheme) in SCHEMES.items():
+    for name in (*SCHEMES, *DOWN):
+        rest, down = DOWN.get(name, (name, name))
+        bits, scheme = SCHEMES[rest]
+        bits += _DOWN_SHARE * (SCHEMES[down][0] - bits)
         errors = f"normal {error_of(scheme, normal):.2%}, t5 {error_of(scheme, student):.2%}"
-        found = logits(rounded(tensors, scheme), options.per_kind).log_softmax(-1)
-        divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
+        found = logits(rounded(tensors, name), options.per_kind).log_softmax(-1)
+        divergences = (reference.exp() * (reference - found)).sum(-1)
+        mean, spread = float(divergences.mean()), float(divergences.std()) / len(found) ** 0.5
         same = float((found.argmax(-1) == reference.argmax(-1)).double().mean())
-        print(f"{name:25} {bits} bits  {errors}  KL {divergence:.5f}  top-1 {same:.2%}", flush=True)
+        print(f"{name:25} {bits:.2f} bits  {errors}", end="  ")
+        print(f"KL {mean:.5f} ± {spread:.5f}  top-1 {same:.2%}", flush=True)
 
 
 if __name__ == "__main__":

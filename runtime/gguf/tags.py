@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from moeinf.native import tile_columns
 from moeinf.offload.format.layout import ExpertForms
 from moeinf.runtime.checkpoints.checkpoint import SourceTensor
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
@@ -15,6 +17,9 @@ from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.sizes import format_bytes
 
 _Q4_BITS = 4.5
+# The formats of rows that are not whole blocks of a K type: padding one block to the next wastes
+# bits, and GGUF has no type for such rows but those of groups of 32.
+WHOLE_BLOCKS = {"Q4K": "Q4", "Q5K": "Q8", "Q6K": "Q8"}
 
 
 def best_tag(experts: Iterable[SourceTensor]) -> str | None:
@@ -50,6 +55,38 @@ def kept_forms(inventory: Inventory) -> Forms:
         if dense[name] == MXFP4:  # no kernel reads single rows of it
             dense[name] = "Q8"
     return Forms(experts, dense)
+
+
+def whole_blocks(inventory: Inventory, form: str) -> Forms:
+    """Return the formats of a model in the K type `form`, where each row is whole blocks.
+
+    Other matrices are in WHOLE_BLOCKS[form].
+    """
+
+    def suited(columns: int) -> str:
+        return WHOLE_BLOCKS[form] if columns % tile_columns(form.lower()) else form
+
+    pair = ExpertForms(suited(inventory.moe.hidden), suited(inventory.moe.intermediate))
+    plain = dataclasses.replace(inventory, forms=Forms())
+    linears = [n for n in sorted(inventory.tileable) if plain.form_of(n, form) == form]
+    found = {name: suited(inventory.dense[name].shape[-1]) for name in linears}
+    dense = {name: other for name, other in found.items() if other != form}
+    return Forms(() if pair == (form, form) else (pair,), dense)
+
+
+def describe_broken_rows(inventory: Inventory, form: str) -> str | None:
+    """Return a sentence on the matrices that `whole_blocks` gave another format, or None."""
+    other = WHOLE_BLOCKS.get(form)
+    if other is None or inventory.forms != whole_blocks(inventory, form):
+        return None
+    layout = inventory.expert_layouts(form)[0]
+    names = ["experts' gate_proj and up_proj"] if layout.dtype != form else []
+    names += ["experts' down_proj"] if layout.down != form else []
+    names += [f"{len(inventory.forms.dense)} other matrices"] if inventory.forms.dense else []
+    if not names:
+        return None
+    columns = tile_columns(form.lower())
+    return f"rows that are not whole blocks of {columns} become {other.lower()}: {', '.join(names)}"
 
 
 def describe_loss(inventory: Inventory, form: str) -> str | None:

@@ -120,11 +120,10 @@ def find_source(
         wanted = wanted if name is not None else ModelName(entry.name, asked.tag)
     elif "/" not in model:
         raise UnknownSource(model)
+    tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
     if is_offline():
-        tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
         return _offline(wanted, repository, revision, quant, tag, note)
     everything = look_up_all(repository, revision, token, "model", stop)
-    tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
     found, quant = source_files(everything, quant, tag)
     aside = downloads_of(Library(settings).folder(wanted))
     snapshot = cached_snapshot(repository, found.commit)

@@ -24,7 +24,14 @@ from moeinf.runtime.checkpoints.checkpoint import BadCheckpoint, Checkpoint, par
 from moeinf.runtime.checkpoints.finite import WeightCheck
 from moeinf.runtime.checkpoints.inventory import Forms, Inventory, take_inventory
 from moeinf.runtime.checkpoints.nvfp4 import NVFP4
-from moeinf.runtime.gguf.tags import best_tag, describe_loss, kept_forms
+from moeinf.runtime.gguf.tags import (
+    WHOLE_BLOCKS,
+    best_tag,
+    describe_broken_rows,
+    describe_loss,
+    kept_forms,
+    whole_blocks,
+)
 from moeinf.runtime.gguf.tokens import ignored_ids
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
@@ -136,7 +143,8 @@ def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
     """Return the inventory with the formats that a tag stores, and the tag's own format.
 
     The tag that suits a GGUF file best keeps the types of its tensors. A tag with two formats sets
-    those of all experts. A tag without tiles drops `forms`: it widens.
+    those of all experts. A tag without tiles drops `forms`: it widens. Rows that are not whole
+    blocks of a K type have another format (whole_blocks).
     """
     pair, forms = FORMS_OF_TAG[tag], inventory.forms
     if tag == best_tag(t for _, _, t in inventory.expert_matrices()):
@@ -145,6 +153,8 @@ def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
         forms = Forms()
     elif pair.inner != pair.down:
         forms = dataclasses.replace(forms, experts=(pair,))
+    elif pair.inner in WHOLE_BLOCKS:
+        forms = whole_blocks(inventory, pair.inner)
     return dataclasses.replace(inventory, forms=forms), pair.inner
 
 
@@ -173,6 +183,8 @@ def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
         note(loss)
     elif inventory.downcasts(form):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
+    if (broken := describe_broken_rows(stored, form)) is not None:
+        note(broken)
     if inventory.has_nvfp4 and is_tiled(form) and form != NVFP4:
         note(
             f"the source is NVFP4 (4.5 bits per weight): {name.tag} rounds it once more, by "

@@ -100,6 +100,21 @@ def test_its_own_tag_is_the_default(divides: bool, tmp_path: Path) -> None:
     assert str(find_source(str(tmp_path / "x"), "y:q4", settings, ignore)[0]) == "y:q4"
 
 
+def test_its_own_tag_is_the_default_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    snapshot = cache / "models--Org--Small/snapshots" / ("0" * 40)
+    save(snapshot)
+    (cache / "models--Org--Small/refs").mkdir()
+    (cache / "models--Org--Small/refs/main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("moeinf.runtime.hub.listing.is_offline", lambda: True)
+    settings = Settings(tmp_path / "home")
+    for asked, tag in (("Org/Small", "nvfp4"), ("Org/Small:q8", "q8")):
+        assert find_source(asked, None, settings, ignore)[0].tag == tag
+
+
 @pytest.mark.parametrize("divides", [False, True])
 def test_tiles_of_its_own(divides: bool, tmp_path: Path) -> None:
     """Codes and scales stay; a divisor becomes a factor, which is rounded once."""
