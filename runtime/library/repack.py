@@ -40,7 +40,7 @@ from moeinf.runtime.library.shard_writer import Assembler, all_targets
 from moeinf.runtime.library.sources import KEPT_FILES, MAX_KEPT_BYTES, Source
 from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
 from moeinf.runtime.machine.memory import keep_heap_small
-from moeinf.runtime.names import KEPT_TAGS, ModelName
+from moeinf.runtime.names import KEPT_TAGS, TAGS, ModelName
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
@@ -163,7 +163,7 @@ def _tags_of(inventory: Inventory) -> list[str]:
     best = best_tag(t for _, _, t in inventory.expert_matrices())
     return [
         tag
-        for tag in FORMS_OF_TAG
+        for tag in TAGS
         if tag not in KEPT_TAGS or tag == best or (tag == "mxfp4" and inventory.has_mxfp4)
     ]
 
@@ -265,13 +265,16 @@ def _convert_tokenizer(read: Callable[[str], bytes | None], work: Workplace) -> 
 def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     """Return, by possible tag, the manifests that `repack` would write, without their files.
 
-    It writes nothing. Raises ModelDataError or BadCheckpoint if `name` cannot be made.
+    K types are left out unless `name` or the checkpoint has them. It writes nothing. Raises
+    ModelDataError or BadCheckpoint if `name` cannot be made.
     """
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     _check_format(source, inventory, name.tag)
+    usual = {name.tag, best_tag(t for _, _, t in inventory.expert_matrices())}
     return {
         tag: _manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
         for tag in _tags_of(inventory)
+        if tag in usual or FORMS_OF_TAG[tag].inner not in WHOLE_BLOCKS
     }
 
 
