@@ -2,7 +2,7 @@
 
 The file: our random weights in bfloat16, exported by ours and quantised by llama.cpp itself. Ours
 pulls it like any file and keeps its blocks. Then both decode the same tokens in alternation. The
-pull is timed in alternation with a copy of the file to the same folder, both flushed to disk.
+pull is timed, and then a copy of the file to the same folder, both flushed to disk.
 """
 
 from __future__ import annotations

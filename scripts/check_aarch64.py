@@ -27,10 +27,13 @@ KERNELS = [
     "kernels/activations.cpp",
     "queue/crc32c.cpp",
     "kernels/expert_ffn.cpp",
+    "kernels/avx2/interleaved.cpp",
     "kernels/avx2/kernels.cpp",
+    "kernels/avx512/interleaved.cpp",
     "kernels/avx512/kernels.cpp",
     "kernels/kernels_portable.cpp",
     "kernels/quantise.cpp",
+    "kernels/quantise_blocks.cpp",
     "kernels/router.cpp",
     "threads/thread_pool.cpp",
 ]
