@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -53,6 +54,10 @@ def main() -> None:
                 shim.shim_reads(KINDS[what][0], at, KINDS[what][1])
 
         def disarm() -> int:
+            """End the injection, and every read ahead that it may have hit."""
+            while engine.store.host.table.loading:
+                engine.store.host.settle()
+                time.sleep(0.001)
             seen: int = shim.shim_seen()
             shim.shim_reads(0, 0, 0)
             return seen

@@ -28,11 +28,13 @@ def read(engine: Engine, ids: list[int]) -> tuple[NDArray[np.float32], int]:
 @pytest.mark.parametrize("policy", ["adaptive", "lru", "lfu"])
 def test_each_expert_is_read_once(model: str, policy: str, open_engine: Open) -> None:
     """A window reads what it uses and lacks; two chunks read nearly twice as much."""
-    full = open_engine(model)
+    full = open_engine(model, trace=False)  # nothing is read for past requests
     expected, used = read(full, IDS)
     for memory in ("30%", str(full.info.placement.min_memory_bytes)):
-        short = open_engine(model, memory=memory, policy=policy, window=PREFILL_CHUNK)
-        long = open_engine(model, memory=memory, policy=policy, window=2 * PREFILL_CHUNK)
+        short = open_engine(model, memory=memory, policy=policy, window=PREFILL_CHUNK, trace=False)
+        long = open_engine(
+            model, memory=memory, policy=policy, window=2 * PREFILL_CHUNK, trace=False
+        )
         assert (full.window, long.window) == (PREFILL_CHUNK, 2 * PREFILL_CHUNK)
         for _ in range(2):  # nothing resident, then what the first prompt left
             resident = long.store.resident
