@@ -1,7 +1,7 @@
 """Ask the repository that a GGUF file was made from for its tokenizer, and for a few rows.
 
 Its files are untrusted like those of any pull. Whatever goes wrong there leaves the file's own
-tokenizer, after a minute at most: only rows that differ refuse a pull.
+tokenizer, after a minute of requests at most: only rows that differ refuse a pull.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moeinf.runtime.library.sources import CONVERTED_FILES, KEPT_FILES, MAX_KEPT
 from moeinf.runtime.text.tokenizer import TOKENIZER
 from moeinf.runtime.text.tokenizer_trial import Trial, convert
 
-_SECONDS = 60.0  # for all requests to one repository
+_SECONDS = 60.0  # for all requests
 _STALL_SECONDS = 5.0
 _TRIAL_SECONDS = 20.0
 _MOST_NAMES = 2
@@ -79,10 +79,10 @@ class BaseRepository:
         file's vocabulary, return the checkpoint as it is, and None. A note says which tokenizer it
         is. Raises OtherWeights.
         """
-        why = ""
+        why, stop = "", _Deadline(_SECONDS, self.stop)
         for name in self.names[:_MOST_NAMES]:
             try:
-                found, fetcher = self._look_up(name, None)
+                found, fetcher = self._look_up(name, None, stop)
                 compared = compare_rows(checkpoint, read, found, fetcher)
                 if compared is None:
                     why = f"{name} has other weights"
@@ -104,11 +104,12 @@ class BaseRepository:
         Raises BadCheckpoint, RepositoryError, DownloadFailed.
         """
         name, _, commit = settled.partition("@")
-        found, fetcher = self._look_up(name, commit)
+        found, fetcher = self._look_up(name, commit, _Deadline(_SECONDS, self.stop))
         return replace(checkpoint, made=_tokenizer_files(checkpoint, found, fetcher))
 
-    def _look_up(self, name: str, commit: str | None) -> tuple[Repository, Fetcher]:
-        stop = _Deadline(_SECONDS, self.stop)
+    def _look_up(
+        self, name: str, commit: str | None, stop: threading.Event
+    ) -> tuple[Repository, Fetcher]:
         found = look_up_all(name, commit, self.token, "model", stop, _STALL_SECONDS)
         patience = Patience(attempts=2, stall_seconds=_STALL_SECONDS, first_wait_seconds=0.2)
         token = self.token or get_token()
