@@ -6,7 +6,7 @@ Arguments of a wrong type, and negative numbers, raise TypeError everywhere.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -646,7 +646,31 @@ class AdaptiveCore:
 
     def routed(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
     def hinted(self, layer: int, ids: NDArray[np.integer[Any]]) -> None: ...
-    def end_pass(self) -> None: ...
+    def end_pass(self, accepted: Sequence[bool] = ...) -> None:
+        """End the pass; the forecast forgets rows [T] that are not accepted. Empty: all are."""
+
+    def forecast_with(self, top_k: int, net: Mapping[str, Sequence[float]]) -> None:
+        """Decide by a trained network from now on; each pass then starts with `begin_rows`.
+
+        net: the parts of native/policy/forecast.h. Raises ValueError for another size. The methods
+        below raise RuntimeError before this call.
+        """
+
+    def begin_rows(self, rows: Sequence[int], decoding: bool) -> None:
+        """Name the request of each row [T] of the pass that begins next."""
+
+    def end_request(self, request: int) -> None: ...
+    def inputs(self, layer: int) -> NDArray[np.float32]:
+        """Return the network's inputs [E, 18] of one layer."""
+
+    @property
+    def keep(self) -> NDArray[np.float32]:
+        """The worth of keeping each cell, [L, E]."""
+
+    @property
+    def next(self) -> NDArray[np.float32]:
+        """The probability that the next token uses each cell, [L, E]."""
+
     def admitted(self, cell: int) -> None: ...
     def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
     def forget(self, cell: int) -> None:

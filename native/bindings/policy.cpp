@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -74,6 +75,8 @@ py::array_t<T> view(std::vector<py::ssize_t> shape, const T* data, const py::han
     return py::array_t<T>(std::move(shape), data, owner);
 }
 
+using Floats = py::array_t<float>;
+
 class Adaptive {
   public:
     Adaptive(std::size_t layers, std::size_t experts, std::size_t keep_at_most, double hysteresis,
@@ -133,6 +136,51 @@ class Adaptive {
         return {found.begin(), found.end()};
     }
 
+    using Net = std::map<std::string, std::vector<float>>;
+
+    void forecast_with(std::size_t top_k, const Net& net) {
+        const auto part = [&](const char* name, std::size_t size) {
+            const auto found = net.find(name);
+            if (found == net.end() || found->second.size() != size)
+                throw std::invalid_argument(std::string("the network's ") + name);
+            return found->second;
+        };
+        if (top_k < 1 || top_k > experts_ || experts_ >= 1 << 15 ||
+            core_.usage().decays() != kForecastDecays)
+            throw std::invalid_argument("a forecast has 1 ... 2^15 experts and five decays");
+        core_.forecast_with(top_k, {part("mean", kForecastInputs), part("scale", kForecastInputs),
+                                    part("hidden", kForecastHidden * kForecastInputs),
+                                    part("hidden_bias", kForecastHidden),
+                                    part("output", kForecastSpans * kForecastHidden),
+                                    part("output_bias", kForecastSpans)});
+    }
+
+    Forecast& forecast() {
+        if (!core_.forecast()) throw std::logic_error("forecast_with comes first");
+        return *core_.forecast();
+    }
+
+    void begin_rows(const std::vector<std::int64_t>& rows, bool decoding) {
+        forecast().begin(rows, decoding);
+    }
+
+    Floats inputs(std::size_t layer) {
+        check_layer(layer, layers_);
+        Floats out({static_cast<py::ssize_t>(experts_), static_cast<py::ssize_t>(kForecastInputs)});
+        forecast().inputs(layer, {out.mutable_data(), static_cast<std::size_t>(out.size())});
+        return out;
+    }
+
+    static py::object keep(const py::object& self) {
+        auto& mine = self.cast<Adaptive&>();
+        return mine.matrix(mine.forecast().keep().data(), self);
+    }
+
+    static py::object next(const py::object& self) {
+        auto& mine = self.cast<Adaptive&>();
+        return mine.matrix(mine.forecast().next().data(), self);
+    }
+
     std::vector<float> weights() {
         const auto found = core_.usage().weights();
         return {found.begin(), found.end()};
@@ -159,8 +207,6 @@ class Adaptive {
     std::size_t layers_, experts_;
     AdaptiveCore core_;
 };
-
-using Floats = py::array_t<float>;
 
 class Paper {
   public:
@@ -283,7 +329,21 @@ void bind_policies(py::module_& m) {
             py::arg("age"))
         .def("routed", &Adaptive::routed, py::arg("layer"), py::arg("ids"))
         .def("hinted", &Adaptive::hinted, py::arg("layer"), py::arg("ids"))
-        .def("end_pass", [](Adaptive& self) { self.core().end_pass(); })
+        .def(
+            "end_pass",
+            [](Adaptive& self, const std::vector<bool>& accepted) {
+                self.core().end_pass(std::vector<char>(accepted.begin(), accepted.end()));
+            },
+            py::arg("accepted") = std::vector<bool>())
+        .def("forecast_with", &Adaptive::forecast_with, py::arg("top_k"), py::arg("net"))
+        .def("begin_rows", &Adaptive::begin_rows, py::arg("rows"), py::arg("decoding"))
+        .def(
+            "end_request",
+            [](Adaptive& self, std::int64_t request) { self.forecast().end_request(request); },
+            py::arg("request"))
+        .def("inputs", &Adaptive::inputs, py::arg("layer"))
+        .def_property_readonly("keep", &Adaptive::keep)
+        .def_property_readonly("next", &Adaptive::next)
         .def("admitted", &Adaptive::admitted, py::arg("cell"))
         .def(
             "victim",

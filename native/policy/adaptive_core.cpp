@@ -29,6 +29,10 @@ AdaptiveCore::AdaptiveCore(AdaptiveSizes sizes, AdaptiveKnobs knobs, UsageKnobs 
       is_foreseen_(layers_ * experts_),
       counts_(experts_) {}
 
+void AdaptiveCore::forecast_with(std::size_t top_k, ForecastNet net) {
+    forecast_ = std::make_unique<Forecast>(layers_, experts_, top_k, std::move(net), usage_);
+}
+
 void AdaptiveCore::begin_encode() { begin(false, 0); }
 
 void AdaptiveCore::begin_prefill() { begin(false, encoder_cells_); }
@@ -36,7 +40,7 @@ void AdaptiveCore::begin_prefill() { begin(false, encoder_cells_); }
 void AdaptiveCore::begin_decode(unsigned age) {
     begin(true, encoder_cells_);
     usage_.begin_token(age);
-    std::fill(least_.begin(), least_.end(), kUnknown);
+    if (!forecast_) forget_least();
 }
 
 void AdaptiveCore::routed(std::size_t layer, IdRows chosen) {
@@ -53,6 +57,7 @@ void AdaptiveCore::routed(std::size_t layer, IdRows chosen) {
     else if (chosen.rows > 0)
         usage_.prompted(layer, counts_, chosen.rows);
     least_[layer] = kUnknown;
+    if (forecast_ && forecast_->routed(layer, chosen.ids)) forget_least();
     judge(layer, cells);
     for (const int cell : cells)
         if (place(cell) == Place::kStaged) settle(cell);
@@ -68,11 +73,15 @@ void AdaptiveCore::hinted(std::size_t layer, IdRows hints) {
             if (id < 0 || is_hinted(first + id)) continue;
             hints_[layer].push_back(first + id);
             hint_class_[static_cast<std::size_t>(first + id)] =
-                static_cast<signed char>(class_of(score(first + id)));
+                static_cast<signed char>(class_of(chance(first + id)));
         }
 }
 
-void AdaptiveCore::end_pass() {
+void AdaptiveCore::end_pass(std::span<const char> accepted) {
+    if (forecast_) {
+        forecast_->end(accepted);
+        forget_least();
+    }
     for (std::size_t layer = 0; layer < layers_; ++layer) forget_hints(layer);
 }
 
@@ -112,14 +121,14 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
         return place_[static_cast<std::size_t>(cell)] == Place::kAbsent;
     };
     const auto likelier = [&](const CellWish& a, const CellWish& b) {
-        return score(a.cell) > score(b.cell);
+        return chance(a.cell) > chance(b.cell);
     };
     std::vector<CellWish> found;
     const auto next = static_cast<std::size_t>(layer_ + 1);
     for (std::size_t layer = next; layer < layers_; ++layer) {
         const auto first = static_cast<std::ptrdiff_t>(found.size());
         for (const int cell : hints_[layer])
-            if (absent(cell) && hint_precision(score(cell)) >= knobs_.worth)
+            if (absent(cell) && hint_precision(chance(cell)) >= knobs_.worth)
                 found.push_back({cell, true});
         std::stable_sort(found.begin() + first, found.end(), likelier);
     }
@@ -130,10 +139,10 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
     // After the last layer, the next token uses all layers.
     const auto gated = static_cast<std::ptrdiff_t>(found.size());
     const std::size_t first = next == layers_ ? 0 : next * experts_;
-    const auto score = usage_.score();
-    for (std::size_t i = first; i < score.size(); ++i) {
+    const auto chance = chances();
+    for (std::size_t i = first; i < chance.size(); ++i) {
         const int cell = static_cast<int>(i);
-        if (score[i] < knobs_.sure || !absent(cell) || is_hinted(cell)) continue;
+        if (chance[i] < knobs_.sure || !absent(cell) || is_hinted(cell)) continue;
         found.push_back({cell, false});
         if (!std::exchange(is_foreseen_[i], char{1})) foreseen_[i / experts_].push_back(cell);
     }
@@ -152,7 +161,8 @@ double AdaptiveCore::hint_precision(float score) const {
 void AdaptiveCore::begin(bool decoding, std::size_t over) {
     decoding_ = decoding;
     layer_ = -1;
-    if (usage_.silence(over)) std::fill(least_.begin(), least_.end(), kUnknown);
+    if (forecast_) forecast_->silence(over);
+    if (usage_.silence(over)) forget_least();
 }
 
 bool AdaptiveCore::deserves(int cell, int loser) const {

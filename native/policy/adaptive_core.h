@@ -23,18 +23,24 @@
 // An encoder's experts leave first once it has run: outside a pass that encodes they score less
 // than any probability.
 //
+// The policy `learned` is the same with other scores: a forecast (forecast.h) says which cells stay
+// and how probable a use by the next token is.
+//
 // least_ stores the least probable kept cell of each layer. A row is searched again when its scores
 // or its kept cells changed. kUnknown marks such a row, kNone one without kept cells.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "policy/forecast.h"
 #include "policy/usage.h"
 
 namespace moeinf {
@@ -72,6 +78,11 @@ class AdaptiveCore {
     AdaptiveCore(AdaptiveSizes sizes, AdaptiveKnobs knobs, UsageKnobs usage);
 
     Usage& usage() { return usage_; }
+
+    // Scores by a trained network from now on. Each pass then begins with Forecast::begin and ends
+    // with Forecast::end.
+    void forecast_with(std::size_t top_k, ForecastNet net);
+    Forecast* forecast() { return forecast_.get(); }
     std::size_t insertions() const { return insertions_; }
 
     void begin_encode();  // a source is read: the encoder's layers count
@@ -79,7 +90,7 @@ class AdaptiveCore {
     void begin_decode(unsigned age);  // after usage().past() was written; see Usage::begin_token
     void routed(std::size_t layer, IdRows chosen);
     void hinted(std::size_t layer, IdRows hints);  // the surest of every row first
-    void end_pass();
+    void end_pass(std::span<const char> accepted = {});  // empty: all rows are
 
     void admitted(int cell);
     std::optional<int> victim(const Evictable& evictable);
@@ -104,12 +115,16 @@ class AdaptiveCore {
         double precision() const { return right / seen; }
     };
 
-    float score(int cell) const { return usage_.score()[static_cast<std::size_t>(cell)]; }
+    std::span<const float> scores() const { return forecast_ ? forecast_->keep() : usage_.score(); }
+    std::span<const float> chances() const { return forecast_ ? forecast_->next() : usage_.score(); }
+    float score(int cell) const { return scores()[static_cast<std::size_t>(cell)]; }
+    float chance(int cell) const { return chances()[static_cast<std::size_t>(cell)]; }
     Place& place(int cell) { return place_[static_cast<std::size_t>(cell)]; }
     std::size_t layer_of(int cell) const { return static_cast<std::size_t>(cell) / experts_; }
     bool is_hinted(int cell) const { return hint_class_[static_cast<std::size_t>(cell)] >= 0; }
 
     void begin(bool decoding, std::size_t over);
+    void forget_least() { std::fill(least_.begin(), least_.end(), kUnknown); }
     bool deserves(int cell, int loser) const;
     int least_kept();
     std::optional<int> staged_victim(const Evictable& evictable);
@@ -123,6 +138,7 @@ class AdaptiveCore {
     std::size_t layers_, experts_, keep_at_most_, encoder_cells_;
     AdaptiveKnobs knobs_;
     Usage usage_;
+    std::unique_ptr<Forecast> forecast_;
     std::vector<Place> place_;
     std::vector<int> staged_;  // the oldest first
     std::vector<int> least_;   // [L]

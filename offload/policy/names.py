@@ -8,6 +8,7 @@ from __future__ import annotations
 POLICY_NAMES = (
     "adaptive",
     "eamc",
+    "learned",
     "lfu",
     "lru",
     "arc",

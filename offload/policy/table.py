@@ -10,6 +10,7 @@ from collections.abc import Callable
 from moeinf.offload.policy.adaptive import Adaptive
 from moeinf.offload.policy.base import Policy, Setup
 from moeinf.offload.policy.eamc import EamcPolicy
+from moeinf.offload.policy.learned import Learned
 from moeinf.offload.policy.lfu import Lfu
 from moeinf.offload.policy.literature.arc import Arc
 from moeinf.offload.policy.literature.eamc_v1 import EamcV1
@@ -24,6 +25,7 @@ from moeinf.offload.policy.lru import Lru
 POLICIES: dict[str, Callable[[Setup], Policy]] = {
     "adaptive": Adaptive,
     "eamc": EamcPolicy,
+    "learned": Learned,
     "lfu": Lfu,
     "lru": Lru,
     # of the literature, for comparison:
@@ -36,6 +38,6 @@ POLICIES: dict[str, Callable[[Setup], Policy]] = {
     "s3-fifo": S3Fifo,
     "sieve": Sieve,
 }
-USE_PAST = frozenset({"adaptive", "eamc", "eamc-v1"})  # these read the EAMC
+USE_PAST = frozenset({"adaptive", "eamc", "eamc-v1", "learned"})  # these read the EAMC
 PREFETCH = USE_PAST | {"fmoe", "markov", "promoe"}
-USE_HINTS = frozenset({"adaptive", "promoe"})
+USE_HINTS = frozenset({"adaptive", "learned", "promoe"})

@@ -1,0 +1,332 @@
+// Computes the forecast; forecast.h argues it.
+#include "policy/forecast.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <utility>
+
+namespace moeinf {
+namespace {
+
+constexpr std::size_t kPlaces = 4096, kNearest = 64, kPrompt = 1024;
+constexpr float kFade = 0.9F, kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.2F;
+constexpr std::size_t kRefreshes = 6;  // times per token that all rows are computed again
+constexpr std::array<float, kForecastSpans> kWait{0, 1, 2.5F, 5, 11};  // tokens until a use
+
+// log2 and 2^x by polynomials: the same bits on every processor, and vectors for the compiler.
+inline float log2_of(float x) {
+    const auto bits = std::bit_cast<std::uint32_t>(x);
+    const auto power = static_cast<float>(static_cast<int>(bits >> 23) - 127);
+    const float m = std::bit_cast<float>((bits & 0x7FFFFFU) | 0x3F800000U) - 1;
+    return power + m * (1.4388F + m * (-0.6787F + m * (0.3218F - m * 0.0819F)));
+}
+
+inline float exp2_of(float x) {
+    x = std::min(std::max(x, -60.0F), 60.0F) + 64;  // above 0, so that a cast truncates downwards
+    const auto whole = static_cast<int>(x);
+    const float r = x - static_cast<float>(whole);
+    const float m = 1 + r * (0.6951F + r * (0.2276F + r * 0.0773F));
+    return m * std::bit_cast<float>(static_cast<std::uint32_t>(whole + 63) << 23);
+}
+
+inline float share_input(float share) { return log2_of(share + 0.02F); }
+inline float count_input(float count) { return log2_of(1 + count); }
+
+}  // namespace
+
+Forecast::Forecast(std::size_t layers, std::size_t experts, std::size_t top_k, ForecastNet net,
+                   Usage& usage)
+    : layers_(layers),
+      experts_(experts),
+      top_k_(top_k),
+      words_((experts + 63) / 64),
+      places_(kPlaces),
+      net_(std::move(net)),
+      usage_(usage),
+      all_(layers * experts),
+      used_(layers * experts, -1000),
+      bits_(layers * places_ * words_),
+      tokens_(places_ * layers * top_k, -1),
+      after_(places_, -1),
+      prior_(places_, -1),
+      votes_(layers * experts),
+      later_(layers * experts),
+      x_(kForecastInputs * experts),
+      h_(kForecastHidden * experts),
+      p_(kForecastSpans * experts),
+      keep_(layers * experts),
+      next_(layers * experts) {}
+
+void Forecast::begin(std::span<const std::int64_t> rows, bool decoding) {
+    rows_.assign(rows.begin(), rows.end());
+    decoding_ = decoding;
+    layer_ = 0;
+    if (decoding) {
+        ++now_;
+        ++decode_tokens_;
+    }
+    active_.clear();
+    for (const std::int64_t row : rows_) {
+        auto [found, fresh] = requests_.try_emplace(row);
+        Request& request = found->second;
+        if (std::find(active_.begin(), active_.end(), &request) != active_.end()) continue;
+        if (!fresh && !decoding && request.decode_tokens > 0) request = Request();
+        if (request.prompt.empty()) {
+            request.prompt.assign(keep_.size(), 0);
+            request.decoded.assign(keep_.size(), 0);
+            request.overlap.assign(places_, 0);
+            request.before.assign(places_, 0);
+        }
+        active_.push_back(&request);
+        request.chosen.assign(layers_ * words_, 0);
+        if (decoding) {
+            ++request.decode_tokens;
+            std::swap(request.before, request.overlap);
+            std::fill(request.overlap.begin(), request.overlap.end(), 0.0F);
+        }
+    }
+    pass_.assign(rows_.size() * layers_ * top_k_, -1);
+}
+
+bool Forecast::routed(std::size_t layer, std::span<const int> ids) {
+    layer_ = layer;
+    const std::size_t width = rows_.empty() ? 0 : ids.size() / rows_.size();
+    for (std::size_t row = 0; row < rows_.size(); ++row) {
+        const auto found = requests_.find(rows_[row]);
+        if (found == requests_.end()) continue;
+        Request& request = found->second;
+        if (!decoding_) ++request.prompt_tokens;
+        for (std::size_t k = 0; k < std::min(width, top_k_); ++k) {
+            const int id = ids[row * width + k];
+            if (id < 0) continue;
+            const auto expert = static_cast<std::size_t>(id);
+            const std::size_t cell = layer * experts_ + expert;
+            pass_[(row * layers_ + layer) * top_k_ + k] = static_cast<std::int16_t>(id);
+            request.chosen[layer * words_ + expert / 64] |= std::uint64_t{1} << (expert % 64);
+            ++(decoding_ ? request.decoded : request.prompt)[cell];
+            if (decoding_ && used_[cell] != now_) ++all_[cell];
+            used_[cell] = now_;
+        }
+    }
+    const std::size_t every = (layers_ + kRefreshes - 1) / kRefreshes;
+    const bool all = layer + 1 == layers_ || (decoding_ && (layer + 1) % every == 0);
+    if (decoding_) {
+        for (Request* request : active_) observe(*request, layer);
+        if (all) {
+            std::fill(votes_.begin(), votes_.end(), 0.0F);
+            std::fill(later_.begin(), later_.end(), 0.0F);
+            for (Request* request : active_) vote(*request);
+        }
+    }
+    if (!all && decoding_) {  // the votes on this row were about the token that it has just run for
+        const auto row = [&](std::vector<float>& votes) {
+            return votes.begin() + static_cast<std::ptrdiff_t>(layer * experts_);
+        };
+        std::copy_n(row(later_), experts_, row(votes_));
+    }
+    all ? score(0, layers_) : score(layer, layer + 1);
+    return all;
+}
+
+void Forecast::end(std::span<const char> accepted) {
+    const std::size_t size = layers_ * top_k_;
+    const std::size_t skip = rows_.size() > kPrompt ? rows_.size() - kPrompt : 0;
+    for (std::size_t row = skip; row < rows_.size(); ++row) {
+        const auto found = requests_.find(rows_[row]);
+        if (found == requests_.end() || (!accepted.empty() && !accepted[row])) continue;
+        append(found->second, std::span(pass_).subspan(row * size, size));
+    }
+    if (decoding_ || active_.empty()) return;
+    std::fill(votes_.begin(), votes_.end(), 0.0F);
+    std::fill(later_.begin(), later_.end(), 0.0F);
+    layer_ = layers_ - 1;
+    for (auto& [name, request] : requests_) {
+        if (std::find(active_.begin(), active_.end(), &request) == active_.end()) continue;
+        if (!held(request.last)) continue;
+        std::fill(request.overlap.begin(), request.overlap.end(), 0.0F);
+        for (std::size_t i = 0; i < layers_ * words_; ++i)
+            request.chosen[i] = bits_[(i / words_ * places_ + place(request.last)) * words_ + i % words_];
+        for (std::size_t layer = 0; layer < layers_; ++layer) observe(request, layer);
+        request.overlap[place(request.last)] = 0;
+        vote(request);
+    }
+    score(0, layers_);
+}
+
+void Forecast::end_request(std::int64_t request) {
+    const auto found = requests_.find(request);
+    if (found == requests_.end()) return;
+    std::erase(active_, &found->second);
+    requests_.erase(found);
+}
+
+void Forecast::observe(Request& request, std::size_t layer) {
+    const std::uint64_t* bits = bits_.data() + layer * places_ * words_;
+    const std::uint64_t* chosen = request.chosen.data() + layer * words_;
+    const auto count = static_cast<std::size_t>(std::min<std::int64_t>(size_, std::ssize(after_)));
+    float* overlap = request.overlap.data();
+    for (std::size_t n = 0; n < count; ++n) {
+        int common = 0;
+        for (std::size_t w = 0; w < words_; ++w) common += std::popcount(bits[n * words_ + w] & chosen[w]);
+        overlap[n] = overlap[n] * kFade + static_cast<float>(common);
+    }
+}
+
+void Forecast::vote(Request& request) {
+    std::vector<std::pair<float, std::int64_t>> near;  // negative similarity, position
+    const std::int64_t first = std::max<std::int64_t>(0, size_ - std::ssize(after_));
+    for (std::int64_t n = first; n < size_; ++n) {
+        if (layer_ + 1 == layers_ && after_[place(n)] < 0) continue;
+        float similarity = request.overlap[place(n)];
+        if (held(prior_[place(n)])) similarity += kBefore * request.before[place(prior_[place(n)])];
+        near.emplace_back(-similarity, -n);
+    }
+    quality_ = 0;
+    if (near.empty()) return;
+    const std::size_t most = std::min(kNearest, near.size());
+    const auto middle = near.begin() + static_cast<std::ptrdiff_t>(most);
+    std::nth_element(near.begin(), middle - 1, near.end());
+    std::sort(near.begin(), middle);
+    const float best = near.front().first;
+    float full = 0, power = 1;
+    for (std::size_t layer = 0; layer < layers_; ++layer, power *= kFade) full += power;
+    quality_ = -best / (full * static_cast<float>(top_k_) * (1 + kBefore));
+    std::vector<float> votes(votes_.size()), later(votes_.size());
+    for (std::size_t part = 0; part < 2; ++part) {  // rows up to the running layer, rows after it
+        const std::size_t from = part ? layer_ + 1 : 0, to = part ? layers_ : layer_ + 1;
+        float voted = 0, voted_later = 0;
+        for (std::size_t j = 0; j < most; ++j) {
+            const float weight = exp2_of((best - near[j].first) * kSharp * 1.442695F);
+            const std::int64_t n = part ? -near[j].second : after_[place(-near[j].second)];
+            if (!held(n)) continue;
+            voted += weight;
+            add_votes(votes, n, from, to, weight);
+            const std::int64_t follows = after_[place(n)];
+            if (!held(follows)) continue;
+            voted_later += weight;
+            add_votes(later, follows, from, to, weight);
+        }
+        for (std::size_t c = from * experts_; c < to * experts_; ++c) {
+            if (voted > 0) votes_[c] = 1 - (1 - votes_[c]) * (1 - votes[c] / voted);
+            if (voted_later > 0) later_[c] = 1 - (1 - later_[c]) * (1 - later[c] / voted_later);
+        }
+    }
+}
+
+void Forecast::add_votes(std::vector<float>& votes, std::int64_t position, std::size_t first,
+                         std::size_t last, float weight) const {
+    const std::int16_t* token = tokens_.data() + place(position) * layers_ * top_k_;
+    for (std::size_t layer = first; layer < last; ++layer)
+        for (std::size_t k = 0; k < top_k_; ++k)
+            if (const int id = token[layer * top_k_ + k]; id >= 0)
+                votes[layer * experts_ + static_cast<std::size_t>(id)] += weight;
+}
+
+void Forecast::append(Request& request, std::span<const std::int16_t> token) {
+    const std::size_t at = place(size_);
+    std::copy(token.begin(), token.end(), tokens_.begin() + static_cast<std::ptrdiff_t>(at * token.size()));
+    for (std::size_t layer = 0; layer < layers_; ++layer) {
+        std::uint64_t* bits = bits_.data() + (layer * places_ + at) * words_;
+        std::fill_n(bits, words_, 0);
+        for (std::size_t k = 0; k < top_k_; ++k)
+            if (const int id = token[layer * top_k_ + k]; id >= 0)
+                bits[id / 64] |= std::uint64_t{1} << (id % 64);
+    }
+    for (auto& [name, other] : requests_) {  // the place had another token
+        if (!other.overlap.empty()) other.overlap[at] = other.before[at] = 0;
+    }
+    const std::int64_t position = size_++;
+    after_[at] = -1;
+    prior_[at] = held(request.last) ? request.last : -1;
+    if (prior_[at] >= 0) after_[place(request.last)] = position;
+    request.last = position;
+}
+
+void Forecast::gather(std::size_t layer) {
+    const std::size_t first = layer * experts_;
+    float* x = x_.data();
+    const auto share = static_cast<float>(top_k_) / static_cast<float>(experts_);
+    for (std::size_t j = 0; j <= kForecastDecays; ++j) {  // the last share is the EAMC's
+        const float* from = usage_.share(j).data() + first;
+        float* to = x + (j < kForecastDecays ? j : 10) * experts_;
+        for (std::size_t e = 0; e < experts_; ++e) to[e] = share_input(from[e]);
+    }
+    float age = 0;
+    for (const Request* request : active_) age = std::max(age, request->decode_tokens);
+    const float known = 1 / std::max(1.0F, decode_tokens_);
+    for (std::size_t e = 0; e < experts_; ++e) {
+        const std::size_t c = first + e;
+        const auto since = static_cast<float>(std::min<std::int64_t>(now_ - used_[c], 1000));
+        float prompt = 0, decoded = 0;
+        for (const Request* request : active_) {
+            // prompt_tokens counts every layer that has run: tokens · layers
+            const float tokens = request->prompt_tokens / static_cast<float>(layers_);
+            prompt = std::max(prompt, tokens > 0 ? request->prompt[c] / tokens : all_[c] * known);
+            decoded = std::max(decoded, (request->decoded[c] + share) / (request->decode_tokens + 1));
+        }
+        x[5 * experts_ + e] = count_input(since);
+        x[6 * experts_ + e] = since <= 1 ? 1.0F : 0.0F;
+        x[7 * experts_ + e] = share_input(std::min(prompt, 1.0F));
+        x[8 * experts_ + e] = share_input(decoded);
+        x[9 * experts_ + e] = share_input(all_[c] * known);
+        x[11 * experts_ + e] = share_input(votes_[c]);
+        x[12 * experts_ + e] = share_input(later_[c]);
+    }
+    const auto distance = static_cast<float>(layer > layer_ ? layer - layer_ : layer + layers_ - layer_);
+    const std::array<float, 5> constants{share_input(share), layer > layer_ ? 1.0F : 0.0F,
+                                         count_input(age), quality_,
+                                         distance / static_cast<float>(layers_)};
+    for (std::size_t j = 0; j < constants.size(); ++j)
+        std::fill_n(x + (13 + j) * experts_, experts_, constants[j]);
+}
+
+void Forecast::inputs(std::size_t layer, std::span<float> out) {
+    gather(layer);
+    for (std::size_t e = 0; e < experts_; ++e)
+        for (std::size_t j = 0; j < kForecastInputs; ++j)
+            out[e * kForecastInputs + j] = x_[j * experts_ + e];
+}
+
+void Forecast::score(std::size_t first, std::size_t last) {
+    for (std::size_t layer = first; layer < last; ++layer) {
+        gather(layer);
+        for (std::size_t j = 0; j < kForecastInputs; ++j)
+            for (std::size_t e = 0; e < experts_; ++e)
+                x_[j * experts_ + e] = (x_[j * experts_ + e] - net_.mean[j]) * net_.scale[j];
+        const auto layer_of = [&](const std::vector<float>& in, const std::vector<float>& weights,
+                                  const std::vector<float>& bias, std::vector<float>& out) {
+            const std::size_t width = weights.size() / bias.size();
+            for (std::size_t o = 0; o < bias.size(); ++o) {
+                float* to = out.data() + o * experts_;
+                std::fill_n(to, experts_, bias[o]);
+                for (std::size_t j = 0; j < width; ++j) {
+                    const float weight = weights[o * width + j];
+                    const float* from = in.data() + j * experts_;
+                    for (std::size_t e = 0; e < experts_; ++e) to[e] += weight * from[e];
+                }
+            }
+        };
+        layer_of(x_, net_.hidden, net_.hidden_bias, h_);
+        for (float& value : h_) value = std::max(value, 0.01F * value);
+        layer_of(h_, net_.output, net_.output_bias, p_);
+        for (float& value : p_) value = 1 / (1 + exp2_of(-1.442695F * value));
+        // Times count from the start of the running token, or from its end after the last layer.
+        const bool again = layer <= layer_ && layer_ + 1 < layers_;
+        const float start = static_cast<float>(layer) / static_cast<float>(layers_) + (again ? 1 : 0);
+        std::array<float, kForecastSpans> discount;
+        for (std::size_t s = 0; s < kForecastSpans; ++s)
+            discount[s] = exp2_of(-1.442695F * kDiscount * (kWait[s] + start));
+        for (std::size_t e = 0; e < experts_; ++e) {
+            const std::size_t c = layer * experts_ + e;
+            next_[c] = p_[e];
+            float sum = p_[e] * discount[0];
+            for (std::size_t s = 1; s < kForecastSpans; ++s)
+                sum += std::max(0.0F, p_[s * experts_ + e] - p_[(s - 1) * experts_ + e]) * discount[s];
+            keep_[c] = c < silent_ ? kOver : sum;
+            if (c < silent_) next_[c] = kOver;
+        }
+    }
+}
+
+}  // namespace moeinf

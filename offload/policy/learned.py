@@ -1,0 +1,43 @@
+"""A learned policy: keep the experts that a trained network expects to be used soonest.
+
+native/policy/forecast.h has the inputs and the network, native/policy/adaptive_core.h the decisions,
+which are those of `adaptive` with another score. scripts/train_eviction.py trains the network and
+writes learned_net.py. Decision 0074 has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
+from moeinf.offload.policy.base import Setup
+from moeinf.offload.policy.learned_net import NET
+from moeinf.offload.routing.trace import Phase
+
+KNOBS = AdaptiveKnobs(hysteresis=0.0, decays=(0.6, 0.8, 0.9, 0.95, 0.98))
+
+
+class Learned(Adaptive):
+    """Evict by the forecast of a trained network; admit and prefetch like `adaptive`."""
+
+    def __init__(self, setup: Setup, net: Mapping[str, Sequence[float]] = NET) -> None:
+        super().__init__(setup, KNOBS)
+        self.core.forecast_with(setup.shape.top_k, net)
+        self._decoding = False
+
+    def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
+        self._decoding = phase == "decode"
+        self.core.begin_rows(rows.tolist(), self._decoding)
+        super().begin_pass(rows, phase)
+
+    def end_pass(self, accepted: NDArray[np.bool_] | None) -> None:
+        if not self._decoding:  # the prompt is known now, and so are the requests like it
+            self._write_predictions()
+        self.core.end_pass([] if accepted is None else accepted.tolist())
+
+    def end_request(self, request: int) -> None:
+        super().end_request(request)
+        self.core.end_request(request)
