@@ -48,7 +48,7 @@ class Samples(Walk):
 
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         policy, layers = self._policy, self._shape.layers
-        every = -(-layers // 6)  # kRefreshes of forecast.cpp
+        every = -(-layers // 4)  # kRefreshes of forecast.cpp
         full = min((int(self._random.integers(-(-layers // every))) + 1) * every, layers) - 1
         own = int(self._random.integers(layers))
         policy.begin_pass(running.rows, running.phase)

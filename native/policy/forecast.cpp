@@ -6,12 +6,21 @@
 #include <cmath>
 #include <utility>
 
+// Loops over experts and positions are compiled for several widths of vectors. All give the same
+// bits: no loop sums over its lanes, and products are not fused with sums (CMakeLists.txt).
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MOEINF_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define MOEINF_WIDE
+#endif
+
 namespace moeinf {
 namespace {
 
-constexpr std::size_t kPlaces = 4096, kNearest = 64, kPrompt = 1024;
-constexpr float kFade = 0.9F, kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.2F;
-constexpr std::size_t kRefreshes = 6;  // times per token that all rows are computed again
+constexpr std::size_t kNearest = 64, kPrompt = 1024;
+constexpr float kFade = 0.9F, kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.1F, kFar = 30;
+constexpr float kMixture = 0.5F;
+constexpr std::size_t kRefreshes = 4;  // times per token that all rows are computed again
 constexpr std::array<float, kForecastSpans> kWait{0, 1, 2.5F, 5, 11};  // tokens until a use
 
 // log2 and 2^x by polynomials: the same bits on every processor, and vectors for the compiler.
@@ -33,6 +42,60 @@ inline float exp2_of(float x) {
 inline float share_input(float share) { return log2_of(share + 0.02F); }
 inline float count_input(float count) { return log2_of(1 + count); }
 
+MOEINF_WIDE void share_inputs(float* x, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) x[i] = share_input(x[i]);
+}
+
+MOEINF_WIDE void scale_row(float* x, float mean, float scale, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) x[i] = (x[i] - mean) * scale;
+}
+
+// out [O, count] <- bias [O] + weights [O, J] · in [J, count]
+MOEINF_WIDE void affine(const float* in, const float* weights, std::span<const float> bias,
+                        std::size_t width, std::size_t count, float* out) {
+    constexpr std::size_t kBlock = 32;  // sums that fit in registers
+    for (std::size_t o = 0; o < bias.size(); ++o, out += count, weights += width) {
+        std::size_t first = 0;
+        for (; first + kBlock <= count; first += kBlock) {
+            float sums[kBlock];
+            for (std::size_t i = 0; i < kBlock; ++i) sums[i] = bias[o];
+            for (std::size_t j = 0; j < width; ++j)
+                for (std::size_t i = 0; i < kBlock; ++i)
+                    sums[i] += weights[j] * in[j * count + first + i];
+            for (std::size_t i = 0; i < kBlock; ++i) out[first + i] = sums[i];
+        }
+        for (; first < count; ++first) {
+            float sum = bias[o];
+            for (std::size_t j = 0; j < width; ++j) sum += weights[j] * in[j * count + first];
+            out[first] = sum;
+        }
+    }
+}
+
+MOEINF_WIDE void rectify(float* x, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) x[i] = std::max(x[i], 0.01F * x[i]);
+}
+
+MOEINF_WIDE void logistic(float* x, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) x[i] = 1 / (1 + exp2_of(-1.442695F * x[i]));
+}
+
+// overlap [count] <- kFade · overlap + bits of [count, words] in common with `chosen`
+MOEINF_WIDE void add_overlap(const std::uint64_t* bits, const std::uint64_t* chosen,
+                             std::size_t words, std::size_t count, float* overlap) {
+    if (words == 1) {
+        const std::uint64_t mask = *chosen;
+        for (std::size_t n = 0; n < count; ++n)
+            overlap[n] = overlap[n] * kFade + static_cast<float>(static_cast<int>(std::popcount(bits[n] & mask)));
+        return;
+    }
+    for (std::size_t n = 0; n < count; ++n) {
+        int common = 0;
+        for (std::size_t w = 0; w < words; ++w) common += std::popcount(bits[n * words + w] & chosen[w]);
+        overlap[n] = overlap[n] * kFade + static_cast<float>(common);
+    }
+}
+
 }  // namespace
 
 Forecast::Forecast(std::size_t layers, std::size_t experts, std::size_t top_k, ForecastNet net,
@@ -41,15 +104,14 @@ Forecast::Forecast(std::size_t layers, std::size_t experts, std::size_t top_k, F
       experts_(experts),
       top_k_(top_k),
       words_((experts + 63) / 64),
-      places_(kPlaces),
       net_(std::move(net)),
       usage_(usage),
       all_(layers * experts),
       used_(layers * experts, -1000),
-      bits_(layers * places_ * words_),
-      tokens_(places_ * layers * top_k, -1),
-      after_(places_, -1),
-      prior_(places_, -1),
+      bits_(layers * kForecastPlaces * words_),
+      tokens_(kForecastPlaces * layers * top_k, -1),
+      after_(kForecastPlaces, -1),
+      prior_(kForecastPlaces, -1),
       votes_(layers * experts),
       later_(layers * experts),
       x_(kForecastInputs * experts),
@@ -75,8 +137,8 @@ void Forecast::begin(std::span<const std::int64_t> rows, bool decoding) {
         if (request.prompt.empty()) {
             request.prompt.assign(keep_.size(), 0);
             request.decoded.assign(keep_.size(), 0);
-            request.overlap.assign(places_, 0);
-            request.before.assign(places_, 0);
+            request.overlap.assign(kForecastPlaces, 0);
+            request.before.assign(kForecastPlaces, 0);
         }
         active_.push_back(&request);
         request.chosen.assign(layers_ * words_, 0);
@@ -146,7 +208,7 @@ void Forecast::end(std::span<const char> accepted) {
         if (!held(request.last)) continue;
         std::fill(request.overlap.begin(), request.overlap.end(), 0.0F);
         for (std::size_t i = 0; i < layers_ * words_; ++i)
-            request.chosen[i] = bits_[(i / words_ * places_ + place(request.last)) * words_ + i % words_];
+            request.chosen[i] = bits_[(i / words_ * kForecastPlaces + place(request.last)) * words_ + i % words_];
         for (std::size_t layer = 0; layer < layers_; ++layer) observe(request, layer);
         request.overlap[place(request.last)] = 0;
         vote(request);
@@ -162,25 +224,26 @@ void Forecast::end_request(std::int64_t request) {
 }
 
 void Forecast::observe(Request& request, std::size_t layer) {
-    const std::uint64_t* bits = bits_.data() + layer * places_ * words_;
+    const std::uint64_t* bits = bits_.data() + layer * kForecastPlaces * words_;
     const std::uint64_t* chosen = request.chosen.data() + layer * words_;
     const auto count = static_cast<std::size_t>(std::min<std::int64_t>(size_, std::ssize(after_)));
-    float* overlap = request.overlap.data();
-    for (std::size_t n = 0; n < count; ++n) {
-        int common = 0;
-        for (std::size_t w = 0; w < words_; ++w) common += std::popcount(bits[n * words_ + w] & chosen[w]);
-        overlap[n] = overlap[n] * kFade + static_cast<float>(common);
-    }
+    add_overlap(bits, chosen, words_, count, request.overlap.data());
 }
 
 void Forecast::vote(Request& request) {
-    std::vector<std::pair<float, std::int64_t>> near;  // negative similarity, position
+    near_.clear();
+    auto& near = near_;
     const std::int64_t first = std::max<std::int64_t>(0, size_ - std::ssize(after_));
+    float best = -1;
     for (std::int64_t n = first; n < size_; ++n) {
-        if (layer_ + 1 == layers_ && after_[place(n)] < 0) continue;
-        float similarity = request.overlap[place(n)];
-        if (held(prior_[place(n)])) similarity += kBefore * request.before[place(prior_[place(n)])];
-        near.emplace_back(-similarity, -n);
+        const std::size_t at = place(n);
+        if (layer_ + 1 == layers_ && after_[at] < 0) continue;
+        const std::int64_t prior = prior_[at];
+        const float similarity =
+            request.overlap[at] + (held(prior) ? kBefore * request.before[place(prior)] : 0);
+        if (similarity < best - kFar) continue;  // its vote is too light
+        best = std::max(best, similarity);
+        near.emplace_back(-similarity, -static_cast<std::int32_t>(n - first));
     }
     quality_ = 0;
     if (near.empty()) return;
@@ -188,17 +251,17 @@ void Forecast::vote(Request& request) {
     const auto middle = near.begin() + static_cast<std::ptrdiff_t>(most);
     std::nth_element(near.begin(), middle - 1, near.end());
     std::sort(near.begin(), middle);
-    const float best = near.front().first;
+    const auto position = [&](std::size_t j) { return first - near[j].second; };
     float full = 0, power = 1;
     for (std::size_t layer = 0; layer < layers_; ++layer, power *= kFade) full += power;
-    quality_ = -best / (full * static_cast<float>(top_k_) * (1 + kBefore));
+    quality_ = best / (full * static_cast<float>(top_k_) * (1 + kBefore));
     std::vector<float> votes(votes_.size()), later(votes_.size());
     for (std::size_t part = 0; part < 2; ++part) {  // rows up to the running layer, rows after it
         const std::size_t from = part ? layer_ + 1 : 0, to = part ? layers_ : layer_ + 1;
         float voted = 0, voted_later = 0;
         for (std::size_t j = 0; j < most; ++j) {
-            const float weight = exp2_of((best - near[j].first) * kSharp * 1.442695F);
-            const std::int64_t n = part ? -near[j].second : after_[place(-near[j].second)];
+            const float weight = exp2_of((-near[j].first - best) * kSharp * 1.442695F);
+            const std::int64_t n = part ? position(j) : after_[place(position(j))];
             if (!held(n)) continue;
             voted += weight;
             add_votes(votes, n, from, to, weight);
@@ -227,7 +290,7 @@ void Forecast::append(Request& request, std::span<const std::int16_t> token) {
     const std::size_t at = place(size_);
     std::copy(token.begin(), token.end(), tokens_.begin() + static_cast<std::ptrdiff_t>(at * token.size()));
     for (std::size_t layer = 0; layer < layers_; ++layer) {
-        std::uint64_t* bits = bits_.data() + (layer * places_ + at) * words_;
+        std::uint64_t* bits = bits_.data() + (layer * kForecastPlaces + at) * words_;
         std::fill_n(bits, words_, 0);
         for (std::size_t k = 0; k < top_k_; ++k)
             if (const int id = token[layer * top_k_ + k]; id >= 0)
@@ -247,32 +310,34 @@ void Forecast::gather(std::size_t layer) {
     const std::size_t first = layer * experts_;
     float* x = x_.data();
     const auto share = static_cast<float>(top_k_) / static_cast<float>(experts_);
-    for (std::size_t j = 0; j <= kForecastDecays; ++j) {  // the last share is the EAMC's
-        const float* from = usage_.share(j).data() + first;
-        float* to = x + (j < kForecastDecays ? j : 10) * experts_;
-        for (std::size_t e = 0; e < experts_; ++e) to[e] = share_input(from[e]);
-    }
-    float age = 0;
-    for (const Request* request : active_) age = std::max(age, request->decode_tokens);
-    const float known = 1 / std::max(1.0F, decode_tokens_);
+    const auto input = [&](std::size_t j) { return x + j * experts_; };
+    for (std::size_t j = 0; j <= kForecastDecays; ++j)  // the last share is the EAMC's
+        std::copy_n(usage_.share(j).data() + first, experts_, input(j < kForecastDecays ? j : 10));
+    float* known = input(9);
     for (std::size_t e = 0; e < experts_; ++e) {
-        const std::size_t c = first + e;
-        const auto since = static_cast<float>(std::min<std::int64_t>(now_ - used_[c], 1000));
-        float prompt = 0, decoded = 0;
-        for (const Request* request : active_) {
-            // prompt_tokens counts every layer that has run: tokens · layers
-            const float tokens = request->prompt_tokens / static_cast<float>(layers_);
-            prompt = std::max(prompt, tokens > 0 ? request->prompt[c] / tokens : all_[c] * known);
-            decoded = std::max(decoded, (request->decoded[c] + share) / (request->decode_tokens + 1));
-        }
-        x[5 * experts_ + e] = count_input(since);
-        x[6 * experts_ + e] = since <= 1 ? 1.0F : 0.0F;
-        x[7 * experts_ + e] = share_input(std::min(prompt, 1.0F));
-        x[8 * experts_ + e] = share_input(decoded);
-        x[9 * experts_ + e] = share_input(all_[c] * known);
-        x[11 * experts_ + e] = share_input(votes_[c]);
-        x[12 * experts_ + e] = share_input(later_[c]);
+        const auto since = static_cast<float>(std::min<std::int64_t>(now_ - used_[first + e], 1000));
+        input(5)[e] = count_input(since);
+        input(6)[e] = since <= 1 ? 1.0F : 0.0F;
+        known[e] = all_[first + e] / std::max(1.0F, decode_tokens_);
     }
+    std::fill_n(input(7), 2 * experts_, 0.0F);
+    float age = 0;
+    for (const Request* request : active_) {
+        age = std::max(age, request->decode_tokens);
+        // prompt_tokens counts a token once per layer
+        const float tokens = request->prompt_tokens / static_cast<float>(layers_);
+        const float* prompt = request->prompt.data() + first;
+        const float* decoded = request->decoded.data() + first;
+        for (std::size_t e = 0; e < experts_; ++e) {
+            const float before = tokens > 0 ? std::min(prompt[e] / tokens, 1.0F) : known[e];
+            input(7)[e] = std::max(input(7)[e], before);
+            input(8)[e] = std::max(input(8)[e], (decoded[e] + share) / (request->decode_tokens + 1));
+        }
+    }
+    std::copy_n(votes_.data() + first, experts_, input(11));
+    std::copy_n(later_.data() + first, experts_, input(12));
+    share_inputs(x, 5 * experts_);
+    share_inputs(input(7), 6 * experts_);
     const auto distance = static_cast<float>(layer > layer_ ? layer - layer_ : layer + layers_ - layer_);
     const std::array<float, 5> constants{share_input(share), layer > layer_ ? 1.0F : 0.0F,
                                          count_input(age), quality_,
@@ -292,25 +357,11 @@ void Forecast::score(std::size_t first, std::size_t last) {
     for (std::size_t layer = first; layer < last; ++layer) {
         gather(layer);
         for (std::size_t j = 0; j < kForecastInputs; ++j)
-            for (std::size_t e = 0; e < experts_; ++e)
-                x_[j * experts_ + e] = (x_[j * experts_ + e] - net_.mean[j]) * net_.scale[j];
-        const auto layer_of = [&](const std::vector<float>& in, const std::vector<float>& weights,
-                                  const std::vector<float>& bias, std::vector<float>& out) {
-            const std::size_t width = weights.size() / bias.size();
-            for (std::size_t o = 0; o < bias.size(); ++o) {
-                float* to = out.data() + o * experts_;
-                std::fill_n(to, experts_, bias[o]);
-                for (std::size_t j = 0; j < width; ++j) {
-                    const float weight = weights[o * width + j];
-                    const float* from = in.data() + j * experts_;
-                    for (std::size_t e = 0; e < experts_; ++e) to[e] += weight * from[e];
-                }
-            }
-        };
-        layer_of(x_, net_.hidden, net_.hidden_bias, h_);
-        for (float& value : h_) value = std::max(value, 0.01F * value);
-        layer_of(h_, net_.output, net_.output_bias, p_);
-        for (float& value : p_) value = 1 / (1 + exp2_of(-1.442695F * value));
+            scale_row(x_.data() + j * experts_, net_.mean[j], net_.scale[j], experts_);
+        affine(x_.data(), net_.hidden.data(), net_.hidden_bias, kForecastInputs, experts_, h_.data());
+        rectify(h_.data(), h_.size());
+        affine(h_.data(), net_.output.data(), net_.output_bias, kForecastHidden, experts_, p_.data());
+        logistic(p_.data(), p_.size());
         // Times count from the start of the running token, or from its end after the last layer.
         const bool again = layer <= layer_ && layer_ + 1 < layers_;
         const float start = static_cast<float>(layer) / static_cast<float>(layers_) + (again ? 1 : 0);
@@ -323,6 +374,7 @@ void Forecast::score(std::size_t first, std::size_t last) {
             float sum = p_[e] * discount[0];
             for (std::size_t s = 1; s < kForecastSpans; ++s)
                 sum += std::max(0.0F, p_[s * experts_ + e] - p_[(s - 1) * experts_ + e]) * discount[s];
+            sum += kMixture * usage_.score()[c];
             keep_[c] = c < silent_ ? kOver : sum;
             if (c < silent_) next_[c] = kOver;
         }

@@ -10,8 +10,9 @@
 //          kNearest positions vote with exp(kSharp · similarity). Rows behind the running layer take
 //          the votes of the tokens after n, rows before it those of n itself.
 //
-// Outputs, per cell: the probabilities of a use within 1, 2, 4, 8 and 16 decode tokens. `keep` is
-// the sum of their differences, discounted by the time until then; `next` is the first.
+// Outputs, per cell: the probabilities of a use within 1, 2, 4, 8 and 16 decode tokens. `next` is the
+// first. `keep` is the sum of their differences, discounted by the time until then, plus kMixture
+// times the score of usage.h: it ranks the cells that the network expects beyond its last span.
 // All rows are computed again every kRefresh layers, a row that has just run at once.
 //
 // scripts/train_eviction.py trains the network on recorded requests. Every input is a share or a
@@ -23,6 +24,7 @@
 #include <cstdint>
 #include <map>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "policy/usage.h"
@@ -31,6 +33,7 @@ namespace moeinf {
 
 inline constexpr std::size_t kForecastInputs = 18, kForecastHidden = 16, kForecastSpans = 5;
 inline constexpr std::size_t kForecastDecays = 5;
+inline constexpr std::size_t kForecastPlaces = 4096;  // tokens in the bank; a power of two
 
 // Weights: inputs are (x - mean) · scale; hidden units are leaky rectifiers; outputs are logistic.
 struct ForecastNet {
@@ -74,10 +77,10 @@ class Forecast {
     };
 
     bool held(std::int64_t position) const {
-        return position >= 0 && position + static_cast<std::int64_t>(places_) > size_;
+        return position >= 0 && position + static_cast<std::int64_t>(kForecastPlaces) > size_;
     }
     std::size_t place(std::int64_t position) const {
-        return static_cast<std::size_t>(position) % places_;
+        return static_cast<std::size_t>(position) % kForecastPlaces;
     }
     void observe(Request& request, std::size_t layer);
     void vote(Request& request);
@@ -87,7 +90,7 @@ class Forecast {
     void score(std::size_t first, std::size_t last);
     void gather(std::size_t layer);
 
-    std::size_t layers_, experts_, top_k_, words_, places_;
+    std::size_t layers_, experts_, top_k_, words_;
     ForecastNet net_;
     Usage& usage_;
     std::size_t silent_ = 0;
@@ -107,6 +110,7 @@ class Forecast {
     std::vector<std::int64_t> after_, prior_;  // [places] positions; -1: none
     std::vector<float> votes_, later_;       // [L·E]
     float quality_ = 0;                      // similarity of the nearest position, 0 ... 1
+    std::vector<std::pair<float, std::int32_t>> near_;  // negative: similarity, number in the bank
     std::vector<float> x_, h_, p_, keep_, next_;
 };
 

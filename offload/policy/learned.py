@@ -1,8 +1,8 @@
 """A learned policy: keep the experts that a trained network expects to be used soonest.
 
-native/policy/forecast.h has the inputs and the network, native/policy/adaptive_core.h the decisions,
-which are those of `adaptive` with another score. scripts/train_eviction.py trains the network and
-writes learned_net.py. Decision 0074 has the measurements.
+native/policy/forecast.h has the inputs and the network. The decisions are those of `adaptive`
+(native/policy/adaptive_core.h) with another score. scripts/train_eviction.py trains the network and
+writes learned_net.py. Decision 0076 has the measurements.
 """
 
 from __future__ import annotations
