@@ -112,7 +112,7 @@ def of_eamc(_: Path, o: argparse.Namespace) -> Curve:
         eamc = collection(sizes, entries)
         found[entries] = {
             "matching_us": 1e6 * float(np.median(matching(sizes, eamc, drawn))),
-            "deciding_us": 1e6 * float(np.median(deciding(sizes, eamc, drawn, True))),
+            "deciding_us": 1e6 * float(np.median(deciding("adaptive", sizes, eamc, drawn, True))),
         }
     return found
 

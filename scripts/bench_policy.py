@@ -1,4 +1,4 @@
-"""Measure the cost of `adaptive` per decoded token: matching, deciding and tracing.
+"""Measure the cost of `adaptive` and `learned` per decoded token: matching, deciding and tracing.
 
 Run: python scripts/bench_policy.py [--entries 0,120,1000]
 Routing is drawn: each layer's experts by Zipf's law, half of a token's from the previous token. A
@@ -59,11 +59,11 @@ def collection(shape: RoutingShape, entries: int) -> Eamc:
 
 
 def deciding(
-    shape: RoutingShape, eamc: Eamc, tokens: NDArray[np.int64], hints: bool
+    name: str, shape: RoutingShape, eamc: Eamc, tokens: NDArray[np.int64], hints: bool
 ) -> list[float]:
     """Return the seconds per token in the policy."""
     slots = shape.layers * shape.experts // 10
-    policy = POLICIES["adaptive"](Setup(shape, slots, eamc))
+    policy = POLICIES[name](Setup(shape, slots, eamc))
     resident, spent = set[int](), list[float]()
     for ids in tokens:
         start = time.perf_counter()
@@ -124,14 +124,18 @@ def main() -> None:
     parser.add_argument("--entries", default="0,120,1000")
     parser.add_argument("--tokens", type=int, default=120)
     options = parser.parse_args()
-    print("µs per token          entries   deciding   with hints   matching   tracing")
+    print(
+        "µs per token          entries  adaptive with hints   learned with hints  matching  tracing"
+    )
     for name, shape in SHAPES.items():
         tokens = routing(shape, options.tokens, 0)
         for entries in map(int, options.entries.split(",")):
             eamc = collection(shape, entries)
             columns = [
-                deciding(shape, eamc, tokens, False),
-                deciding(shape, eamc, tokens, True),
+                deciding("adaptive", shape, eamc, tokens, False),
+                deciding("adaptive", shape, eamc, tokens, True),
+                deciding("learned", shape, eamc, tokens, False),
+                deciding("learned", shape, eamc, tokens, True),
                 matching(shape, eamc, tokens) if entries else [0.0],
                 tracing(shape, tokens),
             ]

@@ -136,8 +136,8 @@ def text(net: dict[str, list[float]]) -> str:
     for name, numbers in net.items():
         lines.append(f'    "{name}": [')
         words = [f"{number:.6g}" for number in numbers]
-        for at in range(0, len(words), 9):
-            lines.append("        " + ", ".join(words[at : at + 9]) + ",")
+        for at in range(0, len(words), 7):
+            lines.append("        " + ", ".join(words[at : at + 7]) + ",")
         lines.append("    ],")
     return "\n".join([*lines, "}", ""])
 

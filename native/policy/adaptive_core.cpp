@@ -161,8 +161,8 @@ double AdaptiveCore::hint_precision(float score) const {
 void AdaptiveCore::begin(bool decoding, std::size_t over) {
     decoding_ = decoding;
     layer_ = -1;
-    if (forecast_) forecast_->silence(over);
     if (usage_.silence(over)) forget_least();
+    if (forecast_) forecast_->silence(over);
 }
 
 bool AdaptiveCore::deserves(int cell, int loser) const {

@@ -48,7 +48,9 @@ class Forecast {
     Forecast(std::size_t layers, std::size_t experts, std::size_t top_k, ForecastNet net,
              Usage& usage);
 
-    void silence(std::size_t cells) { silent_ = cells; }  // like Usage::silence
+    void silence(std::size_t cells) {  // like Usage::silence
+        if (cells != std::exchange(silent_, cells)) score(0, layers_);
+    }
 
     // Starts a pass; rows [T] names the request of each row.
     void begin(std::span<const std::int64_t> rows, bool decoding);

@@ -17,7 +17,7 @@ from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.learned_net import NET
 from moeinf.offload.routing.trace import Phase
 
-KNOBS = AdaptiveKnobs(hysteresis=0.0, decays=(0.6, 0.8, 0.9, 0.95, 0.98))
+KNOBS = AdaptiveKnobs(hysteresis=0.0, sure=0.8, decays=(0.6, 0.8, 0.9, 0.95, 0.98))
 
 
 class Learned(Adaptive):

@@ -259,7 +259,7 @@ def test_a_forgotten_cell_is_no_victim_until_it_is_admitted_again(name: str) -> 
     assert leave(policy) == [9]
 
 
-@pytest.mark.parametrize("name", ["eamc", "adaptive"])
+@pytest.mark.parametrize("name", ["eamc", "adaptive", "learned"])
 def test_an_encoder_that_has_run_leaves_first(name: str) -> None:
     """The encoder's experts leave first.
 
