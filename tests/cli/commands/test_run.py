@@ -128,7 +128,7 @@ def test_dry_run_loads_nothing(moeinf: Command) -> None:
         (
             ["run", "demo", "x", "--policy", "best"],
             2,
-            "'best' is not one of adaptive, eamc, lfu, lru, arc",
+            "'best' is not one of adaptive, eamc, learned, lfu, lru, arc",
         ),
         (["run", "demo", "x", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
         (["run", "demo", "x", "--device", "cuda"], 1, "--device cuda: "),
