@@ -72,6 +72,10 @@ MOEINF_WIDE void affine(const float* in, const float* weights, std::span<const f
     }
 }
 
+MOEINF_WIDE void add(const float* a, const float* b, std::size_t count, float* sum) {
+    for (std::size_t i = 0; i < count; ++i) sum[i] = a[i] + b[i];
+}
+
 MOEINF_WIDE void rectify(float* x, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) x[i] = std::max(x[i], 0.01F * x[i]);
 }
@@ -144,7 +148,9 @@ void Forecast::begin(std::span<const std::int64_t> rows, bool decoding) {
         request.chosen.assign(layers_ * words_, 0);
         if (decoding) {
             ++request.decode_tokens;
-            std::swap(request.before, request.overlap);
+            for (std::size_t at = 0; at < request.before.size(); ++at)
+                request.before[at] =
+                    held(prior_[at]) ? kBefore * request.overlap[place(prior_[at])] : 0;
             std::fill(request.overlap.begin(), request.overlap.end(), 0.0F);
         }
     }
@@ -231,19 +237,20 @@ void Forecast::observe(Request& request, std::size_t layer) {
 }
 
 void Forecast::vote(Request& request) {
-    near_.clear();
-    auto& near = near_;
-    const std::int64_t first = std::max<std::int64_t>(0, size_ - std::ssize(after_));
+    const auto count = static_cast<std::size_t>(std::min<std::int64_t>(size_, std::ssize(after_)));
+    const std::int64_t first = size_ - static_cast<std::int64_t>(count);
+    const bool last = layer_ + 1 == layers_;  // then a position without a token after it has no vote
+    similar_.resize(count);
+    add(request.overlap.data(), request.before.data(), count, similar_.data());
     float best = -1;
-    for (std::int64_t n = first; n < size_; ++n) {
-        const std::size_t at = place(n);
-        if (layer_ + 1 == layers_ && after_[at] < 0) continue;
-        const std::int64_t prior = prior_[at];
-        const float similarity =
-            request.overlap[at] + (held(prior) ? kBefore * request.before[place(prior)] : 0);
-        if (similarity < best - kFar) continue;  // its vote is too light
-        best = std::max(best, similarity);
-        near.emplace_back(-similarity, -static_cast<std::int32_t>(n - first));
+    for (std::size_t at = 0; at < count; ++at)
+        if (similar_[at] > best && !(last && after_[at] < 0)) best = similar_[at];
+    auto& near = near_;
+    near.clear();
+    for (std::size_t at = 0; at < count; ++at) {
+        if (similar_[at] < best - kFar || (last && after_[at] < 0)) continue;
+        const std::size_t number = (at + kForecastPlaces - place(first)) % kForecastPlaces;
+        near.emplace_back(-similar_[at], -static_cast<std::int32_t>(number));
     }
     quality_ = 0;
     if (near.empty()) return;
@@ -297,7 +304,7 @@ void Forecast::append(Request& request, std::span<const std::int16_t> token) {
                 bits[id / 64] |= std::uint64_t{1} << (id % 64);
     }
     for (auto& [name, other] : requests_) {  // the place had another token
-        if (!other.overlap.empty()) other.overlap[at] = other.before[at] = 0;
+        if (!other.overlap.empty()) other.overlap[at] = 0;
     }
     const std::int64_t position = size_++;
     after_[at] = -1;

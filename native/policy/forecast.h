@@ -73,7 +73,8 @@ class Forecast {
     struct Request {
         std::vector<float> prompt, decoded;       // [L·E] counts
         float prompt_tokens = 0, decode_tokens = 0;
-        std::vector<float> overlap, before;       // per place of the bank: this token's, the last's
+        std::vector<float> overlap;               // per place of the bank: of the running token
+        std::vector<float> before;                // kBefore · overlap of the tokens before both
         std::vector<std::uint64_t> chosen;        // [L·W]: bits of the running token
         std::int64_t last = -1;                   // position of its newest token
     };
@@ -112,6 +113,7 @@ class Forecast {
     std::vector<std::int64_t> after_, prior_;  // [places] positions; -1: none
     std::vector<float> votes_, later_;       // [L·E]
     float quality_ = 0;                      // similarity of the nearest position, 0 ... 1
+    std::vector<float> similar_;
     std::vector<std::pair<float, std::int32_t>> near_;  // negative: similarity, number in the bank
     std::vector<float> x_, h_, p_, keep_, next_;
 };
