@@ -110,6 +110,7 @@ class ServerSettings:
     max_queue     requests that may wait for an engine; one more is answered 503
     parallel      requests that decode together, each with a KV cache of its own
     origins       web pages' origins that may call, beside those of this machine; * is any
+    context_shift  drop the oldest turns of a chat that does not fit; else it is answered 400
     autostart     True: `run` starts a server in the background when none listens at the address
     verbose       write a line per request
     """
@@ -121,6 +122,7 @@ class ServerSettings:
     parallel: int = 1
     origins: tuple[str, ...] = ()
     api_key: str | None = None
+    context_shift: bool = False
     autostart: bool = True
     verbose: bool = False
 
@@ -152,6 +154,7 @@ def read_server_environment(environment: Mapping[str, str] | None = None) -> Ser
         parallel=parallel,
         origins=tuple(o.strip() for o in env.get("MOEINF_ORIGINS", "").split(",") if o.strip()),
         api_key=env.get("MOEINF_API_KEY") or None,
+        context_shift=env.get("MOEINF_CONTEXT_SHIFT", "") not in ("", "0"),
         autostart=env.get("MOEINF_NO_SERVER", "") in ("", "0"),
     )
 

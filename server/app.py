@@ -84,6 +84,7 @@ def create_app(
     app.state.host = Host(settings, server, config, say)
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
+    app.state.context_shift = server.context_shift
     for routes in (ollama_api, openai_api, embeddings, pull_api):
         app.include_router(routes.router)
     app.include_router(router)

@@ -57,7 +57,6 @@ class RemotePartner:
         self.finish_reason = ""
         self.choices: Sequence[str] = ()
         self.ready = True
-        # Never called: the API does not tell how much of a prompt is read.
         self.reading: Callable[[int, int], None] = lambda _read, _all: None
         self._figures: dict[str, Any] = {}
         self._context: int | None = None  # the server's choice unless set
@@ -243,6 +242,8 @@ class RemotePartner:
         self._figures, self.finish_reason = {}, "interrupted"
         kind: Literal["thinking", "answer"]
         for document in self._client.lines(path, body, stopped):
+            if progress := document.get("prompt_progress"):
+                self.reading(int(progress["processed"]), int(progress["total"]))
             message = document.get("message") or document
             for kind, names in (("thinking", ("thinking",)), ("answer", ("content", "response"))):
                 text = next((message[name] for name in names if message.get(name)), "")

@@ -30,20 +30,21 @@ from moeinf.runtime.machine.device_choice import check_usable, choose_processor
 # The end of the help text. \b keeps its lines as they are.
 ENVIRONMENT = """\b
 Environment:
-  MOEINF_HOST          address: HOST, HOST:PORT or :PORT (127.0.0.1:11435)
-  MOEINF_API_KEY       a key that every request must carry
-  MOEINF_ORIGINS       web pages that may call, and further names of the
-                       server, separated by commas; * allows all
-  MOEINF_KEEP_ALIVE    unload a model after this time without a request
-                       (5m); negative: never
-  MOEINF_NUM_PARALLEL  requests that are answered together (1)
-  MOEINF_MAX_QUEUE     requests that may wait for a model (512)
-  MOEINF_MEMORY        the default of --memory
-  MOEINF_HOME          the folder of models and logs (~/.moeinf)
-  MOEINF_DEBUG         1: print a traceback with an error
-  MOEINF_LIBCUDA       the path of libcuda, if the system does not find it
+  MOEINF_HOST           address: HOST, HOST:PORT or :PORT (127.0.0.1:11435)
+  MOEINF_API_KEY        a key that every request must carry
+  MOEINF_ORIGINS        web pages that may call, and further names of the
+                        server, separated by commas; * allows all
+  MOEINF_KEEP_ALIVE     unload a model after this time without a request
+                        (5m); negative: never
+  MOEINF_NUM_PARALLEL   requests that are answered together (1)
+  MOEINF_MAX_QUEUE      requests that may wait for a model (512)
+  MOEINF_CONTEXT_SHIFT  1: drop the oldest turns of a chat that does not fit
+  MOEINF_MEMORY         the default of --memory
+  MOEINF_HOME           the folder of models and logs (~/.moeinf)
+  MOEINF_DEBUG          1: print a traceback with an error
+  MOEINF_LIBCUDA        the path of libcuda, if the system does not find it
   HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE
-                       for pulls, as in huggingface_hub
+                        for pulls, as in huggingface_hub
 """
 
 

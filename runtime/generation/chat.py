@@ -9,13 +9,12 @@ from moeinf.runtime.generation.events import Request
 from moeinf.runtime.generation.generate import Generation
 from moeinf.runtime.generation.prompts import chat_prompt, check_length, text_prompt
 from moeinf.runtime.generation.scheduler import Scheduler
+from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.requests import Form, Limits, SamplingOptions
 from moeinf.runtime.requests import Message as Message
 from moeinf.runtime.requests import PromptTooLong as PromptTooLong
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import Kind, Parser, parser_for
-
-_ANSWER_SHARE = 8  # an eighth of the context is kept for the answer when turns are dropped
 
 
 class Conversation:
@@ -91,20 +90,11 @@ class Conversation:
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """Drop the oldest turns until there is room for an answer."""
-        context = self._engine.info.context
-        most = context - context // _ANSWER_SHARE
-        while True:
-            later = [i for i, m in enumerate(messages) if m.role == "user" and i > 0]
-            try:
-                ids = self.prompt(messages)
-            except PromptTooLong:
-                if not later:
-                    raise
-            else:
-                if len(ids) <= most or not later:
-                    check_length(self._engine, ids)
-                    return messages, ids
-            messages = messages[later[0] :]
+        roles = [message.role for message in messages]
+        dropped, ids = latest_turns(
+            self._engine, roles, lambda _, count: self.prompt(messages[count:])
+        )
+        return messages[dropped:], ids
 
     def _answer(
         self,

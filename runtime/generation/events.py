@@ -38,6 +38,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Progress of a long prompt, before the first piece. Numbers are of its tokens."""
+
+    read: int  # in the KV cache
+    tokens: int
+    cached: int  # reused from an earlier request
+    seconds: float  # since its prefill began
+
+
+@dataclass(frozen=True)
 class Ended:
     """The last event of an answer that was not cut off by an error. Seconds are of this request."""
 
@@ -71,7 +81,7 @@ class Vector:
     values: NDArray[np.float32]
 
 
-Event = Piece | Vector | Ended | Failed
+Event = Piece | Reading | Vector | Ended | Failed
 
 
 @dataclass

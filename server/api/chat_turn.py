@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from moeinf.runtime.generation.events import Ended, Event, Failed, Piece, TokenInfo
+from moeinf.runtime.generation.events import (
+    Ended,
+    Event,
+    Failed,
+    Piece,
+    Reading,
+    TokenInfo,
+)
 from moeinf.runtime.generation.prompts import Message, chat_prompt, text_prompt
+from moeinf.runtime.generation.turns import latest_turns
 from moeinf.runtime.text.answer_parser import Said, Speech
 from moeinf.runtime.text.reasoning import thinks
 from moeinf.runtime.text.tool_calls import Call, Tool, format_of, knows_tools
@@ -79,6 +87,8 @@ class Heard:
 class Text:
     """A prompt that is continued unchanged: no part of the answer has a meaning."""
 
+    dropped = 0  # messages that did not fit
+
     def __init__(self, text: str) -> None:
         self._text = text
 
@@ -100,6 +110,7 @@ class Chat(Text):
     think: False, True, or a level (templates call it reasoning_effort); None: their default.
     strict: whether to refuse `think` for a model that cannot think.
     variables: more values for the template, from the client.
+    shift: whether the oldest turns are dropped when they do not fit the context.
     """
 
     def __init__(
@@ -110,7 +121,10 @@ class Chat(Text):
         strict: bool = False,
         parallel_calls: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        shift: bool = False,
     ) -> None:
+        self.dropped = 0  # messages
+        self._shift = shift
         self._messages = messages
         self._tools = tools
         self._think = think
@@ -129,13 +143,23 @@ class Chat(Text):
         if self._strict and self._think and not thinks(template):
             raise BadRequest(f"{engine.info.name} does not support thinking")
         refuse_sources(engine)
-        ids = chat_prompt(
-            engine, self._messages, self._tools, self._think, variables=self._variables
-        )
+        ids = self._shifted(engine) if self._shift else self._ids(engine, self._messages)
         if template is not None:
             self._speech = Speech(template, engine.tokenizer.tail(ids), self._tools)
             form = format_of(template)
             self._id_length = form.id_length if form is not None else 0
+        return ids
+
+    def _ids(self, engine: Engine, messages: Sequence[Message]) -> list[int]:
+        return chat_prompt(engine, messages, self._tools, self._think, variables=self._variables)
+
+    def _shifted(self, engine: Engine) -> list[int]:
+        said = self._messages
+        self.dropped, ids = latest_turns(
+            engine,
+            [str(message["role"]) for message in said],
+            lambda head, count: self._ids(engine, [*said[:head], *said[head + count :]]),
+        )
         return ids
 
     def hear(self, text: str) -> Iterator[Part]:
@@ -160,17 +184,29 @@ class Chat(Text):
 
 async def heard(
     first: Event, answer: AsyncGenerator[Event], turn: Text
-) -> AsyncIterator[Heard | Ended | Failed]:
+) -> AsyncIterator[Heard | Reading | Ended | Failed]:
     """Yield an answer's events with its text in parts; the last is Ended or Failed."""
     event = first
-    while isinstance(event, Piece):
-        yield Heard(list(turn.hear(event.text)), event.info)
+    while isinstance(event, Piece | Reading):
+        yield (
+            event if isinstance(event, Reading) else Heard(list(turn.hear(event.text)), event.info)
+        )
         event = await anext(answer)
     assert isinstance(event, Ended | Failed)  # vectors are of jobs that embed
     rest = list(turn.end())
     if rest:
         yield Heard(rest)
     yield event
+
+
+def progress_of(event: Reading) -> dict[str, int]:
+    """Return the progress of a prompt with the names of llama.cpp's server."""
+    return {
+        "total": event.tokens,
+        "cache": event.cached,
+        "processed": event.read,
+        "time_ms": round(event.seconds * 1e3),
+    }
 
 
 def called_ollama(called: Called) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import Settings, parse_duration
-from moeinf.runtime.generation.events import Ended, Failed
+from moeinf.runtime.generation.events import Ended, Failed, Reading
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.sampling.grammar import json_of
 from moeinf.runtime.text.reasoning import thinks
@@ -23,7 +23,15 @@ from moeinf.runtime.text.tool_calls import knows_tools
 from moeinf.runtime.version import version
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.bounds import Few, Listed, Tokens
-from moeinf.server.api.chat_turn import Chat, Heard, Reply, Text, called_ollama, heard
+from moeinf.server.api.chat_turn import (
+    Chat,
+    Heard,
+    Reply,
+    Text,
+    called_ollama,
+    heard,
+    progress_of,
+)
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.ollama_options import context_of, sampling, without_effect
 from moeinf.server.api.optional_fields import Said
@@ -126,7 +134,8 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
             message["tool_calls"] = [called_ollama(called) for called in reply.calls]
         return {"message": message}
 
-    turn = Chat(messages, asked.tools, asked.think, strict=True)
+    shift = request.app.state.context_shift
+    turn = Chat(messages, asked.tools, asked.think, strict=True, shift=shift)
     return await _answer(request, asked, turn, not messages, said)
 
 
@@ -144,7 +153,7 @@ async def _answer(
     options, limits = sampling(asked.options)
     notes_of(request).ignore([*(asked.model_extra or ()), *without_effect(asked.options)])
     keep_alive = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
-    form = _Form(asked.model, said)
+    form = _Form(asked.model, said, turn)
     if nothing_to_say and keep_alive == 0:
         await host.unload(asked.model)
         return Answer(form.end("unload"))
@@ -172,6 +181,7 @@ class _Form:
 
     model: str
     said: Callable[[Reply], dict[str, Any]]
+    turn: Text
     start: float = field(default_factory=time.perf_counter)
     load_seconds: float = 0.0
 
@@ -188,13 +198,16 @@ class _Form:
 
 async def _stream(
     loaded: Loaded,
-    answer: AsyncIterator[Heard | Ended | Failed],
+    answer: AsyncIterator[Heard | Reading | Ended | Failed],
     form: _Form,
     settings: Settings,
 ) -> AsyncIterator[str]:
     async for event in answer:
         if isinstance(event, Failed):
             yield dump(error_document(noted(event.error, settings))) + "\n"
+        elif isinstance(event, Reading):
+            progress = {"prompt_progress": progress_of(event)}
+            yield dump({**form.line(Reply(), []), **progress}) + "\n"
         elif isinstance(event, Ended):
             yield dump(form.line(Reply(), [], event)) + "\n"
         else:
@@ -206,7 +219,7 @@ async def _stream(
 
 
 async def _whole(
-    loaded: Loaded, answer: AsyncIterator[Heard | Ended | Failed], form: _Form
+    loaded: Loaded, answer: AsyncIterator[Heard | Reading | Ended | Failed], form: _Form
 ) -> Response:
     reply, found = Reply(), list[Any]()
     async for event in answer:
@@ -214,6 +227,8 @@ async def _whole(
             raise event.error
         if isinstance(event, Ended):
             return Answer(form.line(reply, found, event))
+        if isinstance(event, Reading):
+            continue
         found += _probabilities(loaded, event)
         for part in event.parts:
             reply.add(part)
@@ -228,7 +243,9 @@ def _probabilities(loaded: Loaded, event: Heard) -> list[dict[str, Any]]:
 
 def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
     ns = 1_000_000_000
+    dropped = form.turn.dropped
     return {
+        **({"dropped_messages": dropped} if dropped else {}),
         "done_reason": "stop" if ended.reason == "stop" else "length",
         "total_duration": round((time.perf_counter() - form.start) * ns),
         "load_duration": round(form.load_seconds * ns),
@@ -264,7 +281,8 @@ def _living(loaded: Loaded) -> dict[str, Any]:
         vram = 0 if place.on_device is None else place.on_device.peak_bytes
         size, context = place.peak_bytes + vram, place.context
     sizes = {"size": size, "size_vram": vram}  # in all, and the GPU's part
-    return {**about, **sizes, "expires_at": expires, "context_length": context}
+    prompts = [progress_of(reading) for reading in loaded.worker.reading]
+    return {**about, **sizes, "expires_at": expires, "context_length": context, "prompts": prompts}
 
 
 @router.post("/api/show")

@@ -14,14 +14,22 @@ from pydantic import Field
 
 from moeinf.errors import ContextExceeded, MoeinfError
 from moeinf.runtime.config import Settings
-from moeinf.runtime.generation.events import Ended, Failed, TokenInfo
+from moeinf.runtime.generation.events import Ended, Failed, Reading, TokenInfo
 from moeinf.runtime.generation.prompts import text_prompt
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Limits, SamplingOptions
 from moeinf.runtime.sampling.grammar import call_of_one, json_of
 from moeinf.server.api.answers import BadRequest, events, noted, words_of
 from moeinf.server.api.bounds import Few, Inputs, Listed, StopText, Tokens
-from moeinf.server.api.chat_turn import Called, Chat, Heard, Reply, Text, heard
+from moeinf.server.api.chat_turn import (
+    Called,
+    Chat,
+    Heard,
+    Reply,
+    Text,
+    heard,
+    progress_of,
+)
 from moeinf.server.api.logprobs import LegacyWords, token_words
 from moeinf.server.api.openai_format import (
     Message,
@@ -74,12 +82,13 @@ class Asked(Lenient):
     """The common fields of both kinds of completions.
 
     max_tokens -1: until the context ends. repetition_penalty is transformers' name: it counts all
-    tokens before, and repeat_penalty the last repeat_last_n.
+    tokens before, and repeat_penalty the last repeat_last_n. return_progress is llama.cpp's.
     """
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    return_progress: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -166,6 +175,7 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         effort_of(asked.reasoning_effort),
         parallel_calls=asked.parallel_tool_calls is not False,
         variables=asked.chat_template_kwargs or {},
+        shift=request.app.state.context_shift,
     )
     form = asked.response_format
     schema: Any = None
@@ -265,9 +275,8 @@ async def _answer(
     if isinstance(first, Failed):
         raise first.error
     if asked.stream:
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
         told = heard(first, answer, turn)
-        lines = _stream(loaded, told, kind, word, usage, opening, request.app.state.settings)
+        lines = _stream(loaded, told, asked, turn, kind, word, opening, request.app.state.settings)
         return StreamingResponse(lines, media_type="text/event-stream")
     reply, found = Reply(), list[Any]()
     async for event in heard(first, answer, turn):
@@ -276,7 +285,9 @@ async def _answer(
         if isinstance(event, Ended):
             choice = kind.whole(reply, found, reason_of(event, bool(reply.calls)))
             document = kind.around([choice], chunk=False)
-            return Answer({**document, "usage": usage_of(event)})
+            return Answer({**document, "usage": usage_of(event), **_dropped(turn)})
+        if isinstance(event, Reading):
+            continue
         found += _words(loaded, event, word)
         for part in event.parts:
             reply.add(part)
@@ -285,14 +296,19 @@ async def _answer(
 
 async def _stream(
     loaded: Loaded,
-    answer: AsyncIterator[Heard | Ended | Failed],
+    answer: AsyncIterator[Heard | Reading | Ended | Failed],
+    asked: Asked,
+    turn: Text,
     kind: _Kind,
     word: Callable[[Engine, TokenInfo], Any],
-    usage: bool,
     opening: bool,
     settings: Settings,
 ) -> AsyncIterator[str]:
-    """Yield SSE. An error is an event of its own, and no [DONE] follows it."""
+    """Yield SSE. An error is an event of its own, and no [DONE] follows it.
+
+    A prompt's progress is a comment, which clients skip, unless they have asked for it.
+    """
+    usage = asked.stream_options is not None and asked.stream_options.include_usage
     extra = {"usage": None} if usage else {}
     called = False
     if opening:
@@ -303,9 +319,16 @@ async def _stream(
             return
         if isinstance(event, Ended):
             choice = kind.last(reason_of(event, called))
-            yield _event({**kind.around([choice], chunk=True), **extra})
+            yield _event({**kind.around([choice], chunk=True), **extra, **_dropped(turn)})
             if usage:
                 yield _event({**kind.around([], chunk=True), "usage": usage_of(event)})
+            continue
+        if isinstance(event, Reading):
+            if asked.return_progress:
+                chunk = kind.around([kind.piece({"content": ""}, [])], chunk=True)
+                yield _event({**chunk, **extra, "prompt_progress": progress_of(event)})
+            else:
+                yield f": prompt {event.read}/{event.tokens} tokens\n\n"
             continue
         called = called or any(isinstance(part, Called) for part in event.parts)
         found = _words(loaded, event, word)
@@ -314,6 +337,11 @@ async def _stream(
             yield _event({**kind.around([kind.piece(delta, found)], chunk=True), **extra})
             found = []
     yield "data: [DONE]\n\n"
+
+
+def _dropped(turn: Text) -> dict[str, int]:
+    """Return our field for messages that did not fit the context."""
+    return {"dropped_messages": turn.dropped} if turn.dropped else {}
 
 
 def _words(loaded: Loaded, event: Heard, word: Callable[[Engine, TokenInfo], Any]) -> list[Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 from moeinf.errors import Unavailable
-from moeinf.runtime.generation.events import Request
+from moeinf.runtime.generation.events import Reading, Request
+
+QUIET_S = 1.0  # a prompt that is read sooner is not reported
+EVERY_S = 0.5  # the time between two reports
 
 
 class Busy(Unavailable, RuntimeError):
@@ -25,9 +29,24 @@ class Unloaded(Unavailable, RuntimeError):
 
 @dataclass(eq=False)
 class Job(Request):
-    """A request that any thread may cancel."""
+    """A request that any thread may cancel. It emits Reading while a long prompt is read.
+
+    progress: of its prompt; None before its prefill.
+    """
 
     cancelled: threading.Event = field(default_factory=threading.Event)
+    progress: Reading | None = None
+    _told: float = 0.0  # seconds of prefill before the last report
 
     def __post_init__(self) -> None:
         self.stopped = self.cancelled.is_set
+        self.reading = self._read
+
+    def _read(self, read: int, tokens: int) -> None:
+        """Note that `read` of the prompt's tokens are in the KV cache."""
+        cached = read if self.progress is None else self.progress.cached
+        seconds = time.perf_counter() - (self.times.started or time.perf_counter())
+        self.progress = Reading(read, tokens, cached, seconds)
+        if seconds >= QUIET_S and seconds - self._told >= EVERY_S:
+            self._told = seconds
+            self.emit(self.progress)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation.events import Ended, Failed, Request
+from moeinf.runtime.generation.events import Ended, Failed, Reading, Request
 from moeinf.runtime.generation.scheduler import Scheduler
 from moeinf.runtime.text.panic import as_exception
 from moeinf.server.engines.jobs import Busy, Job, Unloaded
@@ -67,6 +67,12 @@ class Worker:
     def tokens(self) -> int:
         """The number of tokens decoded."""
         return 0 if self._scheduler is None else self._scheduler.tokens
+
+    @property
+    def reading(self) -> list[Reading]:
+        """The progress of each request whose prompt is being read."""
+        jobs = [one for one in self._begun if isinstance(one, Job)]
+        return [job.progress for job in jobs if job.progress and job.times.first_token is None]
 
     @property
     def idle(self) -> bool:
