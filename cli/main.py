@@ -33,6 +33,7 @@ from moeinf.cli.commands.models.verify import verify
 from moeinf.cli.commands.ps import ps
 from moeinf.cli.commands.run import run
 from moeinf.cli.commands.serve import ENVIRONMENT, serve
+from moeinf.cli.commands.set_memory import set_memory
 from moeinf.cli.commands.stop import stop
 from moeinf.cli.errors import tell
 from moeinf.cli.options import Usage
@@ -62,6 +63,7 @@ app.command("bench")(bench)
 app.command("eval")(evaluate_text)
 app.command("ps")(ps)
 app.command("stop")(stop)
+app.command("set")(set_memory)
 app.command("cp")(cp)
 app.command("rm")(rm)
 app.command("export")(export)

@@ -59,6 +59,12 @@ class SlotPool:
     def bytes(self) -> int:
         """The size of the arena: slots * slot_bytes."""
 
+    def release(self, slot: int) -> None:
+        """Give the memory of a slot back to the system. It is zeroed, and may be used again.
+
+        Nothing may write to it meanwhile. Raises IndexError.
+        """
+
 DRIVER_LIBRARY: Final[str]  # libcuda.so.1
 LEAST_BATCHED_BYTES: Final[int]  # smaller copies go one by one
 
@@ -673,6 +679,9 @@ class AdaptiveCore:
 
     def admitted(self, cell: int) -> None: ...
     def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
+    def resize(self, keep_at_most: int) -> None:
+        """Keep at most this many cells; the least probable ones beyond are staged."""
+
     def forget(self, cell: int) -> None:
         """Remove a cell without choosing a victim; an absent cell stays absent."""
 
@@ -713,6 +722,7 @@ class EamcCore:
         """Copy prediction [L, E], whose rows sum to 1."""
 
     def admitted(self, cell: int) -> None: ...
+    def resize(self, slots: int) -> None: ...
     def forget(self, cell: int) -> None: ...
     def victim(self, evictable: Callable[[int], bool]) -> int | None: ...
     def wishes(self, most: int) -> list[int]:

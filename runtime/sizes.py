@@ -58,6 +58,11 @@ def parse_memory(text: str) -> MemorySize:
     return MemorySize(share=percent / 100)
 
 
+def parse_memory_or_auto(text: str) -> MemorySize | None:
+    """Parse like parse_memory; None for `auto`. Raises InvalidValue."""
+    return None if text.strip() == "auto" else parse_memory(text)
+
+
 def format_bytes(count: float) -> str:
     """Format bytes with at most four digits and a binary unit: 512 B, 9.4 MiB, 13.8 GiB."""
     for unit in _UNITS:

@@ -78,7 +78,7 @@ class Clients:
         acts: list[tuple[int, Callable[[random.Random, httpx.Client], str]]] = [
             (30, self.ask), (10, self.ask_streaming), (12, self.hang_up), (6, self.leave_waiting),
             (25, self.fuzzed), (6, self.rubbish), (3, self.half_a_request), (2, self.too_large),
-            (1, self.unload), (1, self.copy_and_delete), (6, self.look),
+            (1, self.unload), (1, self.copy_and_delete), (6, self.look), (2, self.move_memory),
         ]  # fmt: skip
         with httpx.Client(base_url=self.address, timeout=120) as client:
             while not self.stop.is_set():
@@ -113,6 +113,14 @@ class Clients:
         said = found.json()
         text = said["message"] if "message" in said else said["choices"][0]["message"]
         return "" if text["content"] == self.answers[prompt] else f"!{prompt}: {text['content']!r}"
+
+    def move_memory(self, rng: random.Random, client: httpx.Client) -> str:
+        """Change the memory of the running model; 400: it is not loaded, or too little."""
+        memory = rng.choice(["10%", "30%", "60%", "100%", "auto", "1"])
+        found = client.post("/api/memory", json={"model": "demo", "memory": memory})
+        if found.status_code in (200, 503):
+            return memory if found.status_code == 200 else _refusal(found)
+        return "not loaded" if found.status_code in (400, 404) else f"!{found.status_code}"
 
     def ask_streaming(self, rng: random.Random, client: httpx.Client) -> str:
         prompt = rng.choice(PROMPTS)

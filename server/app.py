@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from moeinf.errors import MoeinfError
 from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
-from moeinf.server.api import embeddings, ollama_api, openai_api, pull_api
+from moeinf.server.api import embeddings, memory_api, ollama_api, openai_api, pull_api
 from moeinf.server.api.answers import BadRequest, noted
 from moeinf.server.engines.model_manager import Host
 from moeinf.server.http.json_text import Answer
@@ -85,7 +85,7 @@ def create_app(
     app.state.metrics = Metrics(lambda: app.state.host.loaded())
     app.state.settings = settings
     app.state.context_shift = server.context_shift
-    for routes in (ollama_api, openai_api, embeddings, pull_api):
+    for routes in (ollama_api, openai_api, embeddings, pull_api, memory_api):
         app.include_router(routes.router)
     app.include_router(router)
     _word_errors(app, settings)

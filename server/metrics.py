@@ -19,6 +19,7 @@ from moeinf.server.engines.model_manager import Loaded
 
 if TYPE_CHECKING:
     from moeinf.offload.store.stats import StoreStats
+    from moeinf.runtime.engine.moving_memory import Moves
     from moeinf.server.engines.worker import Worker
 
 _PREFIX = "moeinf:"
@@ -65,6 +66,12 @@ _OF_STORES: tuple[tuple[str, str, list[str], Callable[[StoreStats], float]], ...
         [],
         lambda stats: stats.stall_seconds,
     ),
+)
+
+
+_OF_MEMORY: tuple[tuple[str, Callable[[Moves], int]], ...] = (
+    ("up", lambda moves: moves.grown),
+    ("down", lambda moves: moves.shrunk),
 )
 
 
@@ -158,6 +165,21 @@ class _Engines(Collector):
             tokens.add_metric([model], worker.tokens)
         yield tokens
         engines = [(model, worker.engine) for model, worker in workers]
+        slots = GaugeMetricFamily(
+            f"{_PREFIX}expert_slots", "Experts that fit in RAM.", labels=["model_name"]
+        )
+        moves = CounterMetricFamily(
+            f"{_PREFIX}memory_moves",
+            "Changes of the memory of experts.",
+            labels=["model_name", "direction"],
+        )
+        for model, engine in engines:
+            if engine is not None:
+                slots.add_metric([model], engine.memory.slots)
+                for direction, count in _OF_MEMORY:
+                    moves.add_metric([model, direction], count(engine.memory.moves))
+        yield slots
+        yield moves
         for name, text, tier, store_value in _OF_STORES:
             labels = ["model_name", "tier"] if tier else ["model_name"]
             counter = CounterMetricFamily(_PREFIX + name, text, labels=labels)

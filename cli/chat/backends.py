@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
 from moeinf.runtime.sampling.schema_limits import MOST_BYTES, BadFormat, check_schema
+from moeinf.runtime.sizes import format_bytes
 
 Pieces = Iterator[tuple[Literal["thinking", "answer"], str]]
 Fields = list[tuple[str, str]]
@@ -72,6 +73,13 @@ class Partner(Protocol):
         """Change the context to that many tokens; the turns stay. Raises InvalidValue."""
         ...
 
+    def set_memory(self, text: str) -> str:
+        """Change the memory of the experts; return a line about it.
+
+        text: a size, a share of all experts, or auto. Raises InvalidValue, DoesNotFit, ServerError.
+        """
+        ...
+
     @property
     def ready(self) -> bool:
         """False after a change of models that has left none: no answer is possible."""
@@ -96,6 +104,12 @@ class Partner(Protocol):
     def template(self) -> str | None: ...
 
     def cache(self) -> Fields: ...
+
+
+def memory_words(said: Mapping[str, Any]) -> str:
+    """Return a line about the memory of experts: the fields of an answer of /api/memory."""
+    size, slots, experts = (int(said.get(key) or 0) for key in ("memory", "slots", "experts"))
+    return f"{format_bytes(size)} for experts: {slots:,} of {experts:,} in RAM"
 
 
 def cut_off(partner: Partner, limit: str) -> list[str]:

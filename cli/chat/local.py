@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from moeinf.cli.chat.backends import Fields, Pieces
+from moeinf.cli.chat.backends import Fields, Pieces, memory_words
 from moeinf.cli.chat.signals import Leave
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
@@ -18,7 +18,7 @@ from moeinf.runtime.generation.seq2seq import Languages, converse
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.requests import Form, Limits, Message, SamplingOptions
-from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.sizes import format_bytes, parse_memory_or_auto
 from moeinf.runtime.text.reasoning import thinks
 
 
@@ -201,6 +201,12 @@ class LocalPartner:
         self.last = ask(text, options, limits, stopped)
         for kind, piece in self._conversation.pieces(self.last):
             yield "answer" if kind == "answer" else "thinking", piece
+
+    def set_memory(self, text: str) -> str:
+        self.engine.set_memory(parse_memory_or_auto(text))
+        info = self.engine.info
+        said = {"memory": info.experts_bytes, "slots": info.slots, "experts": info.experts}
+        return memory_words(said)
 
     def verbose(self) -> Fields:
         return verbose_lines(self.engine, self._said_last, self._load_seconds)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Literal
 
-from moeinf.cli.chat.backends import Fields, Pieces
+from moeinf.cli.chat.backends import Fields, Pieces, memory_words
 from moeinf.cli.chat.client import Client, ServerError
 from moeinf.runtime.config import Settings
 from moeinf.runtime.invalid import InvalidValue
@@ -139,6 +139,10 @@ class RemotePartner:
             error.hint = f"{alone}, which loads an engine of its own"
             raise error
         self._context = context
+
+    def set_memory(self, text: str) -> str:
+        body = {"model": str(self.model), "memory": text}
+        return memory_words(self._client.post("/api/memory", body))
 
     def verbose(self) -> Fields:
         f = self._figures

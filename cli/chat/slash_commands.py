@@ -29,6 +29,7 @@ _HELP = (
         "/set parameter NAME VALUE",
         "temperature, top_k, top_p, min_p, seed, num_predict, num_ctx, stop, …",
     ),
+    ("/set memory SIZE", "RAM for the experts: 6GiB, 50%, or auto"),
     ("/set system TEXT", "the system message"),
     ("/set verbose, /set quiet", "show or hide timings, hit rate and bytes read"),
     ("/set think, /set nothink", "whether the model thinks first, where its template asks"),
@@ -105,6 +106,8 @@ class SlashCommands:
         elif what in ("wordwrap", "nowordwrap"):
             self._out.wordwrap = what == "wordwrap"
             self._out.line(f"Set '{what}' mode.")
+        elif what == "memory":
+            self._out.line(self._partner.set_memory(rest))
         elif what == "system":
             self._partner.system = rest.strip().strip('"')
             self._out.line("Set system message.")
@@ -115,8 +118,8 @@ class SlashCommands:
             self._set_parameter(rest)
         else:
             raise BadCommand(
-                "usage: /set parameter|system|verbose|quiet|format|noformat|think|nothink|wordwrap"
-                "|nowordwrap|history|nohistory"
+                "usage: /set parameter|memory|system|verbose|quiet|format|noformat|think|nothink"
+                "|wordwrap|nowordwrap|history|nohistory"
             )
 
     def _set_parameter(self, text: str) -> None:

@@ -135,6 +135,7 @@ void bind_slot_pool(py::module_& m) {
         .def_property_readonly("slots", &SlotPool::slots)
         .def_property_readonly("slot_bytes", &SlotPool::slot_bytes)
         .def_property_readonly("bytes", &SlotPool::bytes)
+        .def("release", &SlotPool::release, py::arg("slot"))
         .def_buffer([](SlotPool& pool) {
             const auto row = static_cast<py::ssize_t>(pool.slot_bytes());
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(pool.base()),

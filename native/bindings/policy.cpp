@@ -345,6 +345,8 @@ void bind_policies(py::module_& m) {
         .def_property_readonly("keep", &Adaptive::keep)
         .def_property_readonly("next", &Adaptive::next)
         .def("admitted", &Adaptive::admitted, py::arg("cell"))
+        .def("resize", [](Adaptive& a, std::size_t keep) { a.core().resize(keep); },
+             py::arg("keep_at_most"))
         .def(
             "victim",
             [](Adaptive& self, const Evictable& evictable) {
@@ -371,6 +373,7 @@ void bind_policies(py::module_& m) {
         .def("routed", &Paper::routed, py::arg("layer"), py::arg("ids"))
         .def("predict", &Paper::predict, py::arg("prediction").noconvert())
         .def("admitted", &Paper::admitted, py::arg("cell"))
+        .def("resize", [](Paper& p, std::size_t n) { p.core().resize(n); }, py::arg("slots"))
         .def("forget", &Paper::forget, py::arg("cell"))
         .def(
             "victim",

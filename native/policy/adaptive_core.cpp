@@ -213,13 +213,22 @@ std::optional<int> AdaptiveCore::kept_victim(const Evictable& evictable) {
     return std::nullopt;
 }
 
+void AdaptiveCore::resize(std::size_t keep_at_most) {
+    keep_at_most_ = keep_at_most;
+    while (kept_ > keep_at_most_) stage_least_kept();
+}
+
+void AdaptiveCore::stage_least_kept() {
+    const int loser = least_kept();
+    unkeep(loser);
+    place(loser) = Place::kStaged;
+    staged_.push_back(loser);
+}
+
 void AdaptiveCore::settle(int cell) {
     if (kept_ >= keep_at_most_) {
-        const int loser = least_kept();
-        if (!deserves(cell, loser)) return;
-        unkeep(loser);
-        place(loser) = Place::kStaged;
-        staged_.push_back(loser);
+        if (!deserves(cell, least_kept())) return;
+        stage_least_kept();
     }
     std::erase(staged_, cell);
     keep(cell);

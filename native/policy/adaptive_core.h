@@ -94,6 +94,7 @@ class AdaptiveCore {
 
     void admitted(int cell);
     std::optional<int> victim(const Evictable& evictable);
+    void resize(std::size_t keep_at_most);  // the tier has another number of slots now
     void forget(int cell);  // the cell has left, or never arrived; no effect if absent
     bool keeps(int cell);
     std::vector<CellWish> wishes(std::size_t most);
@@ -124,6 +125,7 @@ class AdaptiveCore {
     bool is_hinted(int cell) const { return hint_class_[static_cast<std::size_t>(cell)] >= 0; }
 
     void begin(bool decoding, std::size_t over);
+    void stage_least_kept();
     void forget_least() { std::fill(least_.begin(), least_.end(), kUnknown); }
     bool deserves(int cell, int loser) const;
     int least_kept();

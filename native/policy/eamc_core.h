@@ -36,6 +36,7 @@ class EamcCore {
 
     void admitted(int cell);
     void forget(int cell);
+    void resize(std::size_t slots) { slots_ = slots; }
     std::optional<int> victim(const Evictable& evictable);
     std::vector<int> wishes(std::size_t most) const;
 

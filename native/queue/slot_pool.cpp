@@ -58,6 +58,11 @@ SlotPool::SlotPool(std::size_t slots, std::size_t slot_bytes, ArenaCalls calls)
 #endif
 }
 
+void SlotPool::release(std::size_t slot) {
+    if (slot >= slots_) throw std::out_of_range("the pool has no such slot");
+    madvise(base_ + slot * slot_bytes_, slot_bytes_, MADV_DONTNEED);  // cannot fail on our pages
+}
+
 SlotPool::~SlotPool() {
     calls_.unmap(base_, bytes());
 }

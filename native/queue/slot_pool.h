@@ -17,7 +17,7 @@
 // Memory: the system allocates pages on first touch, zeroed. The mapping is exactly bytes() long,
 // and a huge page never exceeds a mapping, so resident memory never exceeds bytes(). Huge pages are
 // advised for kHugeAdviceBytes or more. In a smaller arena they gain nothing, and one touched byte
-// would cost 2 MiB.
+// would cost 2 MiB. An arena may have more slots than are used: they cost addresses only.
 //
 // ArenaCalls supplies the memory. host_lock.h page-locks it if there is a GPU.
 #pragma once
@@ -65,6 +65,10 @@ class SlotPool {
     std::size_t slots() const noexcept { return slots_; }
     std::size_t slot_bytes() const noexcept { return slot_bytes_; }
     std::size_t bytes() const noexcept { return slots_ * slot_bytes_; }
+
+    // Gives the memory of a slot back to the system; the slot is zeroed, and may be used again.
+    // Nothing may write to it meanwhile. Throws std::out_of_range.
+    void release(std::size_t slot);
 
   private:
     ArenaCalls calls_;

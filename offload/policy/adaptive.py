@@ -67,7 +67,7 @@ class Adaptive:
         self.core = AdaptiveCore(
             shape.layers,
             shape.experts,
-            keep_at_most=setup.slots - min(shape.top_k, max(1, setup.slots // 4)),
+            keep_at_most=self._kept_of(setup.slots),
             hysteresis=knobs.hysteresis,
             worth=knobs.worth,
             sure=knobs.sure,
@@ -117,11 +117,18 @@ class Adaptive:
         for cell in cells:
             self.core.forget(cell)
 
+    def resize(self, slots: int) -> None:
+        self.core.resize(self._kept_of(slots))
+
     def keeps(self, cell: int) -> bool:
         return self.core.keeps(cell)
 
     def prefetch(self, most: int) -> Sequence[Wish]:
         return [Wish(cell, urgent) for cell, urgent in self.core.wishes(most)]
+
+    def _kept_of(self, slots: int) -> int:
+        """Return the slots that are not for staging."""
+        return slots - min(self._top_k, max(1, slots // 4))
 
     def _write_predictions(self) -> None:
         """Write the probability per expert that past requests give for the running ones."""

@@ -21,7 +21,7 @@ Decisions are then asked for in between, and a policy must answer from the event
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -111,6 +111,13 @@ class Policy(Protocol):
         """
         ...
 
+    def resize(self, slots: int) -> None:
+        """Report that the tier has another number of slots, between passes.
+
+        If it is smaller, `victim` has named the cells that had to leave.
+        """
+        ...
+
     def keeps(self, cell: int) -> bool:
         """Return whether an arriving `cell` would stay, in the place of another cell.
 
@@ -146,6 +153,9 @@ class Passive:
     def end_pass(self, accepted: NDArray[np.bool_] | None) -> None: ...
 
     def end_request(self, request: int) -> None: ...
+
+    def resize(self, slots: int) -> None:
+        self.setup = replace(self.setup, slots=slots)
 
     def keeps(self, cell: int) -> bool:
         return True

@@ -80,6 +80,10 @@ class EamcPolicy(Passive):
         for cell in cells:
             self._core.forget(cell)
 
+    def resize(self, slots: int) -> None:
+        super().resize(slots)
+        self._core.resize(slots)
+
     def prefetch(self, most: int) -> Sequence[Wish]:
         if not len(self._requests.eamc):
             return ()

@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceError
-from moeinf.offload.policy.base import Wish
+from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.prefetch_gate import Throttle
 from moeinf.offload.store.stats import StoreStats
@@ -52,6 +53,18 @@ class Stopped(Exception):
     """A running pass was cancelled, without an effect on the store."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A host policy, the most reads ahead that it may request after a layer, and its hints.
+
+    hints: True if hints of a next layer's gate are used while decoding.
+    """
+
+    policy: Policy
+    wishes: int = 0
+    hints: bool = False
+
+
 class ExpertStore:
     """Layers of experts behind the slots of one or two tiers."""
 
@@ -62,21 +75,22 @@ class ExpertStore:
         *,
         wishes: int = 0,
         hints: bool = False,
+        choose: Callable[[int], Choice] | None = None,
         worth_share: float = 0.0,
     ) -> None:
         """Set up the store.
 
         tiers: the host's, and a device's above it.
         runner: opens the layers and uses the tiers above; None: the host's tier opens them.
-        wishes: the most reads ahead that the policy may request after a layer.
-        hints: True if hints of a next layer's gate are used while decoding.
+        wishes, hints: see Choice.
+        choose: returns what decides with another number of host slots; None: it never changes.
         worth_share: the least share of decode time spent waiting at which wishes and hints are
         used; 0: always.
         """
         self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
         self.above = cast("tuple[Upper, ...]", tiers[1:])
         self._runner: Runner = runner or self.host
-        self._wishes, self._hints = wishes, hints
+        self._wishes, self._hints, self._choose = wishes, hints, choose
         self._throttle = Throttle(worth_share)
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: _LayerRun | None = None
@@ -132,6 +146,22 @@ class ExpertStore:
         """
         rest = range(self.host.table.cells) if any(tier.wants_all for tier in self.above) else ()
         return self.host.warm([*cells, *rest])
+
+    def resize(self, slots: int) -> None:
+        """Use this number of host slots from now on, between passes.
+
+        A host that held all experts has no history of their use; it gets the policy that it would
+        have had. Raises ExpertReadError where hung reads hold the slots.
+        """
+        assert not self.above, "a device has locked the slots"
+        assert self._choose is not None
+        self.abandon()
+        host, cells = self.host, self.host.table.cells
+        if host.all_fit != (min(slots, host.table.most) >= cells):
+            choice = self._choose(slots)
+            host.use(choice.policy)
+            self._wishes, self._hints = choice.wishes, choice.hints
+        host.resize(slots)
 
     def begin_pass(
         self,

@@ -45,14 +45,16 @@ class HostTier:
         policy: Policy,
         math: TorchFfn,
         stats: StoreStats | None = None,
+        slots: int | None = None,
     ) -> None:
         """Set up the tier.
 
         layouts: of the experts of each layer, each within a slot of the pool.
-        experts: number of one layer. stats: the counters.
+        experts: number of one layer. stats: the counters. slots: of the pool, those in use; None:
+        all of them.
         """
         self.experts, self.layouts = experts, tuple(layouts)
-        self.table = Residency(pool.slots, len(layouts) * experts)
+        self.table = Residency(slots or pool.slots, len(layouts) * experts, pool.slots)
         self.policy = policy
         self.stats = stats or StoreStats()
         self.decoding = False
@@ -131,6 +133,31 @@ class HostTier:
     def settle(self) -> None:
         """Make reads ahead that have arrived resident. Called between layers."""
         self._ahead.settle()
+
+    def resize(self, slots: int) -> None:
+        """Use this number of slots from now on, between passes; return memory to the system.
+
+        Experts leave if there are fewer. Raises ExpertReadError where hung reads hold the slots.
+        """
+        table = self.table
+        assert self.idle, "an expert is in use"
+        while table.slots < min(slots, table.most):
+            table.grant()
+        while table.slots > slots:
+            self.settle()
+            table.regain(self._transfer.may_write)
+            if not (table.free or self._ahead.give_way() or self.evict() is not None):
+                self.wait_for_slot(0)
+                continue
+            self._transfer.release(table.withhold())
+        self.policy.resize(table.slots)
+
+    def use(self, policy: Policy) -> None:
+        """Let another policy decide from now on, between passes."""
+        self.policy = policy
+        self._ahead.use(policy)
+        for cell in self.table.present():
+            policy.admitted(cell)
 
     def wish(self, wishes: Sequence[Wish]) -> None:
         """Read ahead the absent ones of these; they replace the wishes before."""

@@ -55,6 +55,9 @@ class ReadAhead:
         self._unused: dict[int, Cause] = {}  # arrived, neither used nor evicted yet
         self.decoding = False
 
+    def use(self, policy: Policy) -> None:
+        self._policy = policy
+
     def settle(self) -> None:
         """Make arrived reads resident, and cancel the wishes that have not begun."""
         if not self._flying:

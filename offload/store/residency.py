@@ -40,18 +40,29 @@ _ABSENT = -1
 class Residency:
     """The slot table of one tier. Cells are layer · E + expert."""
 
-    def __init__(self, slots: int, cells: int) -> None:
+    def __init__(self, slots: int, cells: int, most: int | None = None) -> None:
+        """Set up an empty table. most: the slots that may be in use later; None: slots."""
         assert slots > 0, "a cache needs a place"
         self.cells = cells
         self._place = array("i", [_ABSENT]) * cells  # one item costs the same as in a list
         self._places = np.frombuffer(self._place, np.intc)  # the same memory, for many cells
         self._pins: dict[int, int] = {}  # cell -> pins > 0
         self._empty = list(range(slots - 1, -1, -1))
+        self._withheld = list(range((most or slots) - 1, slots - 1, -1))
         self._lost: list[int] = []  # slots
         self.loading = 0  # cells whose bytes are in flight
         self.leaving = cells  # only cells below this number may leave
-        self.slots = slots
-        self.all_fit = slots >= cells  # no cell has to leave, unless hung reads hold slots
+        self.slots = slots  # in use
+
+    @property
+    def all_fit(self) -> bool:
+        """True if no cell has to leave, unless hung reads hold slots."""
+        return self.slots >= self.cells
+
+    @property
+    def most(self) -> int:
+        """The most slots that can be in use."""
+        return self.slots + len(self._withheld)
 
     @property
     def free(self) -> int:
@@ -149,6 +160,22 @@ class Residency:
             kept = [slot for slot in self._lost if may_write(slot)]
             self._empty += [slot for slot in self._lost if slot not in kept]
             self._lost = kept
+
+    def withhold(self) -> int:
+        """Take a free slot out of use and return it."""
+        slot = self._empty.pop()
+        self._withheld.append(slot)
+        self.slots -= 1
+        return slot
+
+    def grant(self) -> None:
+        """Put a withheld slot in use; it is free."""
+        self._empty.append(self._withheld.pop())
+        self.slots += 1
+
+    def present(self) -> list[int]:
+        """Return the resident cells, in ascending order."""
+        return [int(cell) for cell in np.flatnonzero(self._places >= 0)]
 
     def pinned(self) -> int:
         """Return the number of cells in use; 0 between passes."""

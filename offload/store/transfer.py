@@ -58,6 +58,7 @@ class Transfer:
         self._queue = CopyQueue(
             pool, readers=readers, direct=direct_io, block_bytes=block_bytes, busy=busy
         )
+        self._pool = pool
         self.telling_seconds = 0.0  # spent in `demand` and `ahead`
         self._shards, self._model = shards, model
         self._sources = [
@@ -121,6 +122,11 @@ class Transfer:
     def may_write(self, slot: int) -> bool:
         """Return True if an abandoned read may still write into the slot."""
         return not self._queue.can_submit(slot)
+
+    def release(self, slot: int) -> None:
+        """Give the memory of a slot back to the system. No read may write to it."""
+        self._queue.invalidate(slot)  # its bytes are gone
+        self._pool.release(slot)
 
     def bytes_of(self, cell: int) -> int:
         return self._shards[cell].data_bytes

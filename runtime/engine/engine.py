@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +24,8 @@ from moeinf.offload.store.compute import MOST_ROWS
 from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel
+from moeinf.runtime.engine.memory_watch import MemoryWatch
+from moeinf.runtime.engine.moving_memory import MovingMemory
 from moeinf.runtime.engine.notes import Notes
 from moeinf.runtime.engine.opening import (
     Text,
@@ -39,7 +42,10 @@ from moeinf.runtime.engine.request_tracing import RequestTracing, Wrapped
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
-from moeinf.runtime.sizes import format_bytes
+from moeinf.runtime.sampling.grammar_processes import Grammars
+from moeinf.runtime.sizes import MemorySize, format_bytes
+from moeinf.runtime.text.chat_template import TemplateWorker
+from moeinf.runtime.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
@@ -52,6 +58,7 @@ class Engine:
     store      the expert store
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
+    memory     the experts' part of RAM, which can change between passes
     notes      lines that a face should print (`take_notes`)
     """
 
@@ -67,9 +74,26 @@ class Engine:
     ) -> None:
         """Take the opened parts. opened: closes all the others."""
         self.info, self.tracing, self.notes = info, tracing, notes
-        self.tokenizer, self.template, self.grammars = text.tokenizer, text.template, text.grammars
+        self._text = text
         self.store, self.gpu = tiers.store, tiers.gpu
         self._weights, self._opened = weights, opened
+        fixed = (
+            "" if tiers.gpu is None else "the memory of experts cannot change while a GPU uses it"
+        )
+        self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
+        self._watch: MemoryWatch | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
+
+    @property
+    def template(self) -> TemplateWorker | None:
+        return self._text.template
+
+    @property
+    def grammars(self) -> Grammars:
+        return self._text.grammars
 
     @classmethod
     @device_faults()
@@ -108,12 +132,15 @@ class Engine:
                 digest=manifest.digest,
                 choices=(*plan.placement.notes, *tiers.choices, *warmed),
                 load_seconds=time.perf_counter() - start,
+                peak_bytes=plan.peak_bytes,
             )
-            plan.registration.publish(partial(figures, info, tiers.store, expires_at))
             if plan.traced:
                 Library(settings).used(manifest.model)
             tracing = RequestTracing(tiers.store, manifest, tiers.eamc, plan.notes)
-            return cls(info, text, tiers, weights, tracing, plan.notes, opened.pop_all())
+            engine = cls(info, text, tiers, weights, tracing, plan.notes, opened.pop_all())
+        plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
+        engine.watch_memory(config.memory is None)
+        return engine
 
     @property
     def window(self) -> int:
@@ -123,6 +150,40 @@ class Engine:
     @property
     def model(self) -> Model:
         return self._weights.model
+
+    def set_memory(self, size: MemorySize | None) -> None:
+        """Give the experts another amount of RAM from the next pass on. Any thread may call this.
+
+        size: None: what the plan gave them, and less while the machine is short of memory. Any
+        other size stays. Raises DoesNotFit below the minimum, InvalidValue with a GPU.
+        """
+        budget, slots = self.info.manifest.slots, self.memory.first_slots
+        if size is not None:
+            slots = budget.slots(min(size.of(budget.max_bytes), budget.max_bytes))
+        self.watch_memory(False)
+        self.memory.move(slots, "as asked")
+        self.watch_memory(size is None)
+
+    def watch_memory(self, wanted: bool) -> None:
+        """Begin or end to give memory back while the machine is short of it."""
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+        if wanted and self.gpu is None:
+            info = self.info
+            budget = info.manifest.slots
+            self._watch = MemoryWatch(self.memory, info.slot_bytes, budget.min_slots)
+            self._watch.start()
+
+    def _resize(self, slots: int) -> int:
+        """Use this number of slots, while no pass runs; return how many are used then."""
+        self.store.resize(slots)
+        used, info = self.store.host.slots, self.info
+        size = used * info.slot_bytes
+        place = replace(info.placement, slots=used, memory_bytes=size)
+        more = (used - info.slots) * info.slot_bytes
+        self.info = replace(info, placement=place, peak_bytes=info.peak_bytes + more)
+        return used
 
     def new_state(self) -> State:
         """Return an empty KV cache of the planned context. Raises OutOfMemory."""
@@ -200,7 +261,7 @@ class Engine:
         words, device, scarce = "", self.store.device, scarcity(self.gpu)
         for attempt in range(2):
             try:
-                with device_faults():
+                with device_faults(), self.memory:
                     return compute()
             except scarce as error:
                 words = str(error)
@@ -233,9 +294,10 @@ class Engine:
 
     def end_request(self, request: int, counts: bool) -> None:
         """Release the request, and append its routing to the EAMC, if it `counts`."""
-        self.store.end_request(request)
-        self._keep_promise()
-        self.tracing.end(request, counts)
+        with self.memory:
+            self.store.end_request(request)
+            self._keep_promise()
+            self.tracing.end(request, counts)
 
     @device_faults()
     def _keep_promise(self) -> None:
@@ -303,6 +365,8 @@ class Engine:
 
         Drop states first: on a GPU their memory is given back here.
         """
+        self.watch_memory(False)
+        self.memory.close()
         self._opened.close()
 
     def __enter__(self) -> Engine:

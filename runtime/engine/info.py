@@ -1,4 +1,4 @@
-"""Facts of one open engine, for the CLI and the server. They never change while it is open."""
+"""Facts of one open engine, for the CLI and the server. A move of its memory makes new ones."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class EngineInfo:
     digest: str  # of the model's files; see Manifest.digest
     choices: tuple[str, ...] = ()
     load_seconds: float = 0.0
+    peak_bytes: int = 0  # of the whole process, imports included
 
     @property
     def name(self) -> ModelName:

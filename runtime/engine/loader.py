@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,7 @@ from moeinf.offload.policy.base import Setup
 from moeinf.offload.policy.table import POLICIES, PREFETCH, USE_HINTS, USE_PAST
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
-from moeinf.offload.store.expert_store import ExpertStore
+from moeinf.offload.store.expert_store import Choice, ExpertStore
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
@@ -39,6 +40,7 @@ from moeinf.runtime.engine.gpu_tier import OpenGpu, device_tier
 from moeinf.runtime.library.dense_views import DenseViews, read_dense_header
 from moeinf.runtime.library.manifest import DENSE, DamagedModel, Manifest
 from moeinf.runtime.machine.disk_bench import Reading
+from moeinf.runtime.machine.memory import physical_bytes
 from moeinf.runtime.machine.page_cache import cached_share
 from moeinf.runtime.placement.plan import Placement
 from moeinf.runtime.regular_files import check_regular, read_regular
@@ -182,7 +184,7 @@ def open_store(
     policies that predict from it.
     """
     layouts = manifest.expert_layouts
-    pool = SlotPool(placement.slots, largest_slot_bytes(layouts))
+    pool = _slot_pool(placement, manifest, movable=gpu is None)
     shards = manifest.shards()
     sample = [folder / shard.path for shard in shards[:: max(1, len(shards) // _SAMPLED_SHARDS)]]
     transfer = Transfer(
@@ -196,12 +198,18 @@ def open_store(
         model=str(manifest.model),
     )
     cells = manifest.layers * manifest.experts
-    all_fit = placement.slots >= cells  # no expert ever leaves: a policy would only cost time
-    name = "lru" if all_fit else config.policy
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
-    policy = POLICIES[name](Setup(shape, placement.slots, past if name in USE_PAST else None))
+
+    def choose(slots: int) -> Choice:
+        name = "lru" if slots >= cells else config.policy  # all fit: a policy would only cost time
+        policy = POLICIES[name](Setup(shape, slots, past if name in USE_PAST else None))
+        return Choice(policy, 2 * manifest.top_k if name in PREFETCH else 0, name in USE_HINTS)
+
+    first = choose(placement.slots)
     math = TorchMath(cast(Activation, manifest.activation))  # the layout has checked it
-    host = HostTier(layouts, manifest.experts, pool, transfer, policy, math)
+    host = HostTier(
+        layouts, manifest.experts, pool, transfer, first.policy, math, slots=placement.slots
+    )
     tiers: tuple[HostTier] | tuple[HostTier, DeviceTier] = (host,)
     runner: TierRunner | None = None
     if gpu is not None:
@@ -210,7 +218,22 @@ def open_store(
     return ExpertStore(
         tiers,
         runner,
-        wishes=2 * manifest.top_k if name in PREFETCH else 0,
-        hints=name in USE_HINTS,
+        wishes=first.wishes,
+        hints=first.hints,
+        choose=choose,
         worth_share=_WORTH_SHARE,
     )
+
+
+def _slot_pool(placement: Placement, manifest: Manifest, movable: bool) -> SlotPool:
+    """Return the arena of the placement's slots, with room for more if they are `movable`.
+
+    That room is of addresses only, at most the machine's memory. A system that refuses it gives
+    the placement's slots alone.
+    """
+    size = largest_slot_bytes(manifest.expert_layouts)
+    most = min(manifest.slots.experts, physical_bytes() // size)
+    if movable and most > placement.slots:
+        with suppress(MemoryError):
+            return SlotPool(most, size)
+    return SlotPool(placement.slots, size)

@@ -39,6 +39,7 @@ from moeinf.runtime.machine.memory import (
     keep_code_caches_small,
     keep_heap_small,
     rss_bytes,
+    total_bytes,
 )
 from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.plan import Placement, place
@@ -60,6 +61,7 @@ class Plan:
     placement: Placement
     registration: Registration
     notes: Notes
+    peak_bytes: int  # of the whole process
 
     @property
     def traced(self) -> bool:
@@ -78,12 +80,13 @@ def plan_engine(
     keep_code_caches_small()
     keep_heap_small()
     placements: list[Placement] = []
+    before_bytes = rss_bytes()
 
     def peak_bytes(claimed_bytes: int) -> int | None:
         free = available_bytes() - claimed_bytes
-        placements.append(place(manifest, config, free, core_count()))
+        placements.append(place(manifest, config, free, core_count(), total_bytes()))
         there = (folder / MANIFEST).is_file()
-        return rss_bytes() + placements[-1].peak_bytes if there else None
+        return before_bytes + placements[-1].peak_bytes if there else None
 
     registration = Registry(settings.run).register(str(manifest.model), peak_bytes)
     if registration is None:
@@ -97,7 +100,8 @@ def plan_engine(
     check_small_files(folder, manifest)
     for fallback in placement.fallbacks:
         notes.append(fallback)
-    return Plan(manifest, folder, config, settings, placement, registration, notes)
+    peak = before_bytes + placement.peak_bytes
+    return Plan(manifest, folder, config, settings, placement, registration, notes, peak)
 
 
 @dataclass(frozen=True)
@@ -208,8 +212,11 @@ def _kernels(manifest: Manifest) -> tuple[str, ...]:
     return (f"kernels: {kernel_path()}{slow}",)
 
 
-def figures(info: EngineInfo, store: ExpertStore, expires_at: Callable[[], int | None]) -> Figures:
+def figures(
+    facts: Callable[[], EngineInfo], store: ExpertStore, expires_at: Callable[[], int | None]
+) -> Figures:
     """Return the figures for `ps`. Another thread calls this, so it reads counters only."""
+    info = facts()
     slots, resident, on_device = info.manifest.slots, store.resident, store.device_resident
     gpu = info.placement.on_device
     return Figures(
@@ -225,4 +232,5 @@ def figures(info: EngineInfo, store: ExpertStore, expires_at: Callable[[], int |
         device=info.device,
         expires_at=expires_at(),
         device_peak_bytes=0 if gpu is None else gpu.peak_bytes,
+        peak_bytes=info.peak_bytes,
     )

@@ -48,6 +48,7 @@ class Figures(Struct, frozen=True, forbid_unknown_fields=True):
     digest             of the engine's manifest
     context            the longest conversation that fits, in tokens
     device_peak_bytes  the most GPU memory that the engine takes; 0 without a GPU
+    peak_bytes         the RSS of its process once all is full; it changes with a move of memory
     """
 
     device_experts: int
@@ -62,6 +63,7 @@ class Figures(Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"  # the device that computes experts
     expires_at: int | None = None  # when a server unloads it if idle, in seconds since the epoch
     device_peak_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class _EngineEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,7 +263,8 @@ class Registry:
             with suppress(ValueError, RecursionError):
                 e = msgspec.json.decode(data, type=_EngineEntry)
                 figures = _read_figures(path)
-                found.append(LiveEngine(e.pid, e.model, e.peak_bytes, e.started_ticks, figures))
+                peak = e.peak_bytes if figures is None else figures.peak_bytes or e.peak_bytes
+                found.append(LiveEngine(e.pid, e.model, peak, e.started_ticks, figures))
         return found
 
     def _servers(self) -> list[LiveServer]:

@@ -34,23 +34,35 @@ def available_bytes(root: Path = Path("/")) -> int:
     return free if spare is None else min(free, spare)
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process and others share, in bytes: within all cgroup limits."""
+    return min([physical_bytes(), *(limit for limit, _ in _cgroups(root))])
+
+
 def _cgroup_spare_bytes(root: Path) -> int | None:
     """Return the smallest (limit - use) of our cgroups, v2 or v1. Page cache counts as free."""
-    spares = []
+    return min((max(0, limit - use) for limit, use in _cgroups(root)), default=None)
+
+
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    """Return (limit, use) of our cgroups that have a limit, in bytes."""
+    found = []
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers == "":
-                spares += _spares(root, "sys/fs/cgroup", group, "memory.max", "memory.current")
+                found += _limits(root, "sys/fs/cgroup", group, "memory.max", "memory.current")
             elif "memory" in controllers.split(","):
                 files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-                spares += _spares(root, "sys/fs/cgroup/memory", group, *files)
-    return min(spares, default=None)
+                found += _limits(root, "sys/fs/cgroup/memory", group, *files)
+    return found
 
 
-def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) -> list[int]:
-    """Return limit - use for the cgroup and its ancestors that have a limit."""
-    spares = []
+def _limits(
+    root: Path, mount: str, group: str, limit_file: str, use_file: str
+) -> list[tuple[int, int]]:
+    """Return (limit, use) of the cgroup and its ancestors that have a limit."""
+    found = []
     parts = [part for part in group.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         folder = root.joinpath(mount, *parts[:depth])
@@ -62,8 +74,8 @@ def _spares(root: Path, mount: str, group: str, limit_file: str, use_file: str) 
                 cached = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
                 use -= int(cached[1]) if cached else 0
             if limit < 1 << 60:
-                spares.append(max(0, limit - use))
-    return spares
+                found.append((limit, use))
+    return found
 
 
 def keep_code_caches_small() -> None:

@@ -122,12 +122,16 @@ def outlook(
     """
     least, short = manifest.slots.min_bytes, False
     try:
-        placement = place(manifest, config, machine.free_ram_bytes, machine.cores)
+        placement = place(
+            manifest, config, machine.free_ram_bytes, machine.cores, machine.ram_bytes
+        )
     except DoesNotFit:
         if config.memory is not None:
             raise
         config, short = replace(config, memory=MemorySize(bytes=least)), True
-        placement = place(manifest, config, machine.free_ram_bytes, machine.cores)
+        placement = place(
+            manifest, config, machine.free_ram_bytes, machine.cores, machine.ram_bytes
+        )
     fit = None
     over = placement.peak_bytes > machine.free_ram_bytes
     if short and not over:
@@ -155,7 +159,9 @@ def _fitting(manifest: Manifest, config: EngineConfig, machine: Machine) -> int 
     """Return the --memory that a plan takes by default; None if the default does not fit either."""
     try:
         chosen = replace(config, memory=None)
-        return place(manifest, chosen, machine.free_ram_bytes, machine.cores).experts_bytes
+        return place(
+            manifest, chosen, machine.free_ram_bytes, machine.cores, machine.ram_bytes
+        ).experts_bytes
     except DoesNotFit:
         return None
 

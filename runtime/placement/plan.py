@@ -16,7 +16,8 @@ from moeinf.runtime.machine.device_choice import choose_processor
 from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
 from moeinf.runtime.sizes import format_bytes
 
-HEADROOM_BYTES = 1 << 30  # left to other processes by the default budget
+HEADROOM_BYTES = 1 << 30  # left to other processes by the default budget, and at least
+_HEADROOM_SHARE = 1 / 8  # of the machine's memory; a running engine gives back below a tenth
 OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache and experts
 _CONTEXT_STEP = 256
 _LEAST_CONTEXT = 16  # the minimum for --ctx
@@ -65,8 +66,16 @@ class Placement:
         return self.experts_bytes + dense + self.scratch_bytes
 
 
-def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores: int) -> Placement:
+def place(
+    manifest: Manifest,
+    config: EngineConfig,
+    available_bytes: int,
+    cores: int,
+    machine_bytes: int = 0,
+) -> Placement:
     """Decide context, slots and threads. available_bytes excludes other engines' claims.
+
+    machine_bytes: all memory of the machine.
 
     Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext,
     DeviceUnavailable, DeviceDoesNotFit.
@@ -78,7 +87,8 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
     if processor.gpu is not None:
         device = DeviceBudget(manifest, config.device_memory, processor.gpu)
     scratch = OVERHEAD_BYTES + working_bytes(manifest)
-    fixed = manifest.dense_bytes + scratch + HEADROOM_BYTES
+    headroom = max(HEADROOM_BYTES, int(machine_bytes * _HEADROOM_SHARE))
+    fixed = manifest.dense_bytes + scratch + headroom
     asked = None if config.memory is None else config.memory.of(slots.max_bytes)
     left = available_bytes - fixed - min(asked or 0, slots.max_bytes)
     context, why = _context(manifest, config, int(left * _CONTEXT_SHARE), device)
@@ -103,7 +113,7 @@ def place(manifest: Manifest, config: EngineConfig, available_bytes: int, cores:
         window = _window(manifest, config, context, count * slots.slot_bytes)
     extra = (window - PREFILL_CHUNK) * _window_bytes(manifest)
     scratch, fixed = scratch + extra, fixed + extra
-    total = count * slots.slot_bytes + fixed - HEADROOM_BYTES + kv
+    total = count * slots.slot_bytes + fixed - headroom + kv
     notes += _warnings(manifest, count, total, available_bytes)
     return Placement(
         memory_bytes=budget,

@@ -133,6 +133,7 @@ class Worker:
                 self._scheduler = Scheduler(engine, self._parallel, ended=self._ended)
                 self.engine = engine
                 self._say(*engine.info.choices, *engine.take_notes())
+                engine.memory.tell = self._say
                 self.loaded.set()
                 try:
                     self._serve(self._scheduler)

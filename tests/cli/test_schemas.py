@@ -51,7 +51,7 @@ DOCUMENTS = (
     ("error", "show"),
     ("error", "stop demo"),
 )
-ELSEWHERE = {"stop", "devices"}  # in their own tests: a process to stop; twenty seconds
+ELSEWHERE = {"stop", "set", "devices"}  # in their own tests: a process to stop; twenty seconds
 
 
 def test_documents(

@@ -46,6 +46,10 @@ class Arc(Passive):
                 step = max(1, len(self._once_left) / len(self._again_left))
                 self._target = max(0, self._target - step)
 
+    def resize(self, slots: int) -> None:
+        super().resize(slots)
+        self._target = min(slots, self._target)
+
     def admitted(self, cell: int) -> None:
         self.insertions += 1
         known = cell in self._once_left or cell in self._again_left

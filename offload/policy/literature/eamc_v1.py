@@ -122,6 +122,11 @@ class EamcV1(Passive):
     def end_request(self, request: int) -> None:
         self._sequences.pop(request, None)
 
+    def resize(self, slots: int) -> None:
+        super().resize(slots)
+        for core in (self._eviction, self._ahead):
+            core.resize(slots)
+
     def admitted(self, cell: int) -> None:
         self.insertions += 1
         self._eviction.admitted(cell)

@@ -29,7 +29,6 @@ class S3Fifo(Passive):
         super().__init__(setup)
         self._small, self._main, self._ghosts = (OrderedDict[int, None]() for _ in range(3))
         self._uses: dict[int, int] = {}  # of resident cells, since they arrived
-        self._small_slots = max(1, round(SMALL * setup.slots))
 
     def routed(
         self, layer: int, ids: NDArray[np.integer[Any]], weights: Weights | None = None
@@ -47,7 +46,7 @@ class S3Fifo(Passive):
 
     def victim(self, evictable: Evictable) -> int | None:
         queues = [self._from_small, self._from_main]
-        if len(self._small) < self._small_slots:
+        if len(self._small) < max(1, round(SMALL * self.setup.slots)):
             queues.reverse()
         for queue in queues:
             cell = queue(evictable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from moeinf.cli.chat.repl import Repl
 from moeinf.cli.chat.signals import Leave
 from moeinf.cli.chat.slash_commands import SlashCommands
 from moeinf.cli.output import Output
+from moeinf.errors import MoeinfError
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.generation.saved_chats import BadConversation
 from moeinf.runtime.invalid import InvalidValue
@@ -84,6 +86,23 @@ def test_num_ctx_keeps_the_turns(
     line.run("/show parameters")
     assert "num_ctx:" in capsys.readouterr().out
     assert dict(partner.parameters(GREEDY))["num_ctx"] == 128
+
+
+def test_memory_changes_while_the_model_is_loaded(
+    partner: LocalPartner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(partner)
+    engine, line = partner.engine, commands(partner, tmp_path)
+    line.run("/set memory 30%")
+    assert re.search(r"for experts: \d+ of \d+ in RAM", capsys.readouterr().out)
+    assert partner.engine is engine
+    assert engine.store.resident <= engine.info.slots < engine.info.experts
+    assert say(partner, "18+25=") == "43"
+    for wrong in ("", "lots", "1%"):
+        with pytest.raises(MoeinfError):
+            line.run(f"/set memory {wrong}")
+    line.run("/set memory auto")
+    assert engine.info.slots == engine.memory.first_slots
 
 
 def test_a_context_that_is_impossible_changes_nothing(

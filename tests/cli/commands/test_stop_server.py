@@ -122,6 +122,26 @@ def test_stop_unloads_one_of_two_models(
     assert Registry(home / "run").servers() == []
 
 
+def test_set_changes_the_memory_of_a_model(
+    server: tuple[subprocess.Popen[str], str], own: Command, home: Path
+) -> None:
+    process, address = server
+    nothing = own("set", "demo", "--memory", "50%")
+    assert (nothing.code, "no server runs demo:bf16" in nothing.err) == (1, True)
+    assert ask(address, "demo:bf16") == "42"
+    said = json.loads(own("set", "demo", "--memory", "60%", "--json").out)
+    check_document("set", said)
+    assert said["servers"][0]["slots"] * 10 // said["servers"][0]["experts"] in (5, 6)
+    shown = own("set", "demo", "--memory", "auto")
+    assert "GiB" not in shown.out + shown.err
+    assert "for experts: " in shown.out + shown.err
+    too_little = own("set", "demo", "--memory", "1%")
+    assert (too_little.code, "is too little" in too_little.err) == (1, True)
+    assert own("set", "demo", "--memory", "101%").code == 2
+    assert ask(address, "demo:bf16") == "42"
+    assert process.poll() is None
+
+
 def test_stop_wants_a_model_or_all(own: Command) -> None:
     assert [own("stop").code, own("stop", "demo", "--all").code] == [2, 2]
     nothing = own("stop", "--all")

@@ -1,0 +1,59 @@
+"""Define `moeinf set`: change what a running model uses."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeinf.cli.chat.backends import memory_words
+from moeinf.cli.chat.client import Client, ServerError, serving
+from moeinf.cli.commands.stop import NotRunning
+from moeinf.cli.options import Json, Quiet, installed_models
+from moeinf.cli.output import Output
+from moeinf.runtime.config import read_environment, read_server_environment
+from moeinf.runtime.library.library import Library
+from moeinf.runtime.library.processes import Registry
+from moeinf.runtime.sizes import parse_memory_or_auto
+
+
+def set_memory(
+    model: Annotated[str, typer.Argument(metavar="MODEL[:TAG]", autocompletion=installed_models)],
+    memory: Annotated[
+        str,
+        typer.Option(
+            "--memory",
+            metavar="SIZE|SHARE|auto",
+            help="RAM for experts: 6GiB, 50%, or auto (less when the machine runs short).",
+        ),
+    ],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Change the memory of a model that a server runs. Its answers go on.
+
+    Example: moeinf set demo --memory 50%
+    """
+    out, settings = Output(json=json, quiet=quiet), read_environment()
+    parse_memory_or_auto(memory)  # a wrong one is told before any server is asked
+    name = str(Library(settings).find(model)[0])
+    registry = Registry(settings.run)
+    servers = serving(registry, name)
+    if not servers:
+        alone = [engine.pid for engine in registry.engines() if engine.model == name]
+        if alone:
+            pid = alone[0]
+            raise NotRunning(f"process {pid} runs {name} without a server: `/set memory` there")
+        raise NotRunning(f"no server runs {name}")
+    found = []
+    for server in servers:
+        client = Client.at(server, read_server_environment().api_key, registry)
+        try:
+            found.append(client.post("/api/memory", {"model": name, "memory": memory}))
+        except ServerError as error:
+            raise ServerError(f"the server at {server.address}: {error}", error.said) from error
+    if json:
+        out.document({"model": name, "servers": found})
+        return
+    for said in found:
+        out.done(f"{name}: {memory_words(said)}")
