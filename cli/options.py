@@ -191,6 +191,13 @@ NoTrace = Annotated[
     bool,
     typer.Option("--no-trace", help="Record nothing of this run: no experts, no speed, no date."),
 ]
+Reproducible = Annotated[
+    bool,
+    typer.Option(
+        "--reproducible",
+        help="Reuse only whole chunks of earlier prompts: answers have the bits they have alone.",
+    ),
+]
 
 
 def engine_config(
@@ -203,6 +210,7 @@ def engine_config(
     device: Wanted = "auto",
     device_memory: MemorySize | None = None,
     miss: Miss = "auto",
+    reproducible: bool = False,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -215,4 +223,5 @@ def engine_config(
         device_memory=device_memory,
         miss=miss,
         libcuda=settings.libcuda,
+        reproducible=reproducible,
     )

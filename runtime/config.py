@@ -220,6 +220,7 @@ class EngineConfig:
     libcuda    the driver's library, if the system does not find it
     window     tokens of a prompt that go through a layer before the next layer, a multiple of
                PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
+    reproducible  reuse only what a prompt's own prefill would write bit for bit: whole chunks
     """
 
     memory: MemorySize | None = None
@@ -235,6 +236,7 @@ class EngineConfig:
     miss: Miss = "auto"
     libcuda: str | None = None
     window: int | None = None
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or self.window % PREFILL_CHUNK):

@@ -26,7 +26,7 @@ _EVERY_S = 5.0
 def serve(home: Path) -> None:
     """Serve until SIGTERM."""
     about = ServerSettings(port=0, parallel=4, max_queue=12, keep_alive_s=60.0)
-    config = EngineConfig(memory=parse_memory("50%"), parallel=4)
+    config = EngineConfig(memory=parse_memory("50%"), parallel=4, reproducible=True)
     server = make_server(Settings(home), about, config)
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))

@@ -31,6 +31,7 @@ from moeinf.cli.options import (
     OnMiss,
     PolicyName,
     Quiet,
+    Reproducible,
     Source,
     Target,
     Threads,
@@ -96,6 +97,7 @@ def run(
     ] = False,
     now: Annotated[str | None, typer.Option(hidden=True, help="The date templates see.")] = None,
     threads: Threads = None,
+    reproducible: Reproducible = False,
     no_trace: NoTrace = False,
     server: Annotated[
         bool | None,
@@ -127,7 +129,16 @@ def run(
     out.wordwrap = not nowordwrap
     options = SamplingOptions(temperature, top_k, top_p, min_p, seed=seed)
     config = engine_config(
-        settings, memory, ctx, policy, threads, not no_trace, device, device_memory, miss
+        settings,
+        memory,
+        ctx,
+        policy,
+        threads,
+        trace=not no_trace,
+        device=device,
+        device_memory=device_memory,
+        miss=miss,
+        reproducible=reproducible,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -155,7 +166,7 @@ def run(
         "--miss": None if miss == "auto" else miss,
         "--src": src, "--tgt": tgt,
         "--policy": None if policy == DEFAULT_POLICY else policy,
-        "--no-trace": no_trace or None,
+        "--no-trace": no_trace or None, "--reproducible": reproducible or None,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

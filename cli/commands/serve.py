@@ -17,6 +17,7 @@ from moeinf.cli.options import (
     OnMiss,
     PolicyName,
     Quiet,
+    Reproducible,
     Threads,
     engine_config,
 )
@@ -56,6 +57,7 @@ def serve(
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
+    reproducible: Reproducible = False,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
@@ -97,6 +99,7 @@ def serve(
         device=device,
         device_memory=device_memory,
         miss=miss,
+        reproducible=reproducible,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

@@ -133,6 +133,7 @@ class Engine:
                 choices=(*plan.placement.notes, *tiers.choices, *warmed),
                 load_seconds=time.perf_counter() - start,
                 peak_bytes=plan.peak_bytes,
+                reproducible=config.reproducible,
             )
             if plan.traced:
                 Library(settings).used(manifest.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.placement.plan import Placement
@@ -30,6 +31,7 @@ class EngineInfo:
     choices: tuple[str, ...] = ()
     load_seconds: float = 0.0
     peak_bytes: int = 0  # of the whole process, imports included
+    reproducible: bool = False  # see EngineConfig
 
     @property
     def name(self) -> ModelName:
@@ -52,6 +54,11 @@ class EngineInfo:
     @property
     def context(self) -> int:
         return self.placement.context
+
+    @property
+    def prefix_grain(self) -> int:
+        """The tokens of a KV cache that a request reuses are a multiple of it."""
+        return PREFILL_CHUNK if self.reproducible else 1
 
     @property
     def threads(self) -> int:

@@ -123,7 +123,7 @@ class Conversation:
 
     def _generation(self, request: Request, settle: Callable[[Generation], None]) -> Generation:
         if self._scheduler is None:
-            self._scheduler = Scheduler(self._engine, shared=False)
+            self._scheduler = Scheduler(self._engine)
         return Generation(self._engine, self._scheduler, request, settle)
 
     def _new_parser(self, prompt: list[int]) -> Parser:

@@ -16,9 +16,8 @@ A grammar is compiled and matched in a process of its own. Nothing here waits fo
 moment. A request whose grammar is slow is passed over, and fails when its grammar takes too long.
 
 A place keeps its KV cache when its request has ended. The next request reuses the beginning that
-its prompt shares with it. Where unrelated requests share places, only whole prefill chunks are
-reused: its own prefill would have written the same bytes. Where one conversation has the place to
-itself, its answers are reused, too.
+its prompt shares with it, generated tokens included. A reproducible engine reuses only whole chunks
+of prefill: the request's own prefill would have written the same bytes.
 """
 
 from __future__ import annotations
@@ -63,16 +62,13 @@ class Scheduler:
         self,
         engine: Engine,
         places: int = 1,
-        shared: bool = True,
         ended: Callable[[Ended | None], None] = lambda _: None,
     ) -> None:
         """Allocate the places. Raises OutOfMemory.
 
-        shared: unrelated requests follow each other in a place. ended: called when a request has
-        left its place, with its last event; None if it failed.
+        ended: called when a request has left its place, with its last event; None if it failed.
         """
         self._engine = engine
-        self._shared = shared
         self._ended = ended
         self._places = [Place(engine.new_state()) for _ in range(places)]
         self._free = list(self._places)
@@ -186,7 +182,7 @@ class Scheduler:
         sampler = Sampler(request.options, engine.info.sampling)
         room = engine.info.context - len(prompt)
         answer = Answer(engine, prompt, sampler, request.limits, room)
-        step = PREFILL_CHUNK if self._shared else 1
+        step = engine.info.prefix_grain
         # An embedding needs the states of all tokens, and a cache keeps no states. After another
         # source no token means the same.
         reusable = [] if request.embed or request.source else prompt
@@ -228,7 +224,7 @@ class Scheduler:
             self._fail(one, error)
             return
         one.prefill_seconds += time.perf_counter() - start
-        if self._shared and not one.request.source:
+        if engine.info.reproducible and not one.request.source:
             one.place.reusable += chunk[: len(chunk) // PREFILL_CHUNK * PREFILL_CHUNK]
         if not one.prefilled:
             return
@@ -336,7 +332,7 @@ class Scheduler:
         self._running.remove(one)
         self._free.append(place)
         one.close()
-        if not (self._shared or one.request.embed or one.request.source):
+        if not (self._engine.info.reproducible or one.request.source):
             place.reusable = one.answer.history[: place.state.length]
         with suppress(Exception):  # an answer matters more than its record
             self._engine.end_request(one.number, counts=one.prefilled)

@@ -26,12 +26,17 @@ def serving(
     memory: str = "100%",
     trace: bool = False,
     context: int | None = None,
+    reproducible: bool = True,
     **settings: object,
 ) -> Iterator[str]:
-    """Start a server, yield its address once it answers, and end it after the block."""
+    """Start a server that reuses whole chunks, yield its address, and end it after the block."""
     about = ServerSettings(port=0, **settings)  # type: ignore[arg-type]
     config = EngineConfig(
-        memory=parse_memory(memory), parallel=about.parallel, trace=trace, context=context
+        memory=parse_memory(memory),
+        parallel=about.parallel,
+        trace=trace,
+        context=context,
+        reproducible=reproducible,
     )
     server: uvicorn.Server = make_server(Settings(home), about, config)
     with socket.socket() as sock:

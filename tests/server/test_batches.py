@@ -76,7 +76,7 @@ def test_together_as_alone(
         return step(engine, tokens)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "step", counted)
-    config = EngineConfig(memory=parse_memory("100%"), trace=False, parallel=3)
+    config = EngineConfig(memory=parse_memory("100%"), trace=False, parallel=3, reproducible=True)
     worker = Worker(
         lambda: Engine.open(manifest, folder, config, settings), parallel=3, max_queue=9
     )

@@ -46,18 +46,18 @@ def answer(scheduler: Scheduler, prompt: list[int], **about: object) -> Ended:
     return events[-1]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_the_next_request_takes_over(shared: bool, open_engine: Open) -> None:
-    """A conversation also reuses its own answers; other requests reuse only prefill state."""
-    engine = open_engine()
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_what_the_next_request_takes_over(reproducible: bool, open_engine: Open) -> None:
+    """All tokens that agree, also generated ones; a reproducible engine only whole chunks."""
+    engine = open_engine(reproducible=reproducible)
     endless(engine)
-    scheduler = Scheduler(engine, shared=shared)
+    scheduler = Scheduler(engine)
     first = answer(scheduler, LONG)
     longer = [*LONG, *first.token_ids, 20, 21]
     second = answer(scheduler, longer)
     other = answer(scheduler, [*longer[:-5], 30])
     known = (len(LONG) + 5, len(longer) - 5)  # the sixth token was chosen, but is not in the state
-    expected = (PREFILL_CHUNK, PREFILL_CHUNK) if shared else known
+    expected = (PREFILL_CHUNK, PREFILL_CHUNK) if reproducible else known
     assert (first.cached_tokens, first.tokens) == (0, 6)
     assert (second.cached_tokens, other.cached_tokens) == expected
     fresh = answer(Scheduler(engine), longer)
