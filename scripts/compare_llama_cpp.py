@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.exported import FAMILIES, Model, checkpoint, exported
 from tests.generating import answering
+from tests.gguf_wide import widened
 from tests.llama_cpp_side import (
     TYPES,
     computed_as_there,
@@ -35,7 +36,6 @@ from tests.llama_cpp_side import (
     llama,
     our_logits,
     quantised,
-    widened,
 )
 from tests.runtime.gguf.test_against_llama_cpp import items, rendered
 

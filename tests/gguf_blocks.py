@@ -28,6 +28,21 @@ def packed(weights: Tensor, form: str) -> Tensor:
     return blocks.flatten(1)
 
 
+def nvfp4(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights [..., N, K] as rows of NVFP4, uint8 [..., N, 36 K / 64], and a factor each.
+
+    The factors are float32 [...]: one per matrix.
+    """
+    factors = weights.abs().amax((-2, -1)) / (6 * 448)
+    plain = (weights / factors[..., None, None]).flatten(0, -2)
+    codes, scales = _nvfp4(plain)
+    numbers = torch.stack((codes & 15, codes >> 4), -1).view(len(plain), -1, 4, 16)
+    nibbles = numbers[..., :8] | numbers[..., 8:] << 4  # j beside j + 8
+    sizes = scales.view(torch.uint8).view(len(plain), -1, 4)
+    blocks = torch.cat((sizes, nibbles.flatten(2)), -1)
+    return blocks.view(*weights.shape[:-1], -1), factors
+
+
 def _halves(values: Tensor) -> Tensor:
     """Return the bytes of values [..., 1] as float16."""
     return values.half().view(torch.uint8)

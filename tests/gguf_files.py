@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.gguf_blocks import packed
+from tests.gguf_blocks import nvfp4, packed
 
 Named = Iterator[tuple[str, Tensor]]
 TypeOf = Callable[[str, Tensor], Kind]  # (name in the file, values) -> its type
@@ -96,6 +96,9 @@ def write_gguf(
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         kind = type_of(mapped, values)
+        if kind == Kind.NVFP4:
+            _add_nvfp4(writer, mapped, values)
+            continue
         data = values.numpy() if values.dtype == torch.uint8 else quantised(values, kind)
         if values.dtype == torch.uint8:  # MXFP4 already
             kind = Kind.MXFP4
@@ -105,6 +108,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path if not split else sorted(path.parent.glob(f"{path.stem}-*.gguf"))[0]
+
+
+def _add_nvfp4(writer: gguf.GGUFWriter, name: str, values: Tensor) -> None:
+    """Write a matrix or all experts of a layer with their factors, and those of activations."""
+    alone = values if "_exps." in name else values.flatten(0, -2)
+    data, factors = nvfp4(alone.float())
+    data = data.view(*values.shape[:-1], -1)
+    writer.add_tensor(name, data.numpy(), raw_dtype=Kind.NVFP4)
+    stem = name.removesuffix(".weight")
+    writer.add_tensor(f"{stem}.scale", factors.view(-1).numpy())
+    writer.add_tensor(f"{stem}.input_scale", np.full(factors.numel(), 0.5, np.float32))
 
 
 def quantised(values: Tensor, kind: Kind) -> Any:

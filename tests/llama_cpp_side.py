@@ -16,8 +16,6 @@ from unittest import mock
 import llama_cpp  # pyright: ignore[reportMissingImports]
 import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
 from torch import Tensor
 
 from moeinf.models import phimoe
@@ -26,7 +24,6 @@ from moeinf.models.layers import decoder
 from moeinf.models.layers.norms import RmsNorm
 from moeinf.models.layers.routing import SoftmaxRouter
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.gguf.writing.writer import Kind, Value, WrittenTensor, lay_out
 from tests.exported import CONTEXT
 
 _F32 = 0  # ggml's number, of the KV cache: by default llama.cpp rounds it to 16 bits
@@ -156,30 +153,6 @@ def computed_as_there(family: str) -> Iterator[None]:
             ):
                 patches.enter_context(mock.patch.object(place, *value))
         yield
-
-
-def widened(file: Path) -> Path:
-    """Return a copy of a file with every tensor in float32, for a result without rounding."""
-    reader, keys = GGUFReader(file), dict[str, Value]()
-    for name, field in reader.fields.items():
-        value = field.contents()
-        if isinstance(value, list) and value and not isinstance(value[0], str):
-            value = np.array(value, "<f4" if isinstance(value[0], float) else "<i4")
-        if not name.startswith("GGUF."):
-            keys[name] = value
-    tensors = [
-        WrittenTensor(tensor.name, Kind.F32, tuple(map(int, tensor.shape[::-1])))
-        for tensor in reader.tensors
-    ]
-    layout = lay_out(keys | {"general.file_type": 0}, tensors)
-    made = file.with_suffix(".wide.gguf")
-    with made.open("wb") as out:
-        out.write(layout.header)
-        for tensor in reader.tensors:
-            out.seek(layout.offsets[tensor.name])
-            out.write(dequantize(tensor.data, tensor.tensor_type).astype("<f4").tobytes())
-        out.truncate(layout.size_bytes)
-    return made
 
 
 def our_logits(engine: Engine, ids: Sequence[int]) -> Tensor:

@@ -44,7 +44,7 @@ WIDE = {  # every side is a multiple of 32, moe_intermediate_size of half a tile
     ),
     "glm4_moe": glm4(hidden_size=64, moe_intermediate_size=32, head_dim=16, intermediate_size=96),
     "qwen3_5_moe": qwen35(hidden_size=64, moe_intermediate_size=32),
-    "qwen3_moe": qwen3(hidden_size=64, moe_intermediate_size=64, head_dim=16),
+    "qwen3_moe": qwen3(hidden_size=64, moe_intermediate_size=64, head_dim=16, vocab_size=256),
 }
 
 

@@ -24,6 +24,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.fused_experts import mxfp4_tiles, picked_values
 from moeinf.runtime.checkpoints.ggml import (
     all_packed_rows,
+    factors_of,
     is_ggml,
     keeps,
     keeps_rows,
@@ -54,7 +55,10 @@ def encoded(tensor: SourceTensor, form: str, look: Look = unseen) -> Iterator[me
     if tensor.pick is not None:
         return iter([_picked(tensor, form, look)])
     if is_ggml(tensor.dtype):
-        return (_of_ggml(tensor, rows, form, look) for rows in packed_rows(tensor))
+        return (
+            _of_ggml(tensor, rows, factors_of(tensor, len(rows)), form, look)
+            for rows in packed_rows(tensor)
+        )
     if tensor.scales is not None:
         return _joined(tensor, form, look)
     return _tiles(tensor, form, look) if is_tiled(form) else _plain(tensor, form, look)
@@ -73,20 +77,25 @@ def _picked(tensor: SourceTensor, form: str, look: Look) -> memoryview:
 def _cooked(tensor: SourceTensor, recipe: Recipe, form: str, look: Look) -> memoryview:
     stored = recipe.stored
     rows = [all_packed_rows(piece) for piece in stored]
+    factors = [factors_of(piece, len(r)) for piece, r in zip(stored, rows, strict=True)]
     if keeps_rows(recipe) and keeps(stored[0].dtype, form):
-        return _of_ggml(stored[0], recipe.make(*rows).contiguous(), form, look)
-    wide = (widen(r, p.dtype).view(p.shape) for r, p in zip(rows, stored, strict=True))
+        moved = None if factors[0] is None else recipe.make(*factors)
+        return _of_ggml(stored[0], recipe.make(*rows).contiguous(), moved, form, look)
+    each = zip(rows, stored, factors, strict=True)
+    wide = (widen(r, p.dtype, f).view(p.shape) for r, p, f in each)
     return _stored(tensor, recipe.make(*wide).reshape(tensor.shape), form, look)
 
 
-def _of_ggml(tensor: SourceTensor, rows: Tensor, form: str, look: Look) -> memoryview:
+def _of_ggml(
+    tensor: SourceTensor, rows: Tensor, factors: Tensor | None, form: str, look: Look
+) -> memoryview:
     """Return stored rows of a format of GGML; as tiles of the same codes where the form fits."""
     if not keeps(tensor.dtype, form):
-        return _stored(tensor, widen(rows, tensor.dtype), form, look)
-    scales = scales_of(rows, tensor.dtype)
-    large = scales.max() > 2.0**125  # MXFP4 only: 6 times it is infinite
-    look(tensor, widen(rows, tensor.dtype) if large else scales, form)
-    return memory_of(retile(rows, tensor.dtype))
+        return _stored(tensor, widen(rows, tensor.dtype, factors), form, look)
+    scales = scales_of(rows, tensor.dtype, factors)
+    large = scales.abs().max() > 2.0**125  # MXFP4 and NVFP4: 6 times it is infinite
+    look(tensor, widen(rows, tensor.dtype, factors) if large else scales, form)
+    return memory_of(retile(rows, tensor.dtype, factors))
 
 
 def _stored(tensor: SourceTensor, values: Tensor, form: str, look: Look) -> memoryview:

@@ -2,6 +2,7 @@
 
 A row is a sequence of blocks. `gguf.quants` widens all of them. Q4_0, Q8_0 and MXFP4 have groups of
 32 weights with one scale, like our tiles: their codes and scales are sorted into tiles unchanged.
+NVFP4 has a factor of the whole matrix in another tensor, where a file has one (gguf/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS
+from moeinf.offload.format.quantise import dequantise
 from moeinf.offload.format.retile import BLOCK_BYTES
 from moeinf.offload.format.retile import retile as retile_blocks
 from moeinf.offload.format.tiling import sort_into_tiles
 from moeinf.runtime.checkpoints.checkpoint import TORCH_DTYPE, Recipe, SourceTensor, read_exactly
 from moeinf.runtime.checkpoints.fused_experts import MXFP4
+from moeinf.runtime.checkpoints.matrix_rows import read_whole
+from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 
 PREFIX = "GGML_"  # of the dtype of a SourceTensor: GGML_Q4_K
 _ITEMS = 1 << 20  # weights widened at a time: 4 MiB as float32
@@ -62,12 +66,14 @@ TYPES = {
     34: GgmlType("TQ1_0", 256, 54),
     35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17),
+    40: GgmlType("NVFP4", 64, 36),
 }
 _BY_NAME = {about.name: about for about in TYPES.values()}
 # The types whose blocks are those of a tiled format: their form, and the place of their scales.
 _SAME = {
     "Q4_0": ("Q4", slice(0, 2)), "Q8_0": ("Q8", slice(0, 2)), "MXFP4": (MXFP4, slice(0, 1)),
     "Q4_K": ("Q4K", slice(0, 4)), "Q5_K": ("Q5K", slice(0, 4)), "Q6_K": ("Q6K", slice(208, 210)),
+    "NVFP4": (NVFP4, slice(0, 4)),
 }  # fmt: skip
 _PADDING = {"Q4_0": 0x88, "Q8_0": 0x80, "MXFP4": 0}  # codes of missing weights
 
@@ -135,36 +141,59 @@ def all_packed_rows(tensor: SourceTensor) -> Tensor:
     return torch.cat([rows.clone() for rows in packed_rows(tensor)])
 
 
-def widen(rows: Tensor, dtype: str) -> Tensor:
-    """Widen stored rows, uint8 [n, row_bytes], to float32 [n, C] without rounding."""
+def factors_of(tensor: SourceTensor, rows: int) -> Tensor | None:
+    """Return the factor of an NVFP4 tensor for each of `rows` rows, float32 [rows], else None.
+
+    Raises BadCheckpoint if the file ends early.
+    """
+    if tensor.dtype != dtype_of(NVFP4):
+        return None
+    return torch.ones(rows) if tensor.factor is None else read_whole(tensor.factor).expand(rows)
+
+
+def widen(rows: Tensor, dtype: str, factors: Tensor | None = None) -> Tensor:
+    """Widen stored rows, uint8 [n, row_bytes], to float32 [n, C].
+
+    Only products with `factors`, float32 [n] of rows of NVFP4, are rounded.
+    """
     name = dtype.removeprefix(PREFIX)
     if name in TORCH_DTYPE:
         return rows.view(TORCH_DTYPE[name]).float()
+    if name == NVFP4:
+        about = _BY_NAME[name]
+        columns = rows.shape[1] // about.size_bytes * about.weights
+        return dequantise(retile(rows, dtype, factors), NVFP4, len(rows), columns)
     with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale; the pull checks values
         wide = _widened(rows.numpy(), name)
     return torch.from_numpy(np.ascontiguousarray(wide, np.float32))
 
 
-def retile(rows: Tensor, dtype: str) -> Tensor:
-    """Sort stored rows of a type that `keeps` a form into tiles, uint8 of one dimension."""
+def retile(rows: Tensor, dtype: str, factors: Tensor | None = None) -> Tensor:
+    """Sort stored rows of a type that `keeps` a form into tiles, uint8 of one dimension.
+
+    factors: float32 [n] of rows of NVFP4, or None.
+    """
     name = dtype.removeprefix(PREFIX)
     about, (form, place) = _BY_NAME[name], _SAME[name]
     blocks = rows.view(len(rows), -1, about.size_bytes)
     if form in BLOCK_BYTES:
-        return retile_blocks(rows, form, blocks.shape[1] * about.weights)
+        return retile_blocks(rows, form, blocks.shape[1] * about.weights, factors)
     scales, codes = blocks[..., place], blocks[..., place.stop :]
     if name == "Q8_0":
         codes = codes ^ 0x80  # int8 -> code - 128
     return sort_into_tiles(codes, scales, _PADDING[name])
 
 
-def scales_of(rows: Tensor, dtype: str) -> Tensor:
-    """Return the scales of stored rows as float32; MXFP4's are powers of 2."""
+def scales_of(rows: Tensor, dtype: str, factors: Tensor | None = None) -> Tensor:
+    """Return the scales of stored rows as float32, times their factors; MXFP4's are powers of 2."""
     name = dtype.removeprefix(PREFIX)
     about, place = _BY_NAME[name], _SAME[name][1]
     raw = rows.view(len(rows), -1, about.size_bytes)[..., place].contiguous()
     if name == "MXFP4":
         return torch.ldexp(torch.ones(raw.shape), raw.int() - 127)
+    if name == NVFP4:  # without sign and NaN, see tiles.h
+        scales = (raw & 0x7F).clamp(max=0x7E).view(torch.float8_e4m3fn).float()
+        return scales if factors is None else scales * factors[:, None, None]
     return raw.view(torch.float16).float()
 
 

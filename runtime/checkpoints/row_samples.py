@@ -173,7 +173,7 @@ def _widened(
     """Widen stored rows, uint8 [count, bytes of a row]; None for other formats."""
     if tensor.scales is None:
         known = is_ggml(tensor.dtype) or tensor.dtype in TORCH_DTYPE
-        return widen(raw, tensor.dtype) if known else None
+        return widen(raw, tensor.dtype, _factors(tensor, count, read)) if known else None
     scales = tensor.scales
     if tensor.dtype == MXFP4:
         size = scales.size_bytes // total
@@ -190,3 +190,12 @@ def _widened(
     wide = widen(factors, scales.dtype)
     weights = raw.view(torch.float8_e4m3fn)
     return fp8.widen(weights, wide, tensor.block, first - begin * high)
+
+
+def _factors(tensor: SourceTensor, rows: int, read: Read) -> Tensor | None:
+    """Return the factor of an NVFP4 tensor for each row, float32 [rows], or None for 1."""
+    factor = tensor.factor
+    if factor is None:
+        return None
+    data = bytearray(read(factor.path.name, factor.offset, factor.size_bytes))
+    return torch.frombuffer(data, dtype=torch.float32).expand(rows)

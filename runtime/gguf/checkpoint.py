@@ -16,6 +16,7 @@ from moeinf.runtime.checkpoints.checkpoint import (
     SourceTensor,
 )
 from moeinf.runtime.checkpoints.ggml import dtype_of
+from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 from moeinf.runtime.checkpoints.torch_bin import open_folder
 from moeinf.runtime.gguf.architectures import ARCHITECTURES, Architecture
 from moeinf.runtime.gguf.delta_net import minus_one
@@ -36,6 +37,8 @@ _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")
 _STACKED = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _ALONE = re.compile(r"ffn_(gate|up|down)\.(0|[1-9]\d{0,8})\.weight")  # files of 2024
 _NULL = ("q_lora_rank",)  # null has a meaning
+# Factors of NVFP4 matrices, and of activations, which have more bits here.
+_SCALE, _INPUT_SCALE = ".scale", ".input_scale"
 _MAX_PIECES = 1 << 20  # tensors of experts
 
 
@@ -87,13 +90,13 @@ def _sorted(
     experts: dict[tuple[int, int, str], SourceTensor] = {}
     sparse = _sparse_layers(keys)
     for name, tensor in keys.file.tensors.items():
-        if name in FACTORS:  # in the config
+        if name in FACTORS or _belongs(name, keys):  # in the config, or read with a matrix
             continue
         match = _BLOCK.fullmatch(name)
         if match is None:
             if name.startswith(("model.", "lm_head.")):  # of another format
                 raise keys.bad(f"has {name[:80]!r}, which is no name of a GGUF tensor")
-            tensors[_TOP.get(name, name)] = _top(keys, source_tensor(tensor))
+            tensors[_TOP.get(name, name)] = _top(keys, source_tensor(keys, tensor))
             continue
         block, inner = int(match[1]), match[2]
         if block >= keys.layers:
@@ -104,7 +107,7 @@ def _sorted(
             fits = fits and tensor.shape[0] == keys.count("expert_count")
             if not fits or (stack[1] == "gate_up" and tensor.shape[1] % 2):
                 raise keys.bad(f"has {name[:80]!r} of a shape that does not fit expert_count")
-        found = list(_experts_of(tensor, inner))
+        found = list(_experts_of(keys, tensor, inner))
         experts |= {(layer, expert, role): piece for expert, role, piece in found}
         if len(experts) > _MAX_PIECES:
             raise keys.bad(f"has more than {_MAX_PIECES} tensors of experts")
@@ -121,7 +124,7 @@ def _made(keys: Keys, known: Architecture, block: int) -> dict[str, SourceTensor
     found: dict[str, SourceTensor] = {}
     for named, made in known.made.items():
         stored = [keys.file.tensors.get(f"blk.{block}.{part}") for part in made.parts]
-        parts = tuple(source_tensor(tensor) for tensor in stored if tensor is not None)
+        parts = tuple(source_tensor(keys, tensor) for tensor in stored if tensor is not None)
         if len(parts) == len(stored):
             shape, make = made.how(keys, *(part.shape for part in parts))
             found[f"model.layers.{block}.{named}"] = replace(
@@ -150,7 +153,7 @@ def _dense(
 ) -> tuple[str, SourceTensor]:
     """Return the name in our family of a tensor of a block, and the tensor in our order of rows."""
     stem, dot, end = inner.rpartition(".")
-    made = source_tensor(tensor)
+    made = source_tensor(keys, tensor)
     named = known.names.get(inner)
     if named is None:
         named = known.names[stem] + dot + end if stem in known.names else None
@@ -164,17 +167,42 @@ def _dense(
     return f"model.layers.{block}.{named}", made
 
 
-def source_tensor(tensor: GgufTensor) -> SourceTensor:
-    """Return a stored tensor with the dtype that encode.py knows."""
+def _belongs(name: str, keys: Keys) -> bool:
+    """Return True for a scale beside a matrix."""
+    stem = name.removesuffix(_INPUT_SCALE).removesuffix(_SCALE)
+    return stem != name and f"{stem}.weight" in keys.file.tensors
+
+
+def source_tensor(keys: Keys, tensor: GgufTensor) -> SourceTensor:
+    """Return a stored tensor with the dtype that encode.py knows, and its factor.
+
+    Raises BadCheckpoint for a factor of another type or shape, or beside another type.
+    """
+    stem, _, end = tensor.name.rpartition(".")
+    beside = keys.file.tensors.get(stem + _SCALE) if end == "weight" else None
+    factor = None if beside is None else _stored(beside)
+    if factor is not None:
+        count = tensor.shape[0] if stem.endswith("_exps") else 1
+        if (factor.dtype, factor.shape) != ("F32", (count,)) or tensor.type != NVFP4:
+            raise keys.bad(
+                f"has {factor.name[:80]!r} of type {factor.dtype} and shape {list(factor.shape)} "
+                f"beside {tensor.type} of shape {list(tensor.shape)}, which is not supported"
+            )
+    return replace(_stored(tensor), factor=factor)
+
+
+def _stored(tensor: GgufTensor) -> SourceTensor:
     return SourceTensor(
         tensor.name, dtype_of(tensor.type), tensor.shape, tensor.path, tensor.offset,
         tensor.size_bytes,
     )  # fmt: skip
 
 
-def _experts_of(tensor: GgufTensor, inner: str) -> Iterator[tuple[int, str, SourceTensor]]:
+def _experts_of(
+    keys: Keys, tensor: GgufTensor, inner: str
+) -> Iterator[tuple[int, str, SourceTensor]]:
     """Yield (expert, role, tensor) for each expert that a tensor of a block holds."""
-    whole = source_tensor(tensor)
+    whole = source_tensor(keys, tensor)
     if match := _ALONE.fullmatch(inner):
         yield int(match[2]), match[1], whole
         return
@@ -185,6 +213,8 @@ def _experts_of(tensor: GgufTensor, inner: str) -> Iterator[tuple[int, str, Sour
     roles = ("gate", "up") if match[1] == "gate_up" else (match[1],)
     for expert in range(tensor.shape[0]):
         mine = _share(whole, expert, tensor.shape[0], tensor.shape[1:])
+        if whole.factor is not None:
+            mine = replace(mine, factor=_share(whole.factor, expert, tensor.shape[0], (1,)))
         for number, role in enumerate(roles):
             rows = (mine.shape[0] // len(roles), *mine.shape[1:])
             yield expert, role + suffix, _share(mine, number, len(roles), rows)

@@ -12,7 +12,7 @@ from moeinf.runtime.hub.download import RemoteFile
 from moeinf.runtime.hub.listing import Repository, in_top_folder
 
 _QUANT = re.compile(
-    r"(?:^|[-._/])((?:UD-)?I?Q\d(?:_[A-Z0-9]+)*|BF16|F16|FP16|F32|MXFP4(?:_MOE)?|TQ\d_0)"
+    r"(?:^|[-._/])((?:UD-)?I?Q\d(?:_[A-Z0-9]+)*|BF16|F16|FP16|F32|MXFP4(?:_MOE)?|NVFP4|TQ\d_0)"
     r"(?:-\d{5}-of-\d{5})?\.gguf",
     re.IGNORECASE,
 )
@@ -20,8 +20,8 @@ _QUANT = re.compile(
 _NOT_A_MODEL = re.compile(r"(^|[-._])(mmproj|imatrix|mtp)[-._]", re.IGNORECASE)
 # Without a wish: what most people take, then more bits before fewer.
 _ORDER = [
-    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4_MOE", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M",
-    "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "Q3_K_M",
+    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4_MOE", "MXFP4", "NVFP4", "IQ4_XS", "IQ4_NL",
+    "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "Q3_K_M",
 ]  # fmt: skip
 _ORDER_OF_TAG = {
     "q4": _ORDER,
@@ -30,6 +30,7 @@ _ORDER_OF_TAG = {
     "q6k": ["Q6_K", "UD-Q6_K_XL"],
     "q8": ["Q8_0", "Q6_K", "Q5_K_M"],
     "mxfp4": ["MXFP4_MOE", "MXFP4"],
+    "nvfp4": ["NVFP4"],
     "bf16": ["BF16", "F16", "Q8_0"],
     "f32": ["F32", "BF16", "F16"],
 }

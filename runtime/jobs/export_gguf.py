@@ -34,8 +34,9 @@ from moeinf.runtime.checkpoints.checkpoint import (
 from moeinf.runtime.checkpoints.inventory import WantedParts
 from moeinf.runtime.engine.loader import check_small_files
 from moeinf.runtime.gguf.writing.architectures import written
-from moeinf.runtime.gguf.writing.blocks import encode_rows, kind_of
+from moeinf.runtime.gguf.writing.blocks import encode_rows, factors_of, kind_of
 from moeinf.runtime.gguf.writing.description import CannotExport, Change, Place, Written
+from moeinf.runtime.gguf.writing.factors import Factors, applies_factor
 from moeinf.runtime.gguf.writing.names import expert_name, places
 from moeinf.runtime.gguf.writing.writer import (
     FileLayout,
@@ -126,12 +127,15 @@ def export_gguf(
     dense = _dense(folder, manifest, about, wanted.shapes)
     experts = _experts(manifest, about)
     keys = general_keys(manifest, about) | tokenizer_keys(folder, about)
-    factors = {
+    divisors = {
         WrittenTensor(name, Kind.F32, (len(values),)): np.array(values, "<f4")
         for name, values in about.factors.items()
     }
-    tensors = [output.tensor for stored in dense for output in stored.outputs] + [*factors]
-    layout = lay_out(keys, [*tensors, *experts.values()])
+    matrices = [output.tensor for stored in dense for output in stored.outputs]
+    matrices += experts.values()
+    factors = Factors(about.architecture, matrices)
+    tensors = [*matrices, *divisors, *factors.tensors]
+    layout = lay_out(keys, tensors)
     _check_space(target, layout)
     for words in about.notes:
         note(words)
@@ -146,11 +150,12 @@ def export_gguf(
     with replaced(target) as descriptor:
         file = FileWriter(target, descriptor, layout)
         file.begin()
-        for tensor, divisors in factors.items():
-            file.write(tensor, divisors.view(np.uint8), 0)
-        _write_dense(file, manifest, dense, tell)
-        _write_experts(file, folder, manifest, experts, tell)
-    kinds = [tensor.kind.name for tensor in (*tensors, *experts.values())]
+        for tensor, numbers in divisors.items():
+            file.write(tensor, numbers.view(np.uint8), 0)
+        _write_experts(file, folder, manifest, experts, factors, tell)
+        _write_dense(file, manifest, dense, factors, tell)
+        factors.write(file)
+    kinds = [tensor.kind.name for tensor in tensors]
     counted = {kind.name: kinds.count(kind.name) for kind in Kind if kind.name in kinds}
     return Exported(about.architecture, counted, layout.size_bytes)
 
@@ -204,14 +209,16 @@ def _form_of(source: SourceTensor, forms: Mapping[str, str], shape: tuple[int, .
 def _stored(source: SourceTensor, form: str, shape: tuple[int, ...], about: Written) -> _Stored:
     rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, shape[0])
     outputs = tuple(
-        _Output(_tensor(place, form), place.change) for place in places(source.name, shape, about)
+        _Output(_tensor(place, form, about.architecture), place.change)
+        for place in places(source.name, shape, about)
     )
     return _Stored(source, form, rows, columns, outputs)
 
 
-def _tensor(place: Place, form: str) -> WrittenTensor:
+def _tensor(place: Place, form: str, architecture: str) -> WrittenTensor:
     whole = place.shape if place.whole is None else (*place.shape[:-1], place.whole)
-    return WrittenTensor(place.name, kind_of(form, whole, place.exact), place.shape)
+    exact = place.exact or (form == "NVFP4" and not applies_factor(architecture, place.name))
+    return WrittenTensor(place.name, kind_of(form, whole, exact), place.shape)
 
 
 def _experts(manifest: Manifest, about: Written) -> dict[tuple[int, str], WrittenTensor]:
@@ -261,7 +268,11 @@ def _parts(layout: ExpertLayout) -> list[_Part]:
 
 
 def _write_dense(
-    file: FileWriter, manifest: Manifest, dense: Sequence[_Stored], tell: Callable[[int], None]
+    file: FileWriter,
+    manifest: Manifest,
+    dense: Sequence[_Stored],
+    factors: Factors,
+    tell: Callable[[int], None],
 ) -> None:
     """Write the dense tensors. Raises DamagedModel unless they are what was pulled."""
     record, checksum = manifest.file(DENSE), 0
@@ -279,7 +290,7 @@ def _write_dense(
                 at += size_bytes
                 checksum = crc32c(data.data, checksum)
                 for output in stored.outputs:
-                    _write_rows(file, stored, output, data, first, rows)
+                    _write_rows(file, stored, output, data, first, rows, factors)
                 tell(size_bytes)
     finally:
         os.close(source)
@@ -288,12 +299,20 @@ def _write_dense(
 
 
 def _write_rows(
-    file: FileWriter, stored: _Stored, output: _Output, data: Bytes, first: int, rows: int
+    file: FileWriter,
+    stored: _Stored,
+    output: _Output,
+    data: Bytes,
+    first: int,
+    rows: int,
+    factors: Factors,
 ) -> None:
     tensor = output.tensor
     found = encode_rows(data, stored.form, rows, stored.columns, tensor.kind)
     if output.change is not None:
         found = output.change(found)
+    if tensor.kind == Kind.NVFP4:
+        factors.add(tensor.name, factors_of(data, rows, stored.columns))
     file.write(tensor, found, first * tensor.row_bytes)
 
 
@@ -302,6 +321,7 @@ def _write_experts(
     folder: Path,
     manifest: Manifest,
     tensors: Mapping[tuple[int, str], WrittenTensor],
+    factors: Factors,
     tell: Callable[[int], None],
 ) -> None:
     """Write every expert into the tensors of its layer. Raises DamagedModel."""
@@ -312,6 +332,8 @@ def _write_experts(
             tensor = tensors[layer, part.role]
             piece = data[part.offset_bytes : part.offset_bytes + part.size_bytes]
             rows = encode_rows(piece, part.form, part.rows, part.columns, tensor.kind)
+            if tensor.kind == Kind.NVFP4:
+                factors.add(tensor.name, factors_of(piece, part.rows, part.columns), expert)
             file.write(tensor, rows, expert * rows.nbytes)
         tell(data.nbytes)
 

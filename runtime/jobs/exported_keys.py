@@ -22,6 +22,7 @@ FILE_TYPES = {  # of llama.cpp; K types are mixed there (Q4_K_M)
     "Q6K": 18,
     "BF16": 32,
     "MXFP4": 38,
+    "NVFP4": 39,
 }
 _HUB = "hub:"
 

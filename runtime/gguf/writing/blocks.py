@@ -7,7 +7,8 @@ another order. A block is one group of one row:
     Q8_0    float16 scale, 32 signed bytes
     MXFP4   one byte E8M0, 16 bytes as in Q4_0
 
-Tiles of Q4K, Q5K and Q6K are interleaved blocks of Q4_K, Q5_K and Q6_K (offload/format/retile.py).
+Tiles of Q4K, Q5K, Q6K and NVFP4 are interleaved blocks of ggml (offload/format/retile.py). Those of
+NVFP4 have a factor of every row besides, which is another tensor of the file (factors.py).
 """
 
 from __future__ import annotations
@@ -34,10 +35,15 @@ _KINDS = {
     "Q4K": Kind.Q4_K,
     "Q5K": Kind.Q5_K,
     "Q6K": Kind.Q6_K,
+    "NVFP4": Kind.NVFP4,
 }
 _GROUPS = 2  # of 32 columns, in a tile
 _CODE_BYTES = {"Q4": 16, "Q8": 32, "MXFP4": 16}  # of a group of one row
 _SCALE_BYTES = {"Q4": 2, "Q8": 2, "MXFP4": 1}
+_FACTOR_BYTES = 4 * BLOCK_ROWS  # before the tiles of a row block of NVFP4
+
+
+_LARGEST = 0x7F  # the scale 480 of a tile, which ggml takes for 0: there it is 0xFF
 
 
 def kind_of(form: str, shape: tuple[int, ...], exact: bool) -> Kind:
@@ -74,12 +80,30 @@ def _interleaved(tiles: Bytes, form: str, rows: int, columns: int) -> Bytes:
     size = BLOCK_BYTES[form]
     words_end = size // 4 * 4 * BLOCK_ROWS
     wide = -(-columns // tile_columns(form.lower()))
+    if form == "NVFP4":
+        tiles = _row_blocks(tiles, columns)[:, _FACTOR_BYTES:]
     tiles = tiles.reshape(-1, wide, size * BLOCK_ROWS)
     deep = len(tiles)
     words = tiles[..., :words_end].reshape(deep, wide, -1, BLOCK_ROWS, 4).transpose(0, 3, 1, 2, 4)
     rest = tiles[..., words_end:].reshape(deep, wide, BLOCK_ROWS, -1).transpose(0, 2, 1, 3)
     parts = (words.reshape(deep, BLOCK_ROWS, wide, -1), rest)
-    return np.concatenate(parts, 3).reshape(deep * BLOCK_ROWS, -1)[:rows]
+    blocks = np.concatenate(parts, 3)
+    if form == "NVFP4":
+        scales = blocks[..., :4]
+        scales[scales == _LARGEST] = 0xFF
+    return blocks.reshape(deep * BLOCK_ROWS, -1)[:rows]
+
+
+def factors_of(tiles: Bytes, rows: int, columns: int) -> NDArray[np.float32]:
+    """Return the factors of rows of NVFP4, float32 [rows]."""
+    found = _row_blocks(tiles, columns)[:, :_FACTOR_BYTES]
+    return np.ascontiguousarray(found).view("<f4").reshape(-1)[:rows]
+
+
+def _row_blocks(tiles: Bytes, columns: int) -> Bytes:
+    """Return the factors and the tiles of each row block of NVFP4, one below the other."""
+    wide = -(-columns // tile_columns("nvfp4"))
+    return tiles.reshape(-1, _FACTOR_BYTES + wide * BLOCK_BYTES["NVFP4"] * BLOCK_ROWS)
 
 
 def _blocks(tiles: Bytes, form: str, rows: int, columns: int) -> Bytes:

@@ -41,6 +41,7 @@ class Kind(IntEnum):
     Q6_K = 14
     BF16 = 30
     MXFP4 = 39
+    NVFP4 = 40
 
 
 _BLOCKS = {  # weights and bytes of a block
@@ -52,6 +53,7 @@ _BLOCKS = {  # weights and bytes of a block
     Kind.Q5_K: (256, 176),
     Kind.Q6_K: (256, 210),
     Kind.MXFP4: (32, 17),
+    Kind.NVFP4: (64, 36),
 }
 
 

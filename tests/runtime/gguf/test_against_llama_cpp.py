@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from moeinf.runtime.library.library import DEMO_CHECKPOINT, Library
 from tests.conftest import ignore
 from tests.exported import FAMILIES, Model, checkpoint, exported
 from tests.generating import answering
+from tests.gguf_files import matrices, write_gguf
+from tests.gguf_wide import widened
 from tests.llama_cpp_side import (
     Llama,
     computed_as_there,
@@ -31,7 +34,6 @@ from tests.llama_cpp_side import (
     llama,
     our_logits,
     quantised,
-    widened,
 )
 
 TAGS = ("bf16", "q4", "q8", "f32")
@@ -146,10 +148,34 @@ def test_mxfp4_files_of_llama_cpp(name: str, tmp_path: Path) -> None:
         assert np.array_equal(ours[name].data, theirs[name].data), name
 
 
+# The architectures whose graphs in llama.cpp apply the factors of NVFP4 experts.
+@pytest.mark.parametrize("name", ["qwen3", *map(full, ("mixtral", "mixtral-llama3", "qwen3.5"))])
+def test_nvfp4_files(name: str, tmp_path: Path) -> None:
+    """llama.cpp quantises nothing to NVFP4: the file is our export of what its converter makes."""
+    made = exported(checkpoint(name, tmp_path / "checkpoint"), tmp_path, "f32")
+    theirs = write_gguf(tmp_path / "checkpoint", tmp_path / "theirs.gguf", blocks_of_nvfp4)
+    model = made.pulled(theirs)
+    file, folder = tmp_path / "nvfp4.gguf", Library(model.settings).folder(model.manifest.model)
+    written = export_gguf(folder, model.manifest, file, ignore, ignore, force=False)
+    kept = [t.tensor_type for t in GGUFReader(theirs).tensors if ".ssm_out." not in t.name]
+    assert written.tensors["NVFP4"] == kept.count(GGMLQuantizationType.NVFP4)
+    held_on(made, replace(model, file=file), name)
+
+
+def blocks_of_nvfp4(name: str, values: Tensor) -> GGMLQuantizationType:
+    """Return NVFP4 but for the embedding, whose factor llama.cpp does not read."""
+    kind = matrices(GGMLQuantizationType.NVFP4)(name, values)
+    return GGMLQuantizationType.BF16 if name == "token_embd.weight" else kind
+
+
 def held_against_llama_cpp(name: str, form: str, folder: Path) -> Model:
     """Compare both programs on a file that llama.cpp quantised, and on its weights in float32."""
     made = exported(checkpoint(name, folder / "checkpoint"), folder, "f32")
-    model = made.pulled(quantised(made.file, form))
+    return held_on(made, made.pulled(quantised(made.file, form)), name)
+
+
+def held_on(made: Model, model: Model, name: str) -> Model:
+    """Compare both programs on the file of `model`, and on its weights in float32."""
     with computed_as_there(name):
         with model.engine() as engine, llama(model.file) as other:
             assert_near(our_logits(engine, IDS), other.logits(IDS), 1e-3)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moeinf.native import BLOCK_ROWS
 from moeinf.offload.format.quantise import dequantise, quantise
+from moeinf.offload.format.retile import retile
 from moeinf.runtime.checkpoints.fused_experts import tile_blocks, widen_blocks
-from moeinf.runtime.gguf.writing.blocks import encode_rows, kind_of
+from moeinf.runtime.gguf.writing.blocks import encode_rows, factors_of, kind_of
 from moeinf.runtime.gguf.writing.writer import Kind
 
 SHAPES = [(16, 64), (1, 32), (17, 96), (40, 160)]  # whole tiles, and rows and columns to drop
@@ -38,6 +39,19 @@ def test_tiles_keep_their_values(form: str, rows: int, columns: int) -> None:
     read = dequantize(found, GGMLQuantizationType(int(kind)))
     assert read.shape == values.shape
     assert (read + 0.0).tobytes() == (values.numpy() + 0.0).tobytes()  # -0 is 0
+
+
+def test_blocks_of_nvfp4_are_those_of_the_tiles() -> None:
+    """Every byte of a scale keeps its value, and factors are those of the rows."""
+    blocks = torch.randint(256, (37, 3, 36), generator=torch.Generator().manual_seed(1)).byte()
+    blocks[..., 0] = torch.tensor([0, 0x7E, 0x7F, 0x80, 0xFE, 0xFF] * 19)[: 37 * 3].view(37, 3)
+    rows, factors = blocks.flatten(1), torch.rand(37)
+    tiles = retile(rows, "NVFP4", 192, factors).numpy()
+    found = encode_rows(tiles, "NVFP4", 37, 192, Kind.NVFP4)
+    read, wanted = (dequantize(x, GGMLQuantizationType.NVFP4) for x in (found, rows.numpy()))
+    assert read.tobytes() == wanted.tobytes()
+    assert factors_of(tiles, 37, 192).tobytes() == factors.numpy().tobytes()
+    assert kind_of("NVFP4", (37, 96), exact=False) == Kind.F32
 
 
 @pytest.mark.parametrize("form", ["Q4", "Q8"])
