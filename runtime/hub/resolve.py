@@ -80,8 +80,9 @@ def find_source(
 ) -> tuple[ModelName, Source]:
     """Return the name that MODEL will have, and its source.
 
-    Once `stop` is set, every request fails with RepositoryError or DownloadFailed. compare: the
-    source of a GGUF file asks the repository that it was made from (base_repository.py).
+    A `name` without a tag has that of MODEL. Once `stop` is set, every request fails with
+    RepositoryError or DownloadFailed. compare: the source of a GGUF file asks the repository that
+    it was made from (base_repository.py).
 
     Raises UnknownSource, DenseModel, BadName, RepositoryError, BadCheckpoint, DownloadFailed,
     NoSuchOllamaModel, BadStore.
@@ -102,7 +103,7 @@ def find_source(
     if is_dense(model):
         raise DenseModel(model)
     asked, model = parse_name(model), plain(model)
-    wanted = parse_name(name) if name is not None else asked
+    wanted = asked if name is None else _named(name, asked.tag)
     if asked.name == DEMO:
         return wanted, LocalSource.watched(open_folder(DEMO_CHECKPOINT), DEMO)
     check_not_demo(wanted)
@@ -120,7 +121,8 @@ def find_source(
         wanted = wanted if name is not None else ModelName(entry.name, asked.tag)
     elif "/" not in model:
         raise UnknownSource(model)
-    tag = (name or model).rpartition(":")[2] if ":" in (name or model) else None
+    given = next((text for text in (name, model) if text and ":" in plain(text)), None)
+    tag = None if given is None else plain(given).rpartition(":")[2]
     if is_offline():
         return _offline(wanted, repository, revision, quant, tag, note)
     everything = look_up_all(repository, revision, token, "model", stop)
@@ -141,6 +143,12 @@ def find_source(
         names = ", ".join(source.unpromised[:3]) + (", …" if source.unpromised[3:] else "")
         note(f"the hub gives no hash of {names}: the download cannot be verified")
     return wanted, source
+
+
+def _named(name: str, tag: str) -> ModelName:
+    """Return a name, with this tag if it has none of its own. Raises BadName."""
+    found = parse_name(name)
+    return found if ":" in plain(name) else ModelName(found.name, tag)
 
 
 def _local(path: Path, name: str | None) -> tuple[ModelName, LocalSource]:

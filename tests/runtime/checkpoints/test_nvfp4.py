@@ -112,7 +112,8 @@ def test_its_own_tag_is_the_default_offline(
     monkeypatch.setattr("moeinf.runtime.hub.listing.is_offline", lambda: True)
     settings = Settings(tmp_path / "home")
     for asked, tag in (("Org/Small", "nvfp4"), ("Org/Small:q8", "q8")):
-        assert find_source(asked, None, settings, ignore)[0].tag == tag
+        for name in (None, "y"):
+            assert find_source(asked, name, settings, ignore)[0].tag == tag
 
 
 @pytest.mark.parametrize("divides", [False, True])

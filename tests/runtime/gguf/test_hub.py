@@ -108,6 +108,25 @@ def test_a_pull_is_that_of_the_local_file(
     assert Library(settings).made_of(again, source.origin, source.revision) == remote
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "wanted", "file"),
+    [
+        (f"{REPO}:q8", "y", "y:q8", "Q8_0"),
+        (f"hf.co/{REPO}:Q8_0", "y", "y:q8", "Q8_0"),
+        (f"{REPO}:q8", "y:q5k", "y:q5k", "Q4_0"),  # the name's own tag decides
+        (REPO, "y:latest", "y:q4", "Q4_0"),
+        ("demo:q5k", "y", "y:q5k", None),
+        ("demo", "y", "y:bf16", None),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_a_new_name_keeps_the_tag_that_was_asked_for(
+    model: str, name: str, wanted: str, file: str | None, tmp_path: Path
+) -> None:
+    found, source = find_source(model, name, Settings(tmp_path / "home"), ignore)
+    assert (str(found), source.origin) == (wanted, f"hub:{REPO}:{file}" if file else "demo")
+
+
 def test_a_header_that_changed_on_the_way_is_refused(hub: Hub, tmp_path: Path) -> None:
     """The range that was read ahead lies about a number; the whole file has the right hash."""
 

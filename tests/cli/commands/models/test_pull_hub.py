@@ -283,6 +283,10 @@ def test_a_checkpoint_in_the_hugging_face_cache_is_used_in_place(
     assert result.code == 0, result.err
     assert "is used from there" in result.err
     assert hub.requests == []
+    sizes = json.loads(
+        machine("pull", "Org/Demo-MoE:q5k", "--name", "y", "--dry-run", "--json").out
+    )
+    assert (sizes["name"], sizes["tag"]) == ("y", "q5k")
     assert machine("pull", "Org/Demo-MoE", "--name", "again").code == 0
     assert headers_only(hub) == set()
     assert machine("run", "again", "17+25=").out == "42\n"
