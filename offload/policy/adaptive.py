@@ -13,8 +13,8 @@ One decode pass asks of them:
 An encoder's experts leave first once it has run. They are judged by probability again when the
 next source is read.
 
-A pass of several requests is one token that chose all that they chose. `past` is the sum over
-them.
+A pass of several requests is one token that chose all that they chose. `past` is the sum over all
+requests that have not ended, also those of other passes: users in turn share one cache.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class Adaptive:
         return slots - min(self._top_k, max(1, slots // 4))
 
     def _write_predictions(self) -> None:
-        """Write the probability per expert that past requests give for the running ones."""
+        """Write the probability per expert that past requests give for all running ones."""
         past = self.core.past
         past.fill(0)
-        active = self._requests.active()
-        for request in active:
+        running = self._requests.running()
+        for request in running:
             predicted = request.predict(request.pair_similarity(), self._matches, "decode")
             if predicted is not None:
                 past += predicted * self._top_k
-        if len(active) > 1:
+        if len(running) > 1:
             np.minimum(past, 1, out=past)

@@ -97,5 +97,9 @@ class RunningRequests:
         """Return the requests of the running (or last) pass that have not ended."""
         return [self._all[request] for request in self._rows if request in self._all]
 
+    def running(self) -> list[RunningRequest]:
+        """Return all requests that have not ended, in order of their first pass."""
+        return list(self._all.values())
+
     def end(self, request: int) -> None:
         self._all.pop(request, None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeinf.offload.policy.adaptive import Adaptive
+from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
 from moeinf.offload.policy.base import Policy, Setup, Wish
 from moeinf.offload.policy.belady import Belady
 from moeinf.offload.policy.eamc import EamcKnobs, EamcPolicy
@@ -165,6 +165,21 @@ def test_adaptive_admits_only_what_is_surely_better() -> None:
     use(policy, 3, 3, 3, 3)  # settles when it is routed
     assert policy.insertions == 4
     assert policy.victim(anyone) == 0  # the loser is staged now
+
+
+def test_adaptive_keeps_what_users_of_other_passes_will_use() -> None:
+    """Requests 7 and 8 decode in turn, like A and like B; what A used matters until 7 has ended."""
+    policy = Adaptive(Setup(TWO, 6, past()), AdaptiveKnobs(matches=1))
+    for request, expert in ((7, 0), (8, 1)):
+        policy.begin_pass(np.array([request, request]), "prefill")
+        for layer in (0, 1):
+            policy.routed(layer, np.array([[expert], [expert]]))
+        policy.end_pass(None)
+    policy.begin_pass(np.array([8]), "decode")
+    assert policy.core.past.ravel().tolist() == [1, 1, 0, 0.75, 0.5, 0.75]
+    policy.end_request(7)
+    policy.begin_pass(np.array([8]), "decode")
+    assert policy.core.past.ravel().tolist() == [0, 1, 0, 0, 0.25, 0.75]
 
 
 def test_adaptive_protects_hints_and_asks_for_them() -> None:
