@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from moeinf.errors import InvalidInput
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.adaptive import Adaptive, AdaptiveKnobs
@@ -121,6 +123,38 @@ def shifted(recording: Recording, labels: str) -> Recording:
             raise UnknownChoice(f"no request is labelled {part!r}; {recording.name} has {known}")
         chosen += found
     return recording.select(chosen, f"{recording.name} {labels}")
+
+
+def batched(recording: Recording, users: int) -> Recording:
+    """Return the same requests, `users` at a time, that decode in one pass, as in the engine.
+
+    A prompt has passes of its own, when its request takes the place of one that has ended.
+    """
+    waiting = deque(recording.requests)
+    mixed = Recording(f"{recording.name} x{users}", recording.shape, labels=recording.labels)
+    active: list[deque[Pass]] = []
+    while waiting or active:
+        while waiting and len(active) < users:
+            passes = deque(recording.select([waiting.popleft()]).passes)
+            while passes and passes[0].phase != "decode":
+                mixed.add(passes.popleft())
+            active += [passes] if passes else []
+        if active:
+            mixed.add(_joined([passes.popleft() for passes in active]))
+        active = [passes for passes in active if passes]
+    return mixed
+
+
+def _joined(parts: list[Pass]) -> Pass:
+    """Return one decode pass of the rows of several; without hints."""
+    weights = [part.weights for part in parts if part.weights is not None]
+    return Pass(
+        "decode",
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.ids for part in parts], 1),
+        np.concatenate([part.accepted for part in parts]),
+        np.concatenate(weights, 1) if len(weights) == len(parts) else None,
+    )
 
 
 def interleaved(recording: Recording, users: int) -> Recording:

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.requests_file import read_requests
 from moeinf.offload.routing.trace import Recording
-from moeinf.offload.simulator.cases import Case, interleaved, run_case
+from moeinf.offload.simulator.cases import Case, batched, interleaved, run_case
 from moeinf.offload.simulator.clock import TimeModel
+from moeinf.offload.simulator.replay import Conditions, Replay
+from scripts.study.composed import composed
 
 EARLY = 16  # first tokens of an answer
 _RESAMPLES = 1000
@@ -28,7 +30,9 @@ Floats = NDArray[np.float64]
 class Job:
     """One replay. requests: in this order; None: all. past: requests that the EAMC has before.
 
-    forget: finished requests are not added to the EAMC. knobs: (name, value) pairs.
+    together: users decode in one pass, not in turn. forget: finished requests are not added to the
+    EAMC. knobs: (name, value) pairs. ahead: the policy whose reads ahead replace those of `policy`;
+    "": none are read. machine: the times.
     """
 
     path: Path
@@ -38,9 +42,12 @@ class Job:
     past: tuple[int, ...] = ()
     capacity: int | None = None
     users: int = 1
+    together: bool = False
     late: bool = False
     forget: bool = False
     knobs: tuple[tuple[str, Any], ...] = ()
+    ahead: str | None = None
+    machine: TimeModel = field(default_factory=TimeModel)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Counts:
     reads: Floats
     insertions: Floats
     tokens: Floats
+    stall_ms: Floats
 
     @property
     def rate(self) -> float:
@@ -74,12 +82,16 @@ def recording_of(path: Path) -> Recording:
 
 
 @cache
-def mixed(path: Path, requests: tuple[int, ...] | None, users: int) -> Recording:
-    """Return the chosen requests, `users` at a time in turn."""
+def mixed(
+    path: Path, requests: tuple[int, ...] | None, users: int, together: bool = False
+) -> Recording:
+    """Return the chosen requests, `users` at a time, in turn or together in a pass."""
     recording = recording_of(path)
     if requests is not None:
         recording = recording.select(requests)
-    return interleaved(recording, users) if users > 1 else recording
+    if users == 1:
+        return recording
+    return (batched if together else interleaved)(recording, users)
 
 
 def collection(path: Path, requests: Sequence[int], capacity: int | None = None) -> Eamc:
@@ -94,22 +106,26 @@ def collection(path: Path, requests: Sequence[int], capacity: int | None = None)
 
 
 def replay(job: Job) -> Counts:
-    """Run one replay."""
-    recording = mixed(job.path, job.requests, job.users)
+    """Run one replay. A pass of several users counts for the request of its first row."""
+    recording = mixed(job.path, job.requests, job.users, job.together)
     shape = recording.shape
     eamc: Eamc = collection(job.path, job.past, job.capacity)
     if job.forget:
         eamc = Forgetful(1, shape.layers, shape.experts)
     case = Case(job.policy, job.share, knobs=dict(job.knobs))
-    outcome = run_case(recording, case, TimeModel(), late=job.late, eamc=eamc)
+    if job.ahead is None:
+        outcome = run_case(recording, case, job.machine, late=job.late, eamc=eamc)
+    else:
+        conditions = Conditions(round(job.share * shape.layers * shape.experts), job.machine)
+        outcome = Replay(recording, composed(job.policy, job.ahead), conditions, eamc).run()
     places: dict[int, int] = {}
-    sums = np.zeros((len(recording.requests), 7))
+    sums = np.zeros((len(recording.requests), 8))
     for token in outcome.tokens:
         row = sums[places.setdefault(token.request, len(places))]
         row[:2] += token.events, token.hits
         if token.age < EARLY:
             row[2:4] += token.events, token.hits
-        row[4:] += token.reads, token.insertions, 1
+        row[4:] += token.reads, token.insertions, 1, 1000 * token.stall_seconds
     return Counts(list(places), *sums[: len(places)].T)
 
 

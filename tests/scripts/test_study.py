@@ -51,6 +51,19 @@ def test_replays_count_by_request(drawn: Path) -> None:
     assert warm.rate > cold.rate > forgetful.rate
     assert replay(Job(drawn, "adaptive", knobs=(("hysteresis", 3.0),))).hits.sum() > 0
     assert replay(Job(drawn, "lru", users=4)).requests == list(range(8))
+    together = replay(Job(drawn, "lru", users=4, together=True))
+    assert together.tokens.sum() == 2 * 15  # four answers of equal length share each pass
+
+
+def test_parts_of_two_policies(drawn: Path) -> None:
+    """One policy in both roles is that policy; without reads ahead a miss is a read."""
+    whole = replay(Job(drawn, "eamc", 0.3))
+    twice = replay(Job(drawn, "eamc", 0.3, ahead="eamc"))
+    assert (twice.hits == whole.hits).all()
+    assert twice.stall_ms.sum() == pytest.approx(whole.stall_ms.sum())
+    lazy = replay(Job(drawn, "eamc", 0.3, ahead=""))
+    assert (lazy.reads == lazy.events - lazy.hits).all()
+    assert whole.reads.sum() > lazy.reads.sum()
 
 
 def test_intervals() -> None:
@@ -60,8 +73,8 @@ def test_intervals() -> None:
     assert replays.half_width(replays.resampled(varied, np.ones(100))) == pytest.approx(
         0.1, abs=0.01
     )
-    old = Counts([0, 1], *[4 * ones[:2], ones[:2]] * 3, ones[:2])
-    new = Counts([1, 0], *[4 * ones[:2], 2 * ones[:2]] * 3, ones[:2])
+    old = Counts([0, 1], *[4 * ones[:2], ones[:2]] * 4)
+    new = Counts([1, 0], *[4 * ones[:2], 2 * ones[:2]] * 4)
     assert replays.gain(new, old) == "+25.0 ±0.0"
 
 
