@@ -115,7 +115,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="olmoe")
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--forms", default="q4,q8", help="q4k, q5k, q6k, nvfp4, mxfp4, bf16, too")
+    parser.add_argument(
+        "--forms", default="q4,q8", help="q3, q2, q4k, q5k, q6k, nvfp4, mxfp4, bf16, too"
+    )
     options = parser.parse_args()
     (hidden, inner), size = SHAPES[options.shape], options.megabytes << 20
     a, b = torch.randn(256, 1024), torch.randn(1024, 1024)

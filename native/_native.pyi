@@ -398,7 +398,7 @@ def matrix_bytes(format: str, rows: int, columns: int) -> int:
 # ValueError.
 
 def quantise_rows(rows: int, count: int, columns: int, f32: bool, format: str, out: int) -> None:
-    """Write rows as row blocks of q8, q4, q4k, q5k or q6k to out. Raises ValueError."""
+    """Write rows as row blocks of q8, q4, q3, q2, q4k, q5k or q6k to out. Raises ValueError."""
 
 def dequantise_rows(blocks: int, format: str, count: int, columns: int, out: int) -> None:
     """Dequantise row blocks of tiles to out [count, columns] float32. Raises ValueError."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from moeinf.errors import InvalidInput
 
 KEPT_TAGS = ("mxfp4", "nvfp4")  # only of checkpoints that have this format
-TAGS = ("q4", "q4k", "q4d8", "q5k", "q6k", "q8", *KEPT_TAGS, "bf16", "f32")
+TAGS = ("q2", "q3", "q4", "q4k", "q4d8", "q5k", "q6k", "q8", *KEPT_TAGS, "bf16", "f32")
 DEFAULT_TAG = "q4"
 DEMO = "demo"  # the model in the package
 DEMO_EXAMPLES = ("17+25=", "sort dog, cat, cow", "spell ollama")

@@ -35,7 +35,7 @@ from moeinf.offload.gpu_kernels.tiles import FUSION
 
 DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # Ampere, Ada, Hopper, desktop Blackwell
 SPILLED_BYTES = 8  # three blocks of 32 rows spill that on sm_120
-FORMS = ("q4", "q8", "mxfp4", "q4k", "q5k", "q6k", "nvfp4", "bf16")
+FORMS = ("q4", "q8", "q3", "q2", "mxfp4", "q4k", "q5k", "q6k", "nvfp4", "bf16")
 POINTERS = {
     "ids": "*i64", "table": "*i32", "words": "*i32", "plain": "*bf16",
     "x_words": "*i32", "x_starts": "*i32", "x_scales": "*fp32", "codes": "*i8", "starts": "*i32",

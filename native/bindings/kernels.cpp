@@ -24,6 +24,8 @@ constexpr std::size_t kMaxSide = std::size_t{1} << 24;
 Format format_of(const std::string& name) {
     if (name == "q4") return Format::kQ4;
     if (name == "q8") return Format::kQ8;
+    if (name == "q3") return Format::kQ3;
+    if (name == "q2") return Format::kQ2;
     if (name == "mxfp4") return Format::kMxfp4;
     if (name == "q4k") return Format::kQ4k;
     if (name == "q5k") return Format::kQ5k;

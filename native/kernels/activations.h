@@ -3,7 +3,7 @@
 // One row of K activations in the form that kernels read:
 //
 //   for tiles    per group of 32:  { int32 start,  float scale,  int8 q[32] }
-//                start   q8, q4, mxfp4   −zero · Σ q
+//                start   q8 … q2, mxfp4  −zero · Σ q
 //                        q4k, q5k        −Σ q
 //                        q6k, nvfp4      int16 Σ q of the first 16, int16 Σ q of the last 16
 //   for bf16     per 32:           { float even[16] = k 0 2 … 30,  float odd[16] = k 1 3 … 31 }

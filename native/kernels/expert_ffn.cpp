@@ -75,6 +75,8 @@ void fill_all(ThreadPool& pool, Rows& rows, const std::byte* x, std::size_t coun
 QuantLoop loop_of(const Kernels& kernels, Format format) {
     switch (format) {
         case Format::kQ4: return kernels.q4;
+        case Format::kQ3: return kernels.q3;
+        case Format::kQ2: return kernels.q2;
         case Format::kMxfp4: return kernels.mxfp4;
         case Format::kQ4k: return kernels.q4k;
         case Format::kQ5k: return kernels.q5k;

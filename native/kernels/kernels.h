@@ -30,6 +30,8 @@ struct Kernels {
     bool fast;  // false: correct but slow
     QuantLoop q4;
     QuantLoop q8;
+    QuantLoop q3;
+    QuantLoop q2;
     QuantLoop mxfp4;
     QuantLoop q4k;
     QuantLoop q5k;

@@ -27,9 +27,14 @@ struct Wide {
 #define MOEINF_INLINE __attribute__((always_inline)) inline
 
 // The candidate codes of the group's largest weight. For q8 the search gains little: three suffice.
+// q3 and q2 cut off more of the largest weights: those of normal weights are near 8.5 and 5.
 template <Format format>
 constexpr auto kCandidates = [] {
-    if constexpr (format == Format::kQ4)
+    if constexpr (format == Format::kQ2)
+        return std::array{3.0f, 2.6f, 3.4f, 3.8f, 4.2f, 4.6f, 5.0f, 5.4f, 5.8f, 6.4f, 7.0f};
+    else if constexpr (format == Format::kQ3)
+        return std::array{7.0f, 6.2f, 6.6f, 7.4f, 7.8f, 8.2f, 8.6f, 9.0f, 9.5f, 10.0f, 11.0f};
+    else if constexpr (format == Format::kQ4)
         return std::array{-8.0f, -6.8f, -7.1f, -7.4f, -7.7f, -8.3f, -8.6f, -8.9f, -9.2f,
                           7.0f, 7.4f};
     else
@@ -37,14 +42,18 @@ constexpr auto kCandidates = [] {
 }();
 
 template <Format format>
-constexpr float kLowest = format == Format::kQ4 ? -8.0f : -127.0f;
+constexpr float kHighest = is_odd(format) ? zero_of(format)
+                           : format == Format::kQ4 ? 7.0f : 127.0f;
 template <Format format>
-constexpr float kHighest = format == Format::kQ4 ? 7.0f : 127.0f;
+constexpr float kLowest = format == Format::kQ4 ? -8.0f : -kHighest<format>;
 constexpr float kRounder = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
 
 template <Format format, class Floats>
 MOEINF_INLINE void code(const Floats& x, const Floats& factor, Floats& q) {
-    q = (x * factor + kRounder) - kRounder;
+    if constexpr (is_odd(format))
+        q = ((x * factor * 0.5f - 0.5f + kRounder) - kRounder) * 2.0f + 1.0f;
+    else
+        q = (x * factor + kRounder) - kRounder;
     q = q < kLowest<format> ? Floats{} + kLowest<format> : q;
     q = q > kHighest<format> ? Floats{} + kHighest<format> : q;
 }
@@ -101,29 +110,40 @@ MOEINF_INLINE void search(const float (*values)[kBlockRows], std::size_t first,
     }
 }
 
+// Returns byte b of word w of a row's codes of a group (tiles.h); code(k) is the code of column k.
+template <Format format, class Code>
+MOEINF_INLINE int packed_byte(std::size_t w, std::size_t b, Code code) {
+    const std::size_t k = 4 * w + b;
+    if constexpr (format == Format::kQ8) {
+        return code(k);
+    } else if constexpr (format == Format::kQ4) {
+        return code(k) | code(16 + k) << 4;
+    } else {
+        int byte = 0;
+        for (std::size_t i = 0; i < 4 && w < 2; ++i)
+            byte |= (code(8 * i + k) & 3) << 2 * i;
+        for (std::size_t v = 0; v < 8 && w == 2; ++v) byte |= code(4 * v + b) >> 2 << v;
+        return byte;
+    }
+}
+
 template <Format format>
 MOEINF_INLINE void write_codes(const float (*codes)[kBlockRows], std::byte* to) {
-    constexpr float kZero = format == Format::kQ4 ? kQ4Zero : kQ8Zero;
+    constexpr float kZero = zero_of(format), kUnit = is_odd(format) ? 0.5f : 1.0f;
     std::uint8_t bytes[kGroup][kBlockRows];
     for (std::size_t k = 0; k < kGroup; ++k)
         for (std::size_t r = 0; r < kBlockRows; ++r)
-            bytes[k][r] = static_cast<std::uint8_t>(static_cast<int>(codes[k][r] + kZero));
-    for (std::size_t v = 0; v < (format == Format::kQ4 ? 4 : 8); ++v)
+            bytes[k][r] = static_cast<std::uint8_t>(static_cast<int>((codes[k][r] + kZero) * kUnit));
+    for (std::size_t w = 0; w < code_bytes(format) / 64; ++w)
         for (std::size_t r = 0; r < kBlockRows; ++r)
-            for (std::size_t b = 0; b < 4; ++b) {
-                const std::size_t k = 4 * v + b;
-                if constexpr (format == Format::kQ4)
-                    *to++ = static_cast<std::byte>(bytes[k][r] | bytes[16 + k][r] << 4);
-                else
-                    *to++ = static_cast<std::byte>(bytes[k][r]);
-            }
+            for (std::size_t b = 0; b < 4; ++b)
+                *to++ = static_cast<std::byte>(packed_byte<format>(
+                    w, b, [&](std::size_t k) { return static_cast<int>(bytes[k][r]); }));
 }
 
 template <Format format, std::size_t lanes>
 MOEINF_INLINE void quantise_block(const std::byte* rows, Dtype dtype, std::size_t count,
                                   std::size_t columns, std::byte* out) {
-    constexpr std::size_t kTile = tile_bytes(format);
-    constexpr std::size_t kScales = kTile - 2 * kTileGroups * kBlockRows;
     const std::size_t item = dtype == Dtype::kF32 ? 4 : 2;
     for (std::size_t group = 0; group < groups_of(format, columns); ++group) {
         float x[kGroup][kBlockRows] = {};
@@ -138,20 +158,26 @@ MOEINF_INLINE void quantise_block(const std::byte* rows, Dtype dtype, std::size_
         float codes[kGroup][kBlockRows];
         for (std::size_t r = 0; r < kBlockRows; r += lanes)
             search<format, lanes>(x, r, scales, codes);
-        std::byte* const tile = out + group / kTileGroups * kTile;
+        std::byte* const tile = out + group / kTileGroups * tile_bytes(format);
         const std::size_t half = group % kTileGroups;
-        write_codes<format>(codes, tile + half * (kScales / kTileGroups));
-        std::memcpy(tile + kScales + half * sizeof scales, scales, sizeof scales);
+        write_codes<format>(codes, tile + half * code_bytes(format));
+        std::memcpy(tile + kTileGroups * code_bytes(format) + half * sizeof scales, scales,
+                    sizeof scales);
     }
 }
 
 template <std::size_t lanes>
 MOEINF_INLINE void quantise_any(const std::byte* rows, Dtype dtype, std::size_t count,
                                 std::size_t columns, Format format, std::byte* out) {
-    if (format == Format::kQ4)
-        quantise_block<Format::kQ4, lanes>(rows, dtype, count, columns, out);
-    else
-        quantise_block<Format::kQ8, lanes>(rows, dtype, count, columns, out);
+    switch (format) {
+        case Format::kQ2:
+            return quantise_block<Format::kQ2, lanes>(rows, dtype, count, columns, out);
+        case Format::kQ3:
+            return quantise_block<Format::kQ3, lanes>(rows, dtype, count, columns, out);
+        case Format::kQ4:
+            return quantise_block<Format::kQ4, lanes>(rows, dtype, count, columns, out);
+        default: return quantise_block<Format::kQ8, lanes>(rows, dtype, count, columns, out);
+    }
 }
 
 void quantise_baseline(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
@@ -210,6 +236,8 @@ using DequantiseGroup = void (*)(const std::byte*, std::size_t, std::size_t, std
 DequantiseGroup dequantise_of(Format format) noexcept {
     switch (format) {
         case Format::kQ4: return dequantise_group<Format::kQ4>;
+        case Format::kQ3: return dequantise_group<Format::kQ3>;
+        case Format::kQ2: return dequantise_group<Format::kQ2>;
         case Format::kMxfp4: return dequantise_group<Format::kMxfp4>;
         case Format::kQ4k: return dequantise_group<Format::kQ4k>;
         case Format::kQ5k: return dequantise_group<Format::kQ5k>;

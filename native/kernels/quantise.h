@@ -6,7 +6,7 @@
 //   (Σ x q)² / Σ q²        q = clamp(round(x · c / m))
 //
 // where m is the weight of largest magnitude, with its sign. q4 maps m near −8, because codes have
-// −8 but not 8. The scale is then Σ x q / Σ q², the least-squares scale, rounded to float16. The
+// −8 but not 8. q3 and q2 round to odd numbers. The scale is then Σ x q / Σ q², the least-squares scale, rounded to float16. The
 // codes are computed again for that scale. Each lane searches one of the 16 rows of a block. All
 // sums run over k in ascending order without fused operations, so every machine writes the same
 // bytes.
@@ -21,8 +21,8 @@
 
 namespace moeinf {
 
-// Writes rows [count, columns] of `dtype`, row-major, as ceil(count / 16) row blocks of q8, q4, q4k,
-// q5k or q6k (quantise_blocks.h). A group with a NaN or an infinity gets the scale NaN.
+// Writes rows [count, columns] of `dtype`, row-major, as ceil(count / 16) row blocks of q8, q4, q3,
+// q2, q4k, q5k or q6k (quantise_blocks.h). A group with a NaN or an infinity gets the scale NaN.
 void quantise_rows(const std::byte* rows, Dtype dtype, std::size_t count, std::size_t columns,
                    Format format, std::byte* out) noexcept;
 

@@ -16,7 +16,7 @@ T read_at(const std::byte* at) noexcept {
     return value;
 }
 
-// Returns the code of row r, column k of group g of a tile.
+// Returns the code of row r, column k of group g of a tile, doubled in q3 and q2.
 template <Format format>
 int code_at(const std::byte* tile, std::size_t r, std::size_t g, std::size_t k) noexcept {
     // Reads byte b of word w of row r.
@@ -29,6 +29,11 @@ int code_at(const std::byte* tile, std::size_t r, std::size_t g, std::size_t k) 
     } else if constexpr (format == Format::kQ4 || format == Format::kMxfp4) {
         const int code = byte(4 * g + v % 4, b) >> (k < 16 ? 0 : 4) & 15;
         return format == Format::kMxfp4 ? kMxfp4Codes[code] : code;
+    } else if constexpr (is_odd(format)) {
+        constexpr std::size_t kWords = code_bytes(format) / 64;
+        const int low = byte(kWords * g + v % 2, b) >> (v / 2 * 2) & 3;
+        const int high = format == Format::kQ3 ? byte(kWords * g + 2, b) >> v & 1 : 0;
+        return 2 * (low | high << 2);
     } else if constexpr (format == Format::kQ4k) {
         return byte(4 + g / 2 * 8 + v, b) >> 4 * (g % 2) & 15;
     } else if constexpr (format == Format::kQ5k) {
@@ -77,12 +82,11 @@ ScalePair scales_at(const std::byte* tile, std::size_t r, std::size_t g) noexcep
     }
 }
 
-// Returns the scale of row r of group g of a q8, q4 or mxfp4 tile.
+// Returns the scale of row r of group g of a q8, q4, q3, q2 or mxfp4 tile.
 template <Format format>
 float scale_at(const std::byte* tile, std::size_t r, std::size_t g) noexcept {
-    constexpr std::size_t kBytes = format == Format::kMxfp4 ? 1 : 2;
-    constexpr std::size_t kScales = tile_bytes(format) - kBytes * kTileGroups * kBlockRows;
-    const std::byte* const at = tile + kScales + kBytes * (kBlockRows * g + r);
+    const std::byte* const at =
+        tile + kTileGroups * code_bytes(format) + scale_bytes(format) * (kBlockRows * g + r);
     if constexpr (format == Format::kMxfp4)
         return std::bit_cast<float>(std::max(std::to_integer<int>(*at) << 23, kLeastE8M0));
     else

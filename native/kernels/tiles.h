@@ -6,7 +6,7 @@
 //   matrix     row block 0 | row block 1 | ...             ceil(N / 16) of them
 //   row block  tile 0 | tile 1 | ...                       ceil(K / C) of them
 //
-// A tile of q8, q4 and mxfp4 has two groups of 32 columns:
+// A tile of q8, q4, q3, q2 and mxfp4 has two groups of 32 columns:
 //
 //   q8 tile, 1088 bytes = 17 cache lines                   8.5 bits per weight
 //     0     codes of group 0:  word v = 0 … 7, row r = 0 … 15:  4 bytes, k = 4v … 4v+3
@@ -19,12 +19,28 @@
 //     256   codes of group 1
 //     512   scales as above
 //
+//   q3 tile, 448 bytes = 7 cache lines                     3.5 bits per weight
+//     0     group 0, words w = 0 … 2, row r = 0 … 15, 4 bytes b:
+//             w = 0, 1   bits 0 and 1 of the code of k = 4 (2i + w) + b at bits 2i and 2i + 1
+//             w = 2      bit 2 of the code of k = 4v + b at bit v
+//     192   group 1
+//     384   scales as above
+//
+//   q2 tile, 320 bytes = 5 cache lines                     2.5 bits per weight
+//     0     group 0, words w = 0, 1 as in q3
+//     128   group 1
+//     256   scales as above
+//
 //   mxfp4 tile, 544 bytes                                  4.25 bits per weight
 //     0     codes as in q4, each a number of OCP's E2M1 (Microscaling Formats 1.0, section 5.3.3):
 //           a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6
 //     512   scales:  group 0, row 0 … 15;  group 1, row 0 … 15      E8M0: byte e means 2^(e − 127)
 //
 //   weight = scale · (code − zero),  zero = 8 in q4 (codes 0 … 15), 128 in q8 (codes 0 … 255)
+//          = scale · (2 · code − zero)    zero = 7 in q3 (codes 0 … 7), 3 in q2 (codes 0 … 3)
+//
+// So weights of q3 and q2 are odd multiples of the scale, as many above 0 as below. Their kernels
+// double the codes while they unpack them. Below, a code is the doubled one.
 //
 // mxfp4 has the values of the checkpoint, sorted into tiles: nothing is rounded. Its kernels look
 // codes up: twice a code's value is an integer, and adding 12 makes it unsigned. So below, a code
@@ -101,6 +117,8 @@ inline constexpr std::size_t kTileColumns = 64;
 inline constexpr std::size_t kTileGroups = kTileColumns / kGroup;
 inline constexpr std::size_t kQ4TileBytes = 576;
 inline constexpr std::size_t kQ8TileBytes = 1088;
+inline constexpr std::size_t kQ3TileBytes = 448;
+inline constexpr std::size_t kQ2TileBytes = 320;
 inline constexpr std::size_t kMxfp4TileBytes = 544;
 inline constexpr std::size_t kQ4kTileBytes = 2304;
 inline constexpr std::size_t kQ5kTileBytes = 2816;
@@ -108,6 +126,8 @@ inline constexpr std::size_t kQ6kTileBytes = 3360;
 inline constexpr std::size_t kNvfp4TileBytes = 576;
 inline constexpr int kQ4Zero = 8;
 inline constexpr int kQ8Zero = 128;
+inline constexpr int kQ3Zero = 7;
+inline constexpr int kQ2Zero = 3;
 inline constexpr int kMxfp4Zero = 12;
 inline constexpr int kQ6kZero = 32;
 
@@ -120,6 +140,8 @@ enum class Format {
     kBf16,  // row-major, as in a checkpoint
     kQ8,
     kQ4,
+    kQ3,
+    kQ2,
     kMxfp4,
     kQ4k,
     kQ5k,
@@ -146,6 +168,11 @@ constexpr bool is_interleaved(Format format) {
     return has_half_groups(format) || has_minima(format);
 }
 
+// Returns true if weights are odd multiples of the scale.
+constexpr bool is_odd(Format format) {
+    return format == Format::kQ3 || format == Format::kQ2;
+}
+
 // Returns true if codes are numbers of E2M1.
 constexpr bool is_e2m1(Format format) {
     return format == Format::kMxfp4 || format == Format::kNvfp4;
@@ -158,6 +185,8 @@ constexpr std::size_t tile_columns(Format format) {
 constexpr std::size_t tile_bytes(Format format) {
     switch (format) {
         case Format::kQ4: return kQ4TileBytes;
+        case Format::kQ3: return kQ3TileBytes;
+        case Format::kQ2: return kQ2TileBytes;
         case Format::kMxfp4: return kMxfp4TileBytes;
         case Format::kQ4k: return kQ4kTileBytes;
         case Format::kQ5k: return kQ5kTileBytes;
@@ -170,7 +199,19 @@ constexpr std::size_t tile_bytes(Format format) {
 constexpr int zero_of(Format format) {
     if (is_e2m1(format)) return kMxfp4Zero;
     if (format == Format::kQ6k) return kQ6kZero;
+    if (format == Format::kQ3) return kQ3Zero;
+    if (format == Format::kQ2) return kQ2Zero;
     return format == Format::kQ4 ? kQ4Zero : kQ8Zero;
+}
+
+// Returns the bytes of a scale in a tile of q8, q4, q3, q2 or mxfp4.
+constexpr std::size_t scale_bytes(Format format) {
+    return format == Format::kMxfp4 ? 1 : 2;
+}
+
+// Returns the bytes of a group's codes in such a tile; scales follow the codes of the last group.
+constexpr std::size_t code_bytes(Format format) {
+    return tile_bytes(format) / kTileGroups - scale_bytes(format) * kBlockRows;
 }
 
 // Returns the bytes of factors with which a row block starts.
@@ -189,6 +230,8 @@ constexpr std::size_t block_bytes(Format format, std::size_t columns) {
 
 static_assert(kQ4TileBytes == kBlockRows * (kTileColumns / 2 + 2 * kTileGroups));
 static_assert(kQ8TileBytes == kBlockRows * (kTileColumns + 2 * kTileGroups));
+static_assert(kQ3TileBytes == kBlockRows * (kTileColumns * 3 / 8 + 2 * kTileGroups));
+static_assert(kQ2TileBytes == kBlockRows * (kTileColumns / 4 + 2 * kTileGroups));
 static_assert(kMxfp4TileBytes == kBlockRows * (kTileColumns / 2 + kTileGroups));
 static_assert(kQ4kTileBytes == kBlockRows * 4 * 36 && kQ5kTileBytes == kBlockRows * 4 * 44);
 static_assert(kQ6kTileBytes == kBlockRows * (4 * 52 + 2) && kNvfp4TileBytes == kBlockRows * 4 * 9);

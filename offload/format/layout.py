@@ -4,7 +4,7 @@ One expert is one contiguous range of bytes, the same on disk and in every tier:
 
     F32, BF16   gate_up [2F, D], rows 0 … F-1 gate, then up; down [D, F]; row-major
     tiles       gate [F, D], up [F, D], down [D, F], each in the tiles of native/kernels/tiles.h:
-                Q8, Q4, MXFP4, Q4K, Q5K, Q6K, NVFP4
+                Q8, Q4, Q3, Q2, MXFP4, Q4K, Q5K, Q6K, NVFP4
     biases      where there are any: gate_up_bias [2F], down_bias [D], bf16 where weights are tiled
     end         data_bytes; a slot is rounded up to whole pages
 
@@ -27,7 +27,8 @@ from typing import NamedTuple
 from moeinf.native import PAGE_BYTES, is_gated, matrix_bytes
 
 _FROM_BLOCKS = dict.fromkeys(("Q4K", "Q5K", "Q6K", "NVFP4"), 1)  # interleaved blocks of a source
-LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2, "MXFP4": 1, **_FROM_BLOCKS}  # by format
+_NEW = {"Q3": 1, "Q2": 1, "MXFP4": 1}
+LAYOUT_VERSIONS = {"F32": 1, "BF16": 1, "Q8": 2, "Q4": 2, **_NEW, **_FROM_BLOCKS}  # by format
 TILE_ALIGNMENT = 64  # bytes; kernels read whole cache lines
 ITEM_BYTES = {"F32": 4, "BF16": 2}  # of the formats that are not tiled
 

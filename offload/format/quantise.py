@@ -9,7 +9,7 @@ from moeinf.native import dequantise_rows, matrix_bytes, quantise_rows
 
 
 def quantise(rows: Tensor, form: str) -> Tensor:
-    """Return contiguous rows [N, K], bf16 or float32, as tiles (uint8) of Q4, Q8, Q4K, Q5K or Q6K.
+    """Return contiguous rows [N, K], bf16 or float32, as tiles (uint8) of Q8 … Q2, Q4K, Q5K or Q6K.
 
     Frees the GIL. Raises ValueError for another form.
     """

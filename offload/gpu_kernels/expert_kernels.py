@@ -23,6 +23,9 @@ from moeinf.offload.gpu_kernels.interleaved import any_sums, gathered, is_interl
 from moeinf.offload.gpu_kernels.tiles import (
     activated,
     block_words,
+    group_words,
+    is_odd,
+    odd_codes,
     plain_sums,
     quantised,
     scales_of,
@@ -188,6 +191,11 @@ def gather_rows(
     if FORM == "q8":
         byte = half * 512 + at // 4 * 64 + at % 4
         code = tl.load(bytes_of + tile_at * 4 + row % 16 * 4 + byte, inside, 0).to(tl.int32) - 128
+    elif is_odd(FORM):
+        place = bytes_of + (tile_at + half * group_words(FORM)) * 4 + row % 16 * 4 + at % 4
+        low = tl.load(place + at // 4 % 2 * 64, inside, 0).to(tl.int32)
+        high = tl.load(place + 128, inside, 0).to(tl.int32) if FORM == "q3" else low
+        code = odd_codes(low, high, at // 8, at // 4, FORM) - (7 if FORM == "q3" else 3)
     else:
         byte = half * 256 + at % 16 // 4 * 64 + at % 4
         both = tl.load(bytes_of + tile_at * 4 + row % 16 * 4 + byte, inside, 0).to(tl.int32)

@@ -12,6 +12,7 @@ codes are prepared as words and never shuffled. Tensor cores take signed bytes:
     q8      code - 128                                flips a bit
     q4      16 · (code - 8)                           a nibble moved up; the sum is divided by 16
     mxfp4   twice the number, which is whole          as in `dp4a`'s form, without the 12
+    q3, q2  2 · code - 7 or 3                         the odd number
 
 So no zero needs to be subtracted, and `starts` is not read. Float32 bounds these kernels: three
 operations per group, row and output. To save a conversion, integer sums begin at the bits of
@@ -33,6 +34,9 @@ from moeinf.offload.gpu_kernels.tiles import (
     activated,
     block_words,
     doubled_numbers,
+    group_words,
+    is_odd,
+    odd_codes,
     quantised,
     scales_of,
     signed_bytes,
@@ -57,22 +61,32 @@ def product_sums(
         return block_products(
             words, block_at, there, tiles, x_codes, x_scales, x_row, FORM, ROWS, LANES, STAGES
         )
-    WORDS: tl.constexpr = 8 if FORM == "q8" else 4
     TILE: tl.constexpr = tile_words(FORM)
     UNIT: tl.constexpr = 0.0625 if FORM == "q4" else 1.0
+    ODD_ZERO: tl.constexpr = 0x07070707 if FORM == "q3" else 0x03030303
     lane, k = tl.arange(0, LANES), tl.arange(0, 32)
+    word = tl.arange(0, 4)[None, :]
+    pair = word // 2
     block_at = tl.where(there, block_at, 0)
-    word_at = block_at[:, None] + (lane % 16)[:, None] + tl.arange(0, 4)[None, :] * 16
+    row_at = block_at[:, None] + (lane % 16)[:, None]
+    word_at = row_at + (word % 2 if is_odd(FORM) else word) * 16
     x_group = x_row.to(tl.int64) * (2 * tiles)
     total = tl.zeros((ROWS, LANES), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         for half in tl.static_range(2):
-            at = words + tile * TILE + half * (16 * WORDS) + word_at
+            group = words + tile * TILE + half * group_words(FORM)
+            at = group + word_at
             low = tl.load(at)
             if FORM == "q8":
                 low, high = low ^ FLIP, tl.load(at + 64) ^ FLIP
             elif FORM == "q4":
                 low, high = ((low << 4) & UPPER) ^ FLIP, (low & UPPER) ^ FLIP
+            elif is_odd(FORM):
+                upper = tl.load(group + 32 + row_at) if FORM == "q3" else low
+                high = odd_codes(low, upper, 2 + pair, 4 + word, FORM)
+                low = odd_codes(low, upper, pair, word, FORM)
+                low = ((low ^ FLIP) - ODD_ZERO) ^ FLIP  # 128 + code - 7 has no carries
+                high = ((high ^ FLIP) - ODD_ZERO) ^ FLIP
             else:
                 low, high = doubled_numbers(low)
             x_at = x_group + tile * 2 + half

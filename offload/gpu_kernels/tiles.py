@@ -92,7 +92,32 @@ def tile_words(FORM: tl.constexpr):
         return 136
     if FORM == "q4" or FORM == "nvfp4":
         return 144
+    if FORM == "q3" or FORM == "q2":
+        return 112 if FORM == "q3" else 80
     return 576 if FORM == "q4k" else (704 if FORM == "q5k" else 840)
+
+
+@triton.jit
+def group_words(FORM: tl.constexpr):
+    """Return the words of a group's codes in a tile of q8, q4, q3, q2 or mxfp4."""
+    if FORM == "q8":
+        return 128
+    return 48 if FORM == "q3" else (32 if FORM == "q2" else 64)
+
+
+@triton.jit
+def is_odd(FORM: tl.constexpr):
+    return FORM == "q3" or FORM == "q2"
+
+
+@triton.jit
+def odd_codes(low, high, i, v, FORM: tl.constexpr):
+    """Return the doubled codes of word v = 2i or 2i + 1, from words with their low and high bits.
+
+    high has bit 2 of a group's codes; q2 does not use it.
+    """
+    codes = ((low >> (2 * i)) & 0x03030303) << 1
+    return codes | (((high >> v) & 0x01010101) << 3) if FORM == "q3" else codes
 
 
 @triton.jit
@@ -118,7 +143,7 @@ def scales_of(words, tile_at, row, half, mask, FORM: tl.constexpr):
         word = tl.load(words + tile_at + 128 + half * 4 + row // 4, mask, 0)
         byte = (word >> (row % 4 * 8)) & 255  # E8M0: 0 means 2^-127
         return tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
-    FIRST: tl.constexpr = 256 if FORM == "q8" else 128
+    FIRST: tl.constexpr = 2 * group_words(FORM)
     word = tl.load(words + tile_at + FIRST + half * 8 + row // 2, mask, 0)
     return (word >> (row % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -136,7 +161,7 @@ def tile_sums(
     only if it can prove that 16 lanes are neighbours. It cannot if lanes are taken modulo more than
     16.
     """
-    WORDS: tl.constexpr = 8 if FORM == "q8" else 4
+    WORDS: tl.constexpr = 8 if FORM == "q8" else (2 if is_odd(FORM) else 4)
     TILE: tl.constexpr = tile_words(FORM)
     groups = 2 * tiles
     word = tl.arange(0, WORDS)
@@ -146,11 +171,10 @@ def tile_sums(
         group = begin + tl.arange(0, CHUNK)
         inside = group < groups
         tile, half = group // 2 * TILE, group % 2
-        at = tile + half * (16 * WORDS)
-        weights = tl.load(
-            words + at[:, None, None] + word[None, :, None] * 16 + (block_at + row)[None, None, :],
-            inside[:, None, None] & there[None, None, :], 0,
-        )[None, :, :, :]  # fmt: skip
+        at = words + (tile + half * group_words(FORM))[:, None, None]
+        at += (block_at + row)[None, None, :]
+        mask = inside[:, None, None] & there[None, None, :]
+        weights = tl.load(at + word[None, :, None] * 16, mask, 0)[None, :, :, :]
         x_at = x_row[:, None] * groups + group[None, :]  # [R, C]
         x_inside = x_there[:, None] & inside[None, :]
         x_word = x_words + 8 * x_at[:, :, None] + word[None, None, :]
@@ -158,6 +182,15 @@ def tile_sums(
         none = tl.zeros((ROWS, CHUNK, WORDS, LANES), tl.int32)
         if FORM == "q8":
             dots = dot4(weights, codes, none, EMULATE)
+        elif is_odd(FORM):
+            high = weights
+            if FORM == "q3":
+                high = tl.load(at + 32, mask, 0)[None, :, :, :]
+            dots = none
+            for i in tl.static_range(4):
+                ours = odd_codes(weights, high, i, 2 * i + word[None, None, :, None], FORM)
+                codes = tl.load(x_word + 2 * i, x_inside[:, :, None], 0)[:, :, :, None]
+                dots = dot4(ours, codes, dots, EMULATE)
         else:
             later = tl.load(x_word + 4, x_inside[:, :, None], 0)[:, :, :, None]
             low, high = weights & 0x0F0F0F0F, (weights >> 4) & 0x0F0F0F0F
@@ -215,7 +248,8 @@ def plain_sums(
 @triton.jit
 def quantised(values, FORM: tl.constexpr):
     """Quantise [G, 32] float32 to codes [G, 32] int32, starts [G] int32, scales [G] float32."""
-    ZERO: tl.constexpr = 128 if FORM == "q8" else (8 if FORM == "q4" else 12)
+    OTHER: tl.constexpr = 7 if FORM == "q3" else (3 if FORM == "q2" else 12)
+    ZERO: tl.constexpr = 128 if FORM == "q8" else (8 if FORM == "q4" else OTHER)
     HALF: tl.constexpr = 0.5 if FORM == "mxfp4" or FORM == "nvfp4" else 1.0
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # a NaN is above infinity
     magnitude = most.to(tl.float32, bitcast=True)

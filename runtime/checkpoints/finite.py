@@ -19,13 +19,15 @@ from moeinf.runtime.checkpoints.packed_integers import could_keep
 
 _BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
 _FLOAT32 = float(torch.finfo(torch.float32).max)
-# The largest magnitude of each format. Scales are float16: q8 has 127 steps of them, q4 has 8, the
-# minimum of q4k and q5k has 63, and q6k has 31 · 127.
+# The largest magnitude of each format. Scales are float16: q8 has 127 steps of them, q4 has 8, q3
+# 7 and q2 3, the minimum of q4k and q5k has 63, and q6k has 31 · 127.
 _MOST = {
     "F32": _FLOAT32,
     "BF16": _BFLOAT16,
     "Q8": 65504.0 * 127,
     "Q4": 65504.0 * 8,
+    "Q3": 65504.0 * 7,
+    "Q2": 65504.0 * 3,
     **dict.fromkeys(("Q4K", "Q5K"), 65504.0 * 63),
     "Q6K": 65504.0 * 31 * 127,
     **dict.fromkeys(("MXFP4", "NVFP4"), _FLOAT32),  # kept, never made

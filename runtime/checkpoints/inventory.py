@@ -38,6 +38,7 @@ from moeinf.runtime.checkpoints.joining import joined
 from moeinf.runtime.checkpoints.nvfp4 import NVFP4
 
 _HEAD = "lm_head.weight"
+_LINEAR_FORMS = {"Q3": "Q4", "Q2": "Q4"}  # every token uses linears, and they are few
 # Tensors that stay float32. The correction bias only chooses experts: in bfloat16 DeepSeek-V3 would
 # choose others. The other two are decay rates: their error accumulates with every token.
 _EXACT = (".e_score_correction_bias", ".A_log", ".dt_bias")
@@ -149,8 +150,8 @@ class Inventory:
 
         `forms` decides first. The output head and the embedding keep 8 bits
         (docs/decisions/0025), so that they can be tied. In an MXFP4 model only the experts are
-        MXFP4; other matrices get 8 bits. Tensors other than linears' weights and embeddings (norms,
-        router gates) are never quantised.
+        MXFP4; other matrices get 8 bits. In a Q3 or Q2 model they get 4 bits. Tensors other than
+        linears' weights and embeddings (norms, router gates) are never quantised.
         """
         if name in self.forms.dense:
             return self.forms.dense[name]
@@ -161,7 +162,7 @@ class Inventory:
         if name not in self.tileable:
             return plain_form(dtype)
         eight = name == _HEAD or name in self.embeddings or dtype == MXFP4
-        return "Q8" if eight else dtype
+        return "Q8" if eight else _LINEAR_FORMS.get(dtype, dtype)
 
     def dense_bytes(self, dtype: str) -> int:
         """Return the bytes of the dense tensors in the format `dtype`."""

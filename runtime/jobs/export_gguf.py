@@ -175,7 +175,7 @@ def _check_forms(folder: Path, manifest: Manifest) -> None:
     known = FILE_TYPES.keys()
     if unknown := (experts | set(_header(folder, manifest).forms.values())) - known:
         error = CannotExport(f"{manifest.model} has weights in {', '.join(sorted(unknown))}")
-        error.hint = "the GGUF file that it was pulled from, which has the same bits"
+        error.hint = "another tag, such as q4, or the GGUF file that it was pulled from"
         raise error
 
 

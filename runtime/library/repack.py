@@ -46,6 +46,8 @@ from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
 
 FORMS_OF_TAG = {  # of experts; dense tensors follow from the first (Inventory.form_of)
+    "q2": ExpertForms("Q2", "Q2"),
+    "q3": ExpertForms("Q3", "Q3"),
     "q4": ExpertForms("Q4", "Q4"),
     "q4d8": ExpertForms("Q4", "Q8"),
     "q8": ExpertForms("Q8", "Q8"),
@@ -265,8 +267,8 @@ def _convert_tokenizer(read: Callable[[str], bytes | None], work: Workplace) -> 
 def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     """Return, by possible tag, the manifests that `repack` would write, without their files.
 
-    K types are left out unless `name` or the checkpoint has them. It writes nothing. Raises
-    ModelDataError or BadCheckpoint if `name` cannot be made.
+    K types, q3 and q2 are left out unless `name` or the checkpoint has them. It writes nothing.
+    Raises ModelDataError or BadCheckpoint if `name` cannot be made.
     """
     inventory = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
     _check_format(source, inventory, name.tag)
@@ -274,7 +276,7 @@ def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     return {
         tag: _manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
         for tag in _tags_of(inventory)
-        if tag in usual or FORMS_OF_TAG[tag].inner not in WHOLE_BLOCKS
+        if tag in usual or FORMS_OF_TAG[tag].inner not in (*WHOLE_BLOCKS, "Q3", "Q2")
     }
 
 

@@ -24,8 +24,8 @@ from moeinf.native import (
 from moeinf.runtime.checkpoints.fused_experts import tile_blocks
 from tests import gguf_blocks
 
-FORMATS = ["q4", "q8", "mxfp4", *gguf_blocks.FORMS, "bf16"]
-MIXED = [("q4", "q8"), ("q8", "q4"), ("mxfp4", "q8")]  # gate and up, down
+FORMATS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
+MIXED = [("q4", "q8"), ("q8", "q4"), ("mxfp4", "q8"), ("q3", "q2")]  # gate and up, down
 PATHS = ["portable", "avx2", "avx512"]
 SHAPES = [(64, 64), (37, 70), (5, 33), (16, 1), (1, 200), (130, 300)]
 
@@ -138,7 +138,10 @@ def test_paths_agree_in_every_bit_and_rows_do_not_see_each_other(shape, form, dt
             assert torch.equal(linear(form, data, shape, alone)[0], reference[row])
 
 
-@pytest.mark.parametrize(("form", "least", "most"), [("q4", 0.07, 0.09), ("q8", 0.004, 0.006)])
+@pytest.mark.parametrize(
+    ("form", "least", "most"),
+    [("q2", 0.31, 0.34), ("q3", 0.16, 0.18), ("q4", 0.07, 0.09), ("q8", 0.004, 0.006)],
+)
 def test_searched_scales_leave_this_much_of_a_normal_matrix(form, least, most):
     weights = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)) * 0.02
     assert least < relative(stored(weights, form)[1], weights) < most
@@ -154,7 +157,7 @@ def test_q4_is_nearer_than_rounding_to_the_largest_weight():
     assert ours < 0.95 * relative(plain.view_as(weights), weights)
 
 
-@pytest.mark.parametrize("form", ["q4", "q8"])
+@pytest.mark.parametrize("form", ["q2", "q3", "q4", "q8"])
 def test_every_path_writes_the_same_tiles(form):
     weights = torch.randn(40, 100, generator=torch.Generator().manual_seed(2))
     weights[3, 5], weights[20] = 1e-38, 0.0
@@ -163,7 +166,7 @@ def test_every_path_writes_the_same_tiles(form):
     assert (stored(weights, form)[1][20] == 0).all()
 
 
-@pytest.mark.parametrize("form", ["q4", "q8"])
+@pytest.mark.parametrize("form", ["q2", "q3", "q4", "q8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_no_number_spoils_its_row_and_no_other(form, bad):
     weights = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
@@ -175,7 +178,7 @@ def test_a_weight_that_is_no_number_spoils_its_row_and_no_other(form, bad):
     assert torch.equal(values[5:], clean[5:])
 
 
-@pytest.mark.parametrize("form", ["q4", "q8"])
+@pytest.mark.parametrize("form", ["q2", "q3", "q4", "q8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_an_activation_that_is_no_number_spoils_its_row_and_no_other(form, bad):
     data, _ = stored(torch.randn(20, 64, generator=torch.Generator().manual_seed(2)), form)

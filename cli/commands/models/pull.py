@@ -68,11 +68,12 @@ def pull(
     MODEL is a short name (mixtral, deepseek-v2-lite, olmoe, …), a repository of the hub, a local
     folder or GGUF file, a model of Ollama on this machine (ollama:NAME), or demo.
     hf.co/ORG/NAME-GGUF:Q4_K_M is a GGUF file of the hub. TAG is q4 (the default), q4k, q4d8 (q4,
-    but the experts' down_proj in q8), q5k, q6k, q8, bf16 (the default of demo), f32, or what the
-    checkpoint has: mxfp4, nvfp4. Without a tag, a GGUF file keeps its own types where it can, and
-    NVFP4 is kept. The repository that a GGUF file names gives its tokenizer and chat template, and
-    some rows to compare, unless HF_HUB_OFFLINE is set or --no-base given. An interrupted pull
-    resumes where it stopped; a model that is up to date is left unchanged.
+    but the experts' down_proj in q8), q5k, q6k, q8, q3 and q2 (experts in 3 or 2 bits), bf16 (the
+    default of demo), f32, or what the checkpoint has: mxfp4, nvfp4. Without a tag, a GGUF file
+    keeps its own types where it can, and NVFP4 is kept. The repository that a GGUF file names gives
+    its tokenizer and chat template, and some rows to compare, unless HF_HUB_OFFLINE is set or
+    --no-base given. An interrupted pull resumes where it stopped; a model that is up to date is
+    left unchanged.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
     glm4_moe_lite, gpt_oss, granitemoe, granitemoeshared, kimi_k2, kimi_k25, mixtral, nllb-moe,

@@ -1,8 +1,8 @@
 // The kernels with AVX2, FMA and F16C: a vector is one word of 8 rows, a block is done in halves.
 // has_avx2() tells if the processor has them.
 //
-// `vpmaddubsw` adds two products in 16 bits and saturates. With q4 no sum saturates: eight sums are
-// at most 8 · 2 · 15 · 127 = 30480, so a whole group stays in 16 bits. With mxfp4 half a group
+// `vpmaddubsw` adds two products in 16 bits and saturates. With q4, q3 and q2 no sum saturates: eight
+// sums are at most 8 · 2 · 15 · 127 = 30480, so a whole group stays in 16 bits. With mxfp4 half a group
 // stays in 16 bits, because four sums are at most 4 · 2 · 24 · 127 = 24384. q8 multiplies |w| by
 // a · sign(w): two products are at most 2 · 128 · 127 = 32512.
 #include "kernels/kernels.h"
@@ -28,53 +28,79 @@ MOEINF_AVX2 MOEINF_INLINE __m256 step(__m256 sum, __m256i dot, __m256 scales, fl
                            sum);
 }
 
-// Computes rows 8 · half … 8 · half + 7 of the block. q4 and mxfp4 differ in the meaning of a
-// nibble, in their scales, and in the number of sums that fit in 16 bits.
+// Moves bits of every byte left by `by`, right where it is negative, and keeps those of `mask`.
+MOEINF_AVX2 MOEINF_INLINE __m256i moved(__m256i bytes, int by, int mask) {
+    const __m256i kept = _mm256_set1_epi8(static_cast<char>(mask));
+    return _mm256_and_si256(
+        by < 0 ? _mm256_srli_epi16(bytes, -by) : _mm256_slli_epi16(bytes, by), kept);
+}
+
+// Unpacks the codes of 8 rows of a group: words v = 0 … 7.
+template <Format format>
+MOEINF_AVX2 MOEINF_INLINE void unpack(const std::byte* group, __m256i* codes) {
+    if constexpr (is_odd(format)) {
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) {
+            codes[v] = moved(load(group + 64 * (v % 2)), 1 - v / 2 * 2, 6);
+            if constexpr (format == Format::kQ3)
+                codes[v] = _mm256_or_si256(codes[v], moved(load(group + 128), 3 - v, 8));
+        }
+        return;
+    }
+    const __m256i nibbles = _mm256_set1_epi8(15);
+    const __m256i numbers = _mm256_broadcastsi128_si256(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
+#pragma GCC unroll 4
+    for (std::size_t v = 0; v < 4; ++v) {
+        const __m256i both = load(group + 64 * v);
+        codes[v] = _mm256_and_si256(both, nibbles);
+        codes[4 + v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibbles);
+        if constexpr (format == Format::kMxfp4) {
+            codes[v] = _mm256_shuffle_epi8(numbers, codes[v]);
+            codes[4 + v] = _mm256_shuffle_epi8(numbers, codes[4 + v]);
+        }
+    }
+}
+
+// Computes rows 8 · half … 8 · half + 7 of the block. q4, q3, q2 and mxfp4 differ in how codes are
+// packed, in scales, and in the number of sums that fit in 16 bits.
 template <Format format, int kRows>
-MOEINF_AVX2 void nibble_half(const std::byte* tile, std::size_t tiles,
+MOEINF_AVX2 void packed_half(const std::byte* tile, std::size_t tiles,
                              const QuantGroup* const* from, float (*out)[kBlockRows],
                              std::size_t half) {
-    constexpr bool kLooked = format == Format::kMxfp4;
+    constexpr std::size_t kCodes = code_bytes(format), kScales = scale_bytes(format) * kBlockRows;
     const QuantGroup* x[kRows];
     __m256 sums[kRows];
     for (int t = 0; t < kRows; ++t) {
         x[t] = from[t];
         sums[t] = _mm256_setzero_ps();
     }
-    const __m256i nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    const __m256i numbers = _mm256_broadcastsi128_si256(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
+    const __m256i ones = _mm256_set1_epi16(1);
     for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
         if (half == 0) prefetch<tile_bytes(format)>(tile);
         for (std::size_t g = 0; g < kTileGroups; ++g) {
-            const __m256 scales = kLooked ? powers_at(tile + 512 + 16 * g + 8 * half)
-                                          : scales_at(tile + 512 + 32 * g + 16 * half);
-            __m256i low[4], high[4];
-#pragma GCC unroll 4
-            for (std::size_t v = 0; v < 4; ++v) {
-                const __m256i both = load(tile + 256 * g + 64 * v + 32 * half);
-                low[v] = _mm256_and_si256(both, nibbles);
-                high[v] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibbles);
-                if constexpr (kLooked) {
-                    low[v] = _mm256_shuffle_epi8(numbers, low[v]);
-                    high[v] = _mm256_shuffle_epi8(numbers, high[v]);
-                }
-            }
+            const std::byte* const at =
+                tile + kTileGroups * kCodes + kScales * g + kScales / 2 * half;
+            const __m256 scales = format == Format::kMxfp4 ? powers_at(at) : scales_at(at);
+            __m256i codes[8];
+            unpack<format>(tile + kCodes * g + 32 * half, codes);
 #pragma GCC unroll 4
             for (int t = 0; t < kRows; ++t) {
                 const QuantGroup& a = x[t][g];
-                __m256i first = _mm256_maddubs_epi16(low[0], word(a.codes, 0));
-                __m256i second = _mm256_maddubs_epi16(high[0], word(a.codes, 4));
+                __m256i first = _mm256_maddubs_epi16(codes[0], word(a.codes, 0));
+                __m256i second = _mm256_maddubs_epi16(codes[4], word(a.codes, 4));
 #pragma GCC unroll 3
                 for (std::size_t v = 1; v < 4; ++v) {
-                    first = _mm256_add_epi16(first, _mm256_maddubs_epi16(low[v], word(a.codes, v)));
+                    first =
+                        _mm256_add_epi16(first, _mm256_maddubs_epi16(codes[v], word(a.codes, v)));
                     second = _mm256_add_epi16(
-                        second, _mm256_maddubs_epi16(high[v], word(a.codes, 4 + v)));
+                        second, _mm256_maddubs_epi16(codes[4 + v], word(a.codes, 4 + v)));
                 }
                 const __m256i sum =
-                    kLooked ? _mm256_add_epi32(_mm256_madd_epi16(first, ones),
-                                               _mm256_madd_epi16(second, ones))
-                            : _mm256_madd_epi16(_mm256_add_epi16(first, second), ones);
+                    format == Format::kMxfp4
+                        ? _mm256_add_epi32(_mm256_madd_epi16(first, ones),
+                                           _mm256_madd_epi16(second, ones))
+                        : _mm256_madd_epi16(_mm256_add_epi16(first, second), ones);
                 const __m256i dot = _mm256_add_epi32(sum, _mm256_set1_epi32(a.start));
                 sums[t] = step(sums[t], dot, scales, a.scale);
             }
@@ -190,14 +216,14 @@ void bf16_loop(const std::uint16_t* weights, std::size_t columns, std::size_t ro
 
 // The second half reads its block from the cache: a block has some 20 KiB at K = 2048.
 template <Format format>
-void nibble_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
+void packed_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
                  float (*out)[kBlockRows]) noexcept {
     for (; count >= 4; count -= 4, x += 4, out += 4)
         for (std::size_t half = 0; half < 2; ++half)
-            nibble_half<format, 4>(block, tiles, x, out, half);
+            packed_half<format, 4>(block, tiles, x, out, half);
     for (; count >= 1; count -= 1, x += 1, out += 1)
         for (std::size_t half = 0; half < 2; ++half)
-            nibble_half<format, 1>(block, tiles, x, out, half);
+            packed_half<format, 1>(block, tiles, x, out, half);
 }
 
 void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
@@ -218,9 +244,11 @@ bool has_avx2() noexcept {
 
 const Kernels kAvx2Kernels{"avx2",
                            true,
-                           nibble_loop<Format::kQ4>,
+                           packed_loop<Format::kQ4>,
                            q8_loop,
-                           nibble_loop<Format::kMxfp4>,
+                           packed_loop<Format::kQ3>,
+                           packed_loop<Format::kQ2>,
+                           packed_loop<Format::kMxfp4>,
                            interleaved_avx2<Format::kQ4k>,
                            interleaved_avx2<Format::kQ5k>,
                            interleaved_avx2<Format::kQ6k>,

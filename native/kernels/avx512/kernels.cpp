@@ -24,44 +24,67 @@ MOEINF_AVX512 MOEINF_INLINE __m512 step(__m512 sum, __m512i dot, __m512 scales, 
                            sum);
 }
 
-// Computes one block of q4 or mxfp4, which differ in the meaning of a nibble and in their scales.
+// Moves bits of every byte left by `by`, right where it is negative, and keeps those of `mask`.
+MOEINF_AVX512 MOEINF_INLINE __m512i moved(__m512i bytes, int by, int mask) {
+    const __m512i kept = _mm512_set1_epi8(static_cast<char>(mask));
+    const auto count = static_cast<unsigned>(by < 0 ? -by : by);
+    return _mm512_and_si512(
+        by < 0 ? _mm512_srli_epi16(bytes, count) : _mm512_slli_epi16(bytes, count), kept);
+}
+
+// Unpacks the codes of a group: words v = 0 … 7.
+template <Format format>
+MOEINF_AVX512 MOEINF_INLINE void unpack(const std::byte* group, __m512i* codes) {
+    if constexpr (is_odd(format)) {
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) {
+            codes[v] = moved(codes_at(group + 64 * (v % 2)), 1 - v / 2 * 2, 6);
+            if constexpr (format == Format::kQ3)
+                codes[v] = _mm512_or_si512(codes[v], moved(codes_at(group + 128), 3 - v, 8));
+        }
+        return;
+    }
+    const __m512i nibbles = _mm512_set1_epi8(15);
+    const __m512i numbers = _mm512_broadcast_i32x4(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
+#pragma GCC unroll 4
+    for (std::size_t v = 0; v < 4; ++v) {
+        const __m512i both = codes_at(group + 64 * v);
+        codes[v] = _mm512_and_si512(both, nibbles);
+        codes[4 + v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibbles);
+        if constexpr (format == Format::kMxfp4) {
+            codes[v] = _mm512_shuffle_epi8(numbers, codes[v]);
+            codes[4 + v] = _mm512_shuffle_epi8(numbers, codes[4 + v]);
+        }
+    }
+}
+
+// Computes one block of q4, q3, q2 or mxfp4, which differ in how codes are packed and in scales.
 template <Format format, int kRows>
-MOEINF_AVX512 void nibble_rows(const std::byte* tile, std::size_t tiles,
+MOEINF_AVX512 void packed_rows(const std::byte* tile, std::size_t tiles,
                                const QuantGroup* const* from, float (*out)[kBlockRows]) {
-    constexpr bool kLooked = format == Format::kMxfp4;
+    constexpr std::size_t kCodes = code_bytes(format), kScales = scale_bytes(format) * kBlockRows;
     const QuantGroup* x[kRows];
     __m512 sums[kRows];
     for (int t = 0; t < kRows; ++t) {
         x[t] = from[t];
         sums[t] = _mm512_setzero_ps();
     }
-    const __m512i nibbles = _mm512_set1_epi8(15);
-    const __m512i numbers = _mm512_broadcast_i32x4(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxfp4Codes)));
     for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
         prefetch<tile_bytes(format)>(tile);
         for (std::size_t g = 0; g < kTileGroups; ++g) {
-            const __m512 scales =
-                kLooked ? powers_at(tile + 512 + 16 * g) : scales_at(tile + 512 + 32 * g);
-            __m512i low[4], high[4];
-#pragma GCC unroll 4
-            for (std::size_t v = 0; v < 4; ++v) {
-                const __m512i both = _mm512_loadu_si512(tile + 256 * g + 64 * v);
-                low[v] = _mm512_and_si512(both, nibbles);
-                high[v] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibbles);
-                if constexpr (kLooked) {
-                    low[v] = _mm512_shuffle_epi8(numbers, low[v]);
-                    high[v] = _mm512_shuffle_epi8(numbers, high[v]);
-                }
-            }
+            const std::byte* const at = tile + kTileGroups * kCodes + kScales * g;
+            const __m512 scales = format == Format::kMxfp4 ? powers_at(at) : scales_at(at);
+            __m512i codes[8];
+            unpack<format>(tile + kCodes * g, codes);
 #pragma GCC unroll 8
             for (int t = 0; t < kRows; ++t) {
                 const QuantGroup& a = x[t][g];
                 __m512i first = _mm512_set1_epi32(a.start), second = _mm512_setzero_si512();
 #pragma GCC unroll 4
                 for (std::size_t v = 0; v < 4; ++v) {
-                    first = _mm512_dpbusd_epi32(first, low[v], word(a.codes, v));
-                    second = _mm512_dpbusd_epi32(second, high[v], word(a.codes, 4 + v));
+                    first = _mm512_dpbusd_epi32(first, codes[v], word(a.codes, v));
+                    second = _mm512_dpbusd_epi32(second, codes[4 + v], word(a.codes, 4 + v));
                 }
                 sums[t] = step(sums[t], _mm512_add_epi32(first, second), scales, a.scale);
             }
@@ -170,12 +193,12 @@ void bf16_loop(const std::uint16_t* weights, std::size_t columns, std::size_t ro
 }
 
 template <Format format>
-void nibble_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
+void packed_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
                  float (*out)[kBlockRows]) noexcept {
-    for (; count >= 8; count -= 8, x += 8, out += 8) nibble_rows<format, 8>(block, tiles, x, out);
-    for (; count >= 4; count -= 4, x += 4, out += 4) nibble_rows<format, 4>(block, tiles, x, out);
-    for (; count >= 2; count -= 2, x += 2, out += 2) nibble_rows<format, 2>(block, tiles, x, out);
-    if (count > 0) nibble_rows<format, 1>(block, tiles, x, out);
+    for (; count >= 8; count -= 8, x += 8, out += 8) packed_rows<format, 8>(block, tiles, x, out);
+    for (; count >= 4; count -= 4, x += 4, out += 4) packed_rows<format, 4>(block, tiles, x, out);
+    for (; count >= 2; count -= 2, x += 2, out += 2) packed_rows<format, 2>(block, tiles, x, out);
+    if (count > 0) packed_rows<format, 1>(block, tiles, x, out);
 }
 
 void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
@@ -197,9 +220,11 @@ bool has_avx512() noexcept {
 
 const Kernels kAvx512Kernels{"avx512",
                              true,
-                             nibble_loop<Format::kQ4>,
+                             packed_loop<Format::kQ4>,
                              q8_loop,
-                             nibble_loop<Format::kMxfp4>,
+                             packed_loop<Format::kQ3>,
+                             packed_loop<Format::kQ2>,
+                             packed_loop<Format::kMxfp4>,
                              interleaved_avx512<Format::kQ4k>,
                              interleaved_avx512<Format::kQ5k>,
                              interleaved_avx512<Format::kQ6k>,

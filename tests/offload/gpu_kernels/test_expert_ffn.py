@@ -18,7 +18,7 @@ from tests.offload.device import DEVICE
 
 pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
-FORMS = ["q4", "q8", "mxfp4", *gguf_blocks.FORMS, "bf16"]
+FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"]
 UNTOUCHED = 5.0
 
 

@@ -25,7 +25,7 @@ from tests.offload.gpu_kernels.test_linear import matrix
 
 pytestmark = pytest.mark.full  # Triton's interpreter is slow
 
-FORMS = ["q4", "q8", "mxfp4", *gguf_blocks.FORMS]
+FORMS = ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS]
 portable_path = pairs.portable_path
 
 
@@ -61,7 +61,7 @@ def test_blocks_of_pairs_get_the_bits_of_the_cpu_and_of_pairs_alone(
 
 @pytest.mark.parametrize(
     ("form", "tokens"),
-    [("q4", 17), ("q4", 33), ("q4", 100), ("q8", 33), ("mxfp4", 33), ("q4k", 33), ("q6k", 33)],
+    [("q4", 17), ("q4", 33), ("q4", 100), ("q8", 33), ("q3", 33), ("mxfp4", 33), ("q6k", 33)],
 )
 def test_a_row_does_not_see_how_many_travel_with_it(form, tokens):
     """One expert has all tokens, one only the last: blocks of 16, 32 and 64 rows."""

@@ -23,7 +23,7 @@ def matrix(form, rows, columns):
     return data, data.clone().to(DEVICE), values
 
 
-@pytest.mark.parametrize("form", ["q4", "q8", "mxfp4", *gguf_blocks.FORMS, "bf16"])
+@pytest.mark.parametrize("form", ["q4", "q8", "q3", "q2", "mxfp4", *gguf_blocks.FORMS, "bf16"])
 @pytest.mark.parametrize(("rows", "columns"), [(37, 70), (5, 33), (40, 320)])
 def test_up_to_16_rows_get_the_cpus_bits_in_any_company(form, rows, columns):
     data, there, values = matrix(form, rows, columns)

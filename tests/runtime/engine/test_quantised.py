@@ -35,7 +35,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def demos(settings: Settings) -> dict[str, tuple[Manifest, Path]]:
     library = Library(settings)
     found = {}
-    for tag in ("q4", "q4d8", "q8", "bf16"):
+    for tag in ("q2", "q3", "q4", "q4d8", "q8", "bf16"):
         name = ModelName("demo", tag)
         source = LocalSource(open_checkpoint(DEMO_CHECKPOINT), "demo")
         manifest = repack(source, library, name, lambda *_: None, lambda _: None)
@@ -66,7 +66,9 @@ def answers(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize(("tag", "least"), [("q4", 0.95), ("q4d8", 0.95), ("q8", 0.99)])
+@pytest.mark.parametrize(
+    ("tag", "least"), [("q3", 0.85), ("q4", 0.95), ("q4d8", 0.95), ("q8", 0.99)]
+)
 def test_top1_agreement_with_bf16(demos, settings, tag, least):
     with Engine.open(*demos["bf16"], ALL, settings) as engine:
         wanted = answers(engine)
@@ -91,10 +93,12 @@ def test_what_is_stored(demos):
     assert sizes["q8"] / sizes["bf16"] == 8.5 / 16
     assert sizes["q4d8"] * 3 == sizes["q4"] * 2 + sizes["q8"]
     bits = {tag: manifest.expert_bits for tag, (manifest, _) in demos.items()}
-    assert bits == {"q4": 4.5, "q4d8": 35 / 6, "q8": 8.5, "bf16": 16}
-    assert demos["q4d8"][0].dense_bytes == demos["q4"][0].dense_bytes
+    assert bits == {"q2": 2.5, "q3": 3.5, "q4": 4.5, "q4d8": 35 / 6, "q8": 8.5, "bf16": 16}
+    assert {demos[tag][0].dense_bytes for tag in ("q2", "q3", "q4d8")} == {
+        demos["q4"][0].dense_bytes
+    }
     assert {tag: manifest.layout for tag, (manifest, _) in demos.items()} == {
-        "q4": 2, "q4d8": 2, "q8": 2, "bf16": 1,
+        "q2": 1, "q3": 1, "q4": 2, "q4d8": 2, "q8": 2, "bf16": 1,
     }  # fmt: skip
     kinds = {name: t.dtype for name, t in read_header(demos["q4"][1] / DENSE).items()}
     assert kinds["model.layers.0.self_attn.o_proj.weight"] == "U8"
