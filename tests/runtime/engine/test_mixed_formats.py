@@ -144,7 +144,7 @@ def test_a_tag_without_tiles_widens_everything(made: Made) -> None:
     "forms",
     [
         Forms((ExpertForms("Q4", "BF16"),)),
-        Forms((ExpertForms("Q3", "Q4"),)),
+        Forms((ExpertForms("Q9", "Q4"),)),
         Forms((ExpertForms("Q4", "Q8"),) * 2),
         Forms(dense={"model.norm.weight": "Q8"}),
         Forms(dense={"model.absent.weight": "Q8"}),

@@ -156,7 +156,7 @@ def test_formats_are_named_where_sizes_do_not_tell_them_apart(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a.weight":"Q3"}', '{"a.weight":"BF16"}', '{"a.weight":1}', '["a.weight"]', "{", 7, None],
+    ['{"a.weight":"Q9"}', '{"a.weight":"BF16"}', '{"a.weight":1}', '["a.weight"]', "{", 7, None],
 )
 def test_hostile_names_of_formats(text: object, tmp_path: Path) -> None:
     path = written(tmp_path, {"a.weight": Slice("MXFP4", (64, 64))})

@@ -48,7 +48,7 @@ def error_of(folder: Path, document: dict[str, object]) -> type[DamagedModel]:
         ({"layout": True}, DamagedModel),
         ({"layout": None}, DamagedModel),
         ({"format": "1"}, DamagedModel),
-        ({"dtype": "Q3"}, DamagedModel),
+        ({"dtype": "Q9"}, DamagedModel),
         ({"dtype": ["BF16"]}, DamagedModel),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_model_of_one_format_has_no_new_field(text: dict[str, object]) -> None
     [
         ({"layouts": {"Q8": LAYOUT_VERSIONS["Q8"] + 1}}, NewerModel),
         ({"layouts": {"Q8": LAYOUT_VERSIONS["Q8"] - 1}}, OlderModel),
-        ({"layouts": {"Q8": 2, "Q3": 1}}, DamagedModel),
+        ({"layouts": {"Q8": 2, "Q9": 1}}, DamagedModel),
         ({"layouts": {"Q8": "2"}}, DamagedModel),
         ({"layouts": {"Q8": True}}, DamagedModel),
         ({"layouts": {}}, DamagedModel),
