@@ -81,7 +81,6 @@ class Engine:
             "" if tiers.gpu is None else "the memory of experts cannot change while a GPU uses it"
         )
         self.memory = MovingMemory(info.slots, self._resize, notes.append, fixed)
-        self._watch: MemoryWatch | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -140,7 +139,8 @@ class Engine:
             tracing = RequestTracing(tiers.store, manifest, tiers.eamc, plan.notes)
             engine = cls(info, text, tiers, weights, tracing, plan.notes, opened.pop_all())
         plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
-        engine.watch_memory(config.memory is None)
+        if config.memory is None:
+            engine.watch_memory()
         return engine
 
     @property
@@ -161,20 +161,17 @@ class Engine:
         budget, slots = self.info.manifest.slots, self.memory.first_slots
         if size is not None:
             slots = budget.slots(min(size.of(budget.max_bytes), budget.max_bytes))
-        self.watch_memory(False)
+        self.memory.watched_by(None)
         self.memory.move(slots, "as asked")
-        self.watch_memory(size is None)
+        if size is None:
+            self.watch_memory()
 
-    def watch_memory(self, wanted: bool) -> None:
-        """Begin or end to give memory back while the machine is short of it."""
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = None
-        if wanted and self.gpu is None:
+    def watch_memory(self) -> None:
+        """Give memory back from now on while the machine is short of it. Without a GPU only."""
+        if self.gpu is None:
             info = self.info
             budget = info.manifest.slots
-            self._watch = MemoryWatch(self.memory, info.slot_bytes, budget.min_slots)
-            self._watch.start()
+            self.memory.watched_by(MemoryWatch(self.memory, info.slot_bytes, budget.min_slots))
 
     def _resize(self, slots: int) -> int:
         """Use this number of slots, while no pass runs; return how many are used then."""
@@ -366,7 +363,6 @@ class Engine:
 
         Drop states first: on a GPU their memory is given back here.
         """
-        self.watch_memory(False)
         self.memory.close()
         self._opened.close()
 

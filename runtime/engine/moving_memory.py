@@ -11,10 +11,21 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from moeinf.runtime.invalid import InvalidValue
 
 _LOOK_EVERY_S = 0.05
+
+
+class Watch(Protocol):
+    """A thread that asks for moves by itself."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None:
+        """End the thread, and wait for its end."""
+        ...
 
 
 @dataclass
@@ -46,6 +57,17 @@ class MovingMemory:
         self._lock = threading.RLock()
         self._asked: deque[tuple[int, str, Future[int]]] = deque()
         self._closed = False
+        self._watch: Watch | None = None
+        self._watch_changes = threading.Lock()
+
+    def watched_by(self, watch: Watch | None) -> None:
+        """Let another thread look at the machine's memory from now on; None: no thread."""
+        with self._watch_changes:
+            if self._watch is not None:
+                self._watch.close()
+            self._watch = None if self._closed else watch
+            if self._watch is not None:
+                self._watch.start()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -78,6 +100,7 @@ class MovingMemory:
         with self._lock:
             self._closed = True
             self._serve()
+        self.watched_by(None)
 
     def _serve(self) -> None:
         """Make the moves that were asked for. The caller holds the lock."""
