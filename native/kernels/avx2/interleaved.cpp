@@ -133,47 +133,133 @@ MOEINF_AVX2 MOEINF_INLINE void add_group(const __m256i* codes, const float (*sca
     }
 }
 
-// Computes rows 8 · half … 8 · half + 7 of a block of q4k, q5k, q6k or nvfp4.
-template <Format format, int kRows>
-MOEINF_AVX2 void interleaved_half(const std::byte* block, std::size_t tiles,
+// Computes kHalves · 8 rows of a block, from row 8 · first. Where both halves of a row block are
+// computed at once, its bytes are read in order, once, and the processor's own prefetcher follows:
+// prefetches cost more than they bring. Sums of many rows have no room for both halves.
+template <Format format, int kRows, std::size_t kHalves>
+MOEINF_AVX2 void interleaved_rows(const std::byte* block, std::size_t tiles,
                                   const QuantGroup* const* from, float (*out)[kBlockRows],
-                                  std::size_t half) {
+                                  std::size_t first) {
     constexpr std::size_t kGroups = tile_columns(format) / kGroup;
-    constexpr std::size_t kPart = tile_bytes(format) / kGroups / 64 * 64;
-    // A group of q6k has words in all of its tile, so two tiles are fetched ahead.
-    constexpr std::size_t kFar = format == Format::kQ6k ? 2 * tile_bytes(format) : kAhead;
     const QuantGroup* x[kRows];
-    __m256 sums[kRows];
+    __m256 sums[kHalves][kRows];
     for (int t = 0; t < kRows; ++t) {
         x[t] = from[t];
-        sums[t] = _mm256_setzero_ps();
+        for (std::size_t h = 0; h < kHalves; ++h) sums[h][t] = _mm256_setzero_ps();
     }
     const std::byte* tile = block + factor_bytes(format);
     for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
-        const std::byte* const rows = tile + 32 * half;
-        alignas(32) float scales[kGroups][2][kHalfRows];
-        if constexpr (has_minima(format))
-            scales_and_minima(rows, scales);
-        else if constexpr (format == Format::kQ6k)
-            half_scales<format>(rows, scales_at(tile + 64 * 52 + 16 * half), scales);
-        else
-            half_scales<format>(rows, _mm256_set1_ps(256.0f), scales);
+        alignas(32) float scales[kHalves][kGroups][2][kHalfRows];
+        for (std::size_t h = 0; h < kHalves; ++h) {
+            const std::byte* const rows = tile + 32 * (first + h);
+            if constexpr (has_minima(format))
+                scales_and_minima(rows, scales[h]);
+            else if constexpr (format == Format::kQ6k)
+                half_scales<format>(rows, scales_at(tile + 64 * 52 + 16 * (first + h)), scales[h]);
+            else
+                half_scales<format>(rows, _mm256_set1_ps(256.0f), scales[h]);
+        }
 #pragma GCC unroll 8
         for (std::size_t g = 0; g < kGroups; ++g) {
-            if (half == 0) prefetch<kPart + 64, kFar>(tile + g * (tile_bytes(format) / kGroups));
-            __m256i codes[8];
+#pragma GCC unroll 2
+            for (std::size_t h = 0; h < kHalves; ++h) {
+                __m256i codes[8];
 #pragma GCC unroll 8
-            for (std::size_t v = 0; v < 8; ++v) codes[v] = group_codes<format>(rows, g, v);
-            add_group<format, kRows>(codes, scales[g], x, g, sums);
+                for (std::size_t v = 0; v < 8; ++v)
+                    codes[v] = group_codes<format>(tile + 32 * (first + h), g, v);
+                add_group<format, kRows>(codes, scales[h][g], x, g, sums[h]);
+            }
         }
         for (int t = 0; t < kRows; ++t) x[t] += kGroups;
     }
-    for (int t = 0; t < kRows; ++t) {
-        if constexpr (factor_bytes(format) > 0)
-            sums[t] = _mm256_mul_ps(
-                sums[t], _mm256_castsi256_ps(load(block + sizeof(float) * kHalfRows * half)));
-        _mm256_storeu_ps(out[t] + kHalfRows * half, sums[t]);
+    for (std::size_t h = 0; h < kHalves; ++h)
+        for (int t = 0; t < kRows; ++t) {
+            const std::size_t at = kHalfRows * (first + h);
+            if constexpr (factor_bytes(format) > 0)
+                sums[h][t] = _mm256_mul_ps(sums[h][t],
+                                           _mm256_castsi256_ps(load(block + sizeof(float) * at)));
+            _mm256_storeu_ps(out[t] + at, sums[h][t]);
+        }
+}
+
+// Writes sums of nibbles times activations: 8 words have the lower bits of groups 0 and 2 of x.
+MOEINF_AVX2 MOEINF_INLINE void lower_sums(const std::byte* rows, const QuantGroup* x,
+                                          __m256i* one, __m256i* two) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+#pragma GCC unroll 2
+    for (std::size_t k = 0; k < 2; ++k) {
+        __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (std::size_t v = 4 * k; v < 4 * k + 4; ++v) {
+            const __m256i bits = load(rows + 64 * v);
+            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(_mm256_and_si256(bits, nibble),
+                                                         word(x[0].codes, v)));
+            b = _mm256_add_epi16(
+                b, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(bits, 4), nibble),
+                                        word(x[2].codes, v)));
+        }
+        one[k] = a;
+        two[k] = b;
     }
+}
+
+// Computes one block of q6k for one row of activations, in the order of its words: see
+// avx512/interleaved.cpp. Sums of four products of lower or of upper bits stay in 16 bits.
+MOEINF_AVX2 void q6k_row(const std::byte* tile, std::size_t tiles, const QuantGroup* x,
+                         float* out) {
+    constexpr int kZero = -zero_of(Format::kQ6k);
+    const __m256i zero[2] = {_mm256_set1_epi32(kZero & 0xFFFF),
+                             _mm256_set1_epi32(kZero * 0x10000)};
+    const __m256i ones = _mm256_set1_epi16(1), upper = _mm256_set1_epi16(16);
+    const __m256i pair = _mm256_set1_epi8(3);
+    __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (; tiles > 0; --tiles, tile += kQ6kTileBytes, x += 8) {
+        __m256i lower[2][8][2], top[2][8][2];  // half of the rows, group, half of the group
+#pragma GCC unroll 4
+        for (std::size_t j = 0; j < 4; ++j)
+#pragma GCC unroll 2
+            for (std::size_t h = 0; h < 2; ++h) {
+                const std::size_t g = j / 2 * 4 + j % 2;
+                lower_sums(tile + 512 * j + 32 * h, x + g, lower[h][g], lower[h][g + 2]);
+            }
+        for (std::size_t j = 0; j < 2; ++j)
+            for (std::size_t h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+                for (std::size_t k = 0; k < 2; ++k) {
+                    __m256i found[4] = {};
+#pragma GCC unroll 4
+                    for (std::size_t v = 4 * k; v < 4 * k + 4; ++v) {
+                        const __m256i bits = load(tile + 64 * (32 + 8 * j + v) + 32 * h);
+#pragma GCC unroll 4
+                        for (int i = 0; i < 4; ++i)
+                            found[i] = _mm256_add_epi16(
+                                found[i],
+                                _mm256_maddubs_epi16(
+                                    _mm256_and_si256(_mm256_srli_epi16(bits, 2 * i), pair),
+                                    word(x[4 * j + static_cast<std::size_t>(i)].codes, v)));
+                    }
+                    for (std::size_t i = 0; i < 4; ++i) top[h][4 * j + i][k] = found[i];
+                }
+        for (std::size_t h = 0; h < 2; ++h) {
+            alignas(32) float scales[8][2][kHalfRows];
+            half_scales<Format::kQ6k>(tile + 32 * h, scales_at(tile + 64 * 52 + 16 * h), scales);
+            for (std::size_t g = 0; g < 8; ++g) {
+                __m256 product = _mm256_setzero_ps();
+#pragma GCC unroll 2
+                for (std::size_t k = 0; k < 2; ++k) {
+                    const __m256i start = _mm256_madd_epi16(_mm256_set1_epi32(x[g].start), zero[k]);
+                    const __m256i dot = _mm256_add_epi32(
+                        _mm256_add_epi32(start, _mm256_madd_epi16(lower[h][g][k], ones)),
+                        _mm256_madd_epi16(top[h][g][k], upper));
+                    const __m256 scale = _mm256_loadu_ps(scales[g][k]);
+                    product = k == 0 ? _mm256_mul_ps(_mm256_cvtepi32_ps(dot), scale)
+                                     : _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, product);
+                }
+                sums[h] = _mm256_fmadd_ps(product, _mm256_set1_ps(x[g].scale), sums[h]);
+            }
+        }
+    }
+    for (std::size_t h = 0; h < 2; ++h) _mm256_storeu_ps(out + kHalfRows * h, sums[h]);
 }
 
 }  // namespace
@@ -183,10 +269,13 @@ void interleaved_avx2(const std::byte* block, std::size_t tiles, const QuantGrou
                       int count, float (*out)[kBlockRows]) noexcept {
     for (; count >= 4; count -= 4, x += 4, out += 4)
         for (std::size_t half = 0; half < 2; ++half)
-            interleaved_half<format, 4>(block, tiles, x, out, half);
-    for (; count >= 1; count -= 1, x += 1, out += 1)
-        for (std::size_t half = 0; half < 2; ++half)
-            interleaved_half<format, 1>(block, tiles, x, out, half);
+            interleaved_rows<format, 4, 1>(block, tiles, x, out, half);
+    for (; count >= 1; count -= 1, x += 1, out += 1) {
+        if constexpr (format == Format::kQ6k)
+            q6k_row(block, tiles, *x, *out);
+        else
+            interleaved_rows<format, 1, 2>(block, tiles, x, out, 0);
+    }
 }
 
 template void interleaved_avx2<Format::kQ4k>(

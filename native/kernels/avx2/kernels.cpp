@@ -1,4 +1,4 @@
-// The kernels with AVX2, FMA and F16C: a vector is one word of 8 rows, a block is done in halves.
+// The kernels with AVX2, FMA and F16C: a vector is one word of 8 rows, half of a block.
 // has_avx2() tells if the processor has them.
 //
 // `vpmaddubsw` adds two products in 16 bits and saturates. With q4, q3 and q2 no sum saturates: eight
@@ -62,23 +62,25 @@ MOEINF_AVX2 MOEINF_INLINE void unpack(const std::byte* group, __m256i* codes) {
     }
 }
 
-// Computes rows 8 · half … 8 · half + 7 of the block. q4, q3, q2 and mxfp4 differ in how codes are
-// packed, in scales, and in the number of sums that fit in 16 bits.
-template <Format format, int kRows>
-MOEINF_AVX2 void packed_half(const std::byte* tile, std::size_t tiles,
+// Computes kHalves · 8 rows of the block, from row 8 · begin. Both halves at once read the block in
+// order, once; sums of many rows have no room for that. q4, q3, q2 and mxfp4 differ in how codes
+// are packed, in scales, and in the number of sums that fit in 16 bits.
+template <Format format, int kRows, std::size_t kHalves>
+MOEINF_AVX2 void packed_rows(const std::byte* tile, std::size_t tiles,
                              const QuantGroup* const* from, float (*out)[kBlockRows],
-                             std::size_t half) {
+                             std::size_t begin) {
     constexpr std::size_t kCodes = code_bytes(format), kScales = scale_bytes(format) * kBlockRows;
     const QuantGroup* x[kRows];
-    __m256 sums[kRows];
+    __m256 sums[kHalves][kRows];
     for (int t = 0; t < kRows; ++t) {
         x[t] = from[t];
-        sums[t] = _mm256_setzero_ps();
+        for (std::size_t h = 0; h < kHalves; ++h) sums[h][t] = _mm256_setzero_ps();
     }
     const __m256i ones = _mm256_set1_epi16(1);
     for (; tiles > 0; --tiles, tile += tile_bytes(format)) {
-        if (half == 0) prefetch<tile_bytes(format)>(tile);
-        for (std::size_t g = 0; g < kTileGroups; ++g) {
+#pragma GCC unroll 4
+        for (std::size_t i = 0; i < kTileGroups * kHalves; ++i) {
+            const std::size_t g = i / kHalves, h = i % kHalves, half = begin + h;
             const std::byte* const at =
                 tile + kTileGroups * kCodes + kScales * g + kScales / 2 * half;
             const __m256 scales = format == Format::kMxfp4 ? powers_at(at) : scales_at(at);
@@ -102,29 +104,32 @@ MOEINF_AVX2 void packed_half(const std::byte* tile, std::size_t tiles,
                                            _mm256_madd_epi16(second, ones))
                         : _mm256_madd_epi16(_mm256_add_epi16(first, second), ones);
                 const __m256i dot = _mm256_add_epi32(sum, _mm256_set1_epi32(a.start));
-                sums[t] = step(sums[t], dot, scales, a.scale);
+                sums[h][t] = step(sums[h][t], dot, scales, a.scale);
             }
         }
         for (int t = 0; t < kRows; ++t) x[t] += kTileGroups;
     }
-    for (int t = 0; t < kRows; ++t) _mm256_storeu_ps(out[t] + kHalfRows * half, sums[t]);
+    for (std::size_t h = 0; h < kHalves; ++h)
+        for (int t = 0; t < kRows; ++t)
+            _mm256_storeu_ps(out[t] + kHalfRows * (begin + h), sums[h][t]);
 }
 
-// Computes rows 8 · half … 8 · half + 7 of the block. Makes the codes signed, so that the sum
-// starts at 0 instead of −128 · Σ a.
-template <int kRows>
-MOEINF_AVX2 void q8_half(const std::byte* tile, std::size_t tiles, const QuantGroup* const* from,
-                         float (*out)[kBlockRows], std::size_t half) {
+// Computes the same for q8. Makes the codes signed, so that the sum starts at 0 instead of
+// −128 · Σ a.
+template <int kRows, std::size_t kHalves>
+MOEINF_AVX2 void q8_rows(const std::byte* tile, std::size_t tiles, const QuantGroup* const* from,
+                         float (*out)[kBlockRows], std::size_t begin) {
     const QuantGroup* x[kRows];
-    __m256 sums[kRows];
+    __m256 sums[kHalves][kRows];
     for (int t = 0; t < kRows; ++t) {
         x[t] = from[t];
-        sums[t] = _mm256_setzero_ps();
+        for (std::size_t h = 0; h < kHalves; ++h) sums[h][t] = _mm256_setzero_ps();
     }
     const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80)), ones = _mm256_set1_epi16(1);
     for (; tiles > 0; --tiles, tile += kQ8TileBytes) {
-        if (half == 0) prefetch<kQ8TileBytes>(tile);
-        for (std::size_t g = 0; g < kTileGroups; ++g) {
+#pragma GCC unroll 4
+        for (std::size_t i = 0; i < kTileGroups * kHalves; ++i) {
+            const std::size_t g = i / kHalves, h = i % kHalves, half = begin + h;
             const __m256 scales = scales_at(tile + 1024 + 32 * g + 16 * half);
             __m256i dots[kRows];
             for (int t = 0; t < kRows; ++t) dots[t] = _mm256_setzero_si256();
@@ -140,11 +145,14 @@ MOEINF_AVX2 void q8_half(const std::byte* tile, std::size_t tiles, const QuantGr
                     dots[t] = _mm256_add_epi32(dots[t], _mm256_madd_epi16(pairs, ones));
                 }
             }
-            for (int t = 0; t < kRows; ++t) sums[t] = step(sums[t], dots[t], scales, x[t][g].scale);
+            for (int t = 0; t < kRows; ++t)
+                sums[h][t] = step(sums[h][t], dots[t], scales, x[t][g].scale);
         }
         for (int t = 0; t < kRows; ++t) x[t] += kTileGroups;
     }
-    for (int t = 0; t < kRows; ++t) _mm256_storeu_ps(out[t] + kHalfRows * half, sums[t]);
+    for (std::size_t h = 0; h < kHalves; ++h)
+        for (int t = 0; t < kRows; ++t)
+            _mm256_storeu_ps(out[t] + kHalfRows * (begin + h), sums[h][t]);
 }
 
 MOEINF_AVX2 MOEINF_INLINE float add_lanes(__m256 even0, __m256 even1, __m256 odd0, __m256 odd1) {
@@ -214,24 +222,22 @@ void bf16_loop(const std::uint16_t* weights, std::size_t columns, std::size_t ro
     if (count > 0) bf16_block<1>(weights, columns, rows, x, out);
 }
 
-// The second half reads its block from the cache: a block has some 20 KiB at K = 2048.
+// With 4 rows the second half reads its block from the cache: some 20 KiB at K = 2048.
 template <Format format>
 void packed_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
                  float (*out)[kBlockRows]) noexcept {
     for (; count >= 4; count -= 4, x += 4, out += 4)
         for (std::size_t half = 0; half < 2; ++half)
-            packed_half<format, 4>(block, tiles, x, out, half);
+            packed_rows<format, 4, 1>(block, tiles, x, out, half);
     for (; count >= 1; count -= 1, x += 1, out += 1)
-        for (std::size_t half = 0; half < 2; ++half)
-            packed_half<format, 1>(block, tiles, x, out, half);
+        packed_rows<format, 1, 2>(block, tiles, x, out, 0);
 }
 
 void q8_loop(const std::byte* block, std::size_t tiles, const QuantGroup* const* x, int count,
              float (*out)[kBlockRows]) noexcept {
     for (; count >= 4; count -= 4, x += 4, out += 4)
-        for (std::size_t half = 0; half < 2; ++half) q8_half<4>(block, tiles, x, out, half);
-    for (; count >= 1; count -= 1, x += 1, out += 1)
-        for (std::size_t half = 0; half < 2; ++half) q8_half<1>(block, tiles, x, out, half);
+        for (std::size_t half = 0; half < 2; ++half) q8_rows<4, 1>(block, tiles, x, out, half);
+    for (; count >= 1; count -= 1, x += 1, out += 1) q8_rows<1, 2>(block, tiles, x, out, 0);
 }
 
 }  // namespace

@@ -14,13 +14,6 @@ namespace moeinf {
 namespace {
 
 constexpr std::size_t kHalfRows = kBlockRows / 2;
-constexpr std::size_t kAhead = 1024;  // as in avx512/kernels.cpp
-template <std::size_t bytes, std::size_t ahead = kAhead>
-MOEINF_AVX2 MOEINF_INLINE void prefetch(const std::byte* at) {
-#pragma GCC unroll 32
-    for (std::size_t line = 0; line < bytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(at + ahead + line), _MM_HINT_T1);
-}
 
 MOEINF_AVX2 MOEINF_INLINE __m256i word(const std::int8_t* codes, std::size_t v) {
     std::int32_t four;

@@ -174,7 +174,8 @@ MOEINF_AVX512 void interleaved_rows(const std::byte* block, std::size_t tiles,
 MOEINF_AVX512 void q6k_row(const std::byte* tile, std::size_t tiles, const QuantGroup* x,
                            float* out) {
     constexpr int kZero = -zero_of(Format::kQ6k);
-    const __m512i low = _mm512_set1_epi32(kZero & 0xFFFF), high = _mm512_set1_epi32(kZero * 0x10000);
+    const __m512i low = _mm512_set1_epi32(kZero & 0xFFFF);
+    const __m512i high = _mm512_set1_epi32(kZero * 0x10000);
     const __m512i nibble = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(48);
     __m512 sum = _mm512_setzero_ps();
     for (; tiles > 0; --tiles, tile += kQ6kTileBytes, x += 8) {
