@@ -1,6 +1,6 @@
 """Compare the expert kernels with the read ceiling and torch's int4 product, in one run.
 
-Run: python -m benchmarks.kernels [--shape olmoe] [--megabytes 400] [--rounds 8]
+Run: python -m benchmarks.kernels [--shape olmoe] [--megabytes 400] [--rounds 8] [--path avx2]
 Every round measures, one after the other:
 
 - six read loops: 1 and 2 threads, plain, with prefetch, and with prefetch on huge pages
@@ -25,7 +25,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from moeinf.native import ExpertKernel, SlotPool, kernel_path, read_bandwidth, set_compute_threads
+from moeinf.native import (
+    ExpertKernel,
+    SlotPool,
+    _native,
+    kernel_path,
+    read_bandwidth,
+    set_compute_threads,
+)
 from moeinf.offload.format.layout import ExpertLayout
 
 SHAPES = {
@@ -118,7 +125,10 @@ def main() -> None:
     parser.add_argument(
         "--forms", default="q4,q8", help="q3, q2, q4k, q5k, q6k, nvfp4, mxfp4, bf16, too"
     )
+    parser.add_argument("--path", default="", help="avx512, avx2 or portable; default: the fastest")
     options = parser.parse_args()
+    if not _native._use_kernels(options.path):
+        parser.error(f"--path: {options.path!r} is unknown, or this processor lacks it")
     (hidden, inner), size = SHAPES[options.shape], options.megabytes << 20
     a, b = torch.randn(256, 1024), torch.randn(1024, 1024)
     experts = {form: Experts(form, hidden, inner, size) for form in options.forms.split(",")}
