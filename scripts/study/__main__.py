@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.study import eviction, prediction, workloads
+from scripts.study import eviction, paper, prediction, workloads
 from scripts.study.pictures import draw
 from scripts.study.replays import Bench
 
@@ -29,6 +29,7 @@ SECTIONS = {
     "prediction": prediction.recall,
     "parts": eviction.parts,
     "knobs": eviction.knobs,
+    **paper.SECTIONS,
 }
 
 

@@ -22,9 +22,10 @@ from scripts.study.replays import (
 
 Text = Callable[[], str]
 SHARES = (0.2, 0.1, 0.35, 0.5)
-POLICIES = ("lru", "lfu", "eamc", "adaptive", "belady")
+POLICIES = ("lru", "lfu", "eamc", "adaptive", "learned", "belady")
 CAPACITIES = (1, 10, 50, 100, 200)
-USERS = (1, 2, 4, 8)
+USERS = (2, 4, 8)
+LATE = ("lru", "adaptive", "learned")
 # Values of every knob to try; the default is among them.
 ADAPTIVE_VALUES: dict[str, tuple[Any, ...]] = {
     "hysteresis": (-1.0, 0.0, 0.25, 1.0, 3.0),
@@ -61,17 +62,17 @@ def policies(bench: Bench, path: Path) -> Text:
             policy: [(share, found[policy, share].rate) for share in shares] for policy in POLICIES
         }
         rows = [[p, *(hit_rate(found[p, s]) for s in shares)] for p in POLICIES]
-        closed = [
-            (found["adaptive", s].rate - found["lru", s].rate)
-            / (found["belady", s].rate - found["lru", s].rate)
-            for s in shares
-        ]
-        rows += [
-            ["adaptive − lru", *(gain(found["adaptive", s], found["lru", s]) for s in shares)],
-            ["adaptive − eamc", *(gain(found["adaptive", s], found["eamc", s]) for s in shares)],
-            ["(adaptive − lru) ÷ (belady − lru)", *(f"{part:.2f}" for part in closed)],
-        ]
-        for policy in ("lru", "adaptive"):
+        for name, other in (("adaptive", "lru"), ("adaptive", "eamc"), ("learned", "adaptive")):
+            gains = (gain(found[name, s], found[other, s]) for s in shares)
+            rows.append([f"{name} − {other}", *gains])
+        for name in ("adaptive", "learned"):
+            closed = [
+                (found[name, s].rate - found["lru", s].rate)
+                / (found["belady", s].rate - found["lru", s].rate)
+                for s in shares
+            ]
+            rows.append([f"({name} − lru) ÷ (belady − lru)", *(f"{c:.2f}" for c in closed)])
+        for policy in ("lru", "adaptive", "learned"):
             reads = [found[policy, s] for s in shares]
             per_token = [c.reads.sum() / c.tokens.sum() for c in reads]
             rows.append([f"experts read per token, {policy}", *(f"{r:.1f}" for r in per_token)])
@@ -89,7 +90,7 @@ def warm_against_cold(bench: Bench, path: Path) -> Text:
         past, now = past[:2], now[:2]
     asked = {
         (policy, memory): bench.replay(path, policy, requests=now, past=memory)
-        for policy in ("eamc", "adaptive")
+        for policy in ("eamc", "adaptive", "learned")
         for memory in ((), past)
     }
     lru = bench.replay(path, "lru", requests=now)
@@ -98,7 +99,7 @@ def warm_against_cold(bench: Bench, path: Path) -> Text:
         found = {case: wait() for case, wait in asked.items()}
         base = lru()
         rows = [["lru", percent(base.early_hits, base.early_events), "", hit_rate(base), ""]]
-        for policy in ("eamc", "adaptive"):
+        for policy in ("eamc", "adaptive", "learned"):
             cold, warm = found[policy, ()], found[policy, past]
             for name, one in (("cold", cold), ("warm", warm)):
                 more = [gain(one, cold, early) if one is warm else "" for early in (True, False)]
@@ -137,31 +138,30 @@ def capacities(bench: Bench, path: Path) -> Text:
 
 
 def users(bench: Bench, path: Path) -> Text:
-    """Replay with several requests in turn, and with routing that is reported late."""
-    some, names = bench.few(path), ("lru", "lfu", "eamc", "adaptive", "belady")
-    counts = bench.some(USERS)
+    """Replay with several requests at once, in one pass and in turn, and with late routing."""
+    some, counts = bench.few(path), bench.some(USERS)
+    ways = [(1, False), *((c, together) for together in (True, False) for c in counts)]
     asked = {
-        (policy, count): bench.replay(path, policy, requests=some, users=count)
-        for policy in names
-        for count in counts
+        (policy, *way): bench.replay(path, policy, requests=some, users=way[0], together=way[1])
+        for policy in POLICIES
+        for way in ways
     }
-    late = {p: bench.replay(path, p, requests=some, late=True) for p in ("lru", "adaptive")}
+    late = {p: bench.replay(path, p, requests=some, late=True) for p in LATE}
 
     def text() -> str:
         rows = [
             [
                 policy,
-                *(hit_rate(asked[policy, count]()) for count in counts),
+                *(hit_rate(asked[policy, *way]()) for way in ways),
                 hit_rate(late[policy]()) if policy in late else "",
             ]
-            for policy in names
+            for policy in POLICIES
         ]
         bench.curves[f"users {path.stem}"] = {
-            p: [(count, asked[p, count]().rate) for count in counts] for p in names
+            p: [(c, asked[p, c, c > 1]().rate) for c in (1, *counts)] for p in POLICIES
         }
-        return table(
-            ["20 % fits", *(f"{c} user{'s' * (c > 1)}" for c in counts), "1 user, told late"], rows
-        )
+        names = (f"{c} in a pass" if together else f"{c} in turn" for c, together in ways[1:])
+        return table(["20 % fits", "1 user", *names, "1 user, told late"], rows)
 
     return text
 

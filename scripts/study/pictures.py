@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-_STYLE = {"belady": "k--", "adaptive": "C3o-", "eamc": "C0o-", "lru": "C1o-", "lfu": "C2o-"}
+_STYLE = {
+    "belady": "k--",
+    "learned": "C4o-",
+    "adaptive": "C3o-",
+    "eamc": "C0o-",
+    "lru": "C1o-",
+    "lfu": "C2o-",
+}
 
 
 def draw(curves: dict[str, Any], files: list[Path], out: Path) -> None:
@@ -23,7 +30,7 @@ def draw(curves: dict[str, Any], files: list[Path], out: Path) -> None:
         panels = (
             ("policies", "experts that fit, %", 100),
             ("capacity", "entries of the EAMC", 1),
-            ("users", "users in turn", 1),
+            ("users", "users in one pass", 1),
         )
         for axis, (what, label, scale) in zip(axes, panels, strict=False):
             for policy, points in curves.get(f"{what} {name}", {}).items():

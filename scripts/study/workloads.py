@@ -32,7 +32,7 @@ def shift(bench: Bench, path: Path) -> Text:
     if bench.quick:
         groups = [group[:2] for group in groups]
     order = tuple(request for group in groups for request in group)
-    names = ("lru", "eamc", "adaptive")
+    names = ("lru", "eamc", "adaptive", "learned")
     asked = {name: bench.replay(path, name, requests=order) for name in names}
     shuffled = bench.replay(path, "adaptive", requests=tuple(sorted(order)))
 
@@ -53,7 +53,7 @@ def shift(bench: Bench, path: Path) -> Text:
             np.cumsum([len(group) for group in groups[:-1]]).tolist(),
         )
         moved = [
-            f"{kind}: {_recovery(adaptive, group)}"
+            f"{kind}: {recovery(adaptive, group)}"
             for kind, group in zip(chosen[1:], groups[1:], strict=True)
         ]
         note = f"Requests until `adaptive` is within 5 % of its later mean: {', '.join(moved)}."
@@ -67,7 +67,7 @@ def _of(counts: Counts, requests: list[int]) -> str:
     return percent(counts.hits[chosen], counts.events[chosen])
 
 
-def _recovery(counts: Counts, group: list[int]) -> int:
+def recovery(counts: Counts, group: list[int]) -> int:
     """Return the requests from the shift on until the mean of four misses no more than later."""
     chosen = np.isin(counts.requests, group)
     misses = 1 - counts.hits[chosen] / counts.events[chosen]

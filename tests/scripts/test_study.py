@@ -9,7 +9,7 @@ import pytest
 
 from moeinf.offload.policy.adaptive import AdaptiveKnobs
 from moeinf.offload.policy.eamc import EamcKnobs
-from scripts.study import eviction, prediction, replays, workloads
+from scripts.study import eviction, paper, prediction, replays, workloads
 from scripts.study.__main__ import SECTIONS, main
 from scripts.study.replays import Counts, Job, replay
 
@@ -97,6 +97,15 @@ def test_likeness(drawn: Path) -> None:
     assert used[1] == pytest.approx(100 * 10 / 16, abs=0.1)
     assert rows["the nearest has the same label, %"][:2].tolist() == [0, 100]
     assert workloads.kinds(drawn) == ["a", "b"]
+
+
+def test_groups_and_concentration(drawn: Path) -> None:
+    """Two kinds make two groups; each uses 5 of 16 experts, so the first 3 have 3/5 or more."""
+    count, largest, right, foretold, _ = paper.clusters(drawn)[0]
+    assert (count, largest, right, foretold) == ("2", "50.0", "100.0", "100.0")
+    mine, chance, whole = (float(c.split(" ")[0]) for c in paper.concentration(drawn)[-1][1:])
+    assert mine >= 60 > chance > whole >= 30
+    assert paper.working_set(drawn)[:1] == ["12.5 ±0.0"]
 
 
 @pytest.mark.parametrize(
