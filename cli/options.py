@@ -198,6 +198,10 @@ Reproducible = Annotated[
         help="Reuse only whole chunks of earlier prompts: answers have the bits they have alone.",
     ),
 ]
+NoPrefixCache = Annotated[
+    bool,
+    typer.Option("--no-prefix-cache", help="Keep nothing of a prompt for later requests."),
+]
 
 
 def engine_config(
@@ -211,6 +215,7 @@ def engine_config(
     device_memory: MemorySize | None = None,
     miss: Miss = "auto",
     reproducible: bool = False,
+    prefix_cache: bool = False,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -224,4 +229,5 @@ def engine_config(
         miss=miss,
         libcuda=settings.libcuda,
         reproducible=reproducible,
+        prefix=settings.prefix if prefix_cache else None,
     )

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
-from moeinf.runtime.sizes import MemorySize, parse_memory
+from moeinf.runtime.sizes import MemorySize, parse_memory, parse_size
 
+Size = TypeVar("Size", int, None)
 Wanted = Literal["auto", "cpu", "cuda"]  # the values of --device
 WANTED: tuple[Wanted, ...] = get_args(Wanted)
 MOST_PARALLEL = 16  # rows of a pass whose results do not depend on each other
@@ -29,6 +30,14 @@ MOST_WINDOW = 8192  # tokens of a prompt that go through a layer before the next
 
 
 @dataclass(frozen=True)
+class PrefixBudget:
+    """The bytes that the KV of ended requests may take; memory_bytes None: the plan decides."""
+
+    memory_bytes: int | None = None
+    disk_bytes: int = 4 << 30  # of one model; 0: none is written
+
+
+@dataclass(frozen=True)
 class Settings:
     """The settings from the environment. See docs/cli.md, "Environment"."""
 
@@ -36,6 +45,7 @@ class Settings:
     memory: MemorySize | None = None
     debug: bool = False
     libcuda: str | None = None  # its path, if the system does not find it
+    prefix: PrefixBudget = PrefixBudget()
 
     @property
     def models(self) -> Path:
@@ -67,7 +77,7 @@ class Settings:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read MOEINF_HOME, _MEMORY, _DEBUG and _LIBCUDA. Raises InvalidValue."""
+    """Read MOEINF_HOME, _MEMORY, _DEBUG, _LIBCUDA and _PREFIX_*. Raises InvalidValue."""
     env = os.environ if environment is None else environment
     home = Path(env.get("MOEINF_HOME") or "~/.moeinf").expanduser().absolute()
     memory = env.get("MOEINF_MEMORY")
@@ -76,6 +86,10 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Settings:
         memory=_memory(memory) if memory else None,
         debug=env.get("MOEINF_DEBUG", "") not in ("", "0"),
         libcuda=env.get("MOEINF_LIBCUDA") or None,
+        prefix=PrefixBudget(
+            _size(env, "MOEINF_PREFIX_MEMORY", None),
+            _size(env, "MOEINF_PREFIX_DISK", PrefixBudget.disk_bytes),
+        ),
     )
 
 
@@ -197,6 +211,13 @@ def _count(env: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
+def _size(env: Mapping[str, str], name: str, default: Size) -> int | Size:
+    try:
+        return parse_size(env[name]) if env.get(name) else default
+    except InvalidValue as error:
+        raise InvalidValue(f"{name}: {error}") from error
+
+
 def _memory(text: str) -> MemorySize:
     try:
         return parse_memory(text)
@@ -221,6 +242,7 @@ class EngineConfig:
     window     tokens of a prompt that go through a layer before the next layer, a multiple of
                PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
     reproducible  reuse only what a prompt's own prefill would write bit for bit: whole chunks
+    prefix     keep the KV of ended requests (runtime/prefix); None: do not
     """
 
     memory: MemorySize | None = None
@@ -237,6 +259,7 @@ class EngineConfig:
     libcuda: str | None = None
     window: int | None = None
     reproducible: bool = False
+    prefix: PrefixBudget | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or self.window % PREFILL_CHUNK):

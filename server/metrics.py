@@ -41,6 +41,15 @@ _OF_WORKERS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
     ("num_requests_running", "Requests being answered.", lambda worker: worker.running),
     ("num_requests_waiting", "Requests in the queue.", lambda worker: worker.waiting),
 )
+_COUNTS: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
+    ("generation_tokens", "Tokens decoded.", lambda worker: worker.tokens),
+    ("prefix_cache_queries", "Prompt tokens.", lambda worker: worker.prompt_tokens),
+    (
+        "prefix_cache_hits",
+        "Prompt tokens whose KV was there from an earlier request.",
+        lambda worker: worker.reused_tokens,
+    ),
+)
 _OF_STORES: tuple[tuple[str, str, list[str], Callable[[StoreStats], float]], ...] = (
     (
         "expert_cache_hits",
@@ -158,12 +167,16 @@ class _Engines(Collector):
             for model, worker in workers:
                 gauge.add_metric([model], worker_value(worker))
             yield gauge
-        tokens = CounterMetricFamily(
-            f"{_PREFIX}generation_tokens", "Tokens decoded.", labels=["model_name"]
+        for name, text, worker_count in _COUNTS:
+            tokens = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
+            for model, worker in workers:
+                tokens.add_metric([model], worker_count(worker))
+            yield tokens
+        sizes = GaugeMetricFamily(
+            f"{_PREFIX}prefix_cache_bytes",
+            "Bytes of the KV of ended requests.",
+            labels=["model_name", "tier"],
         )
-        for model, worker in workers:
-            tokens.add_metric([model], worker.tokens)
-        yield tokens
         engines = [(model, worker.engine) for model, worker in workers]
         slots = GaugeMetricFamily(
             f"{_PREFIX}expert_slots", "Experts that fit in RAM.", labels=["model_name"]
@@ -187,3 +200,8 @@ class _Engines(Collector):
                 if engine is not None:
                     counter.add_metric([model, *tier], store_value(engine.store.stats))
             yield counter
+        for model, engine in engines:
+            if engine is not None and engine.prefixes is not None:
+                sizes.add_metric([model, "ram"], engine.prefixes.bytes_used)
+                sizes.add_metric([model, "disk"], engine.prefixes.disk_bytes)
+        yield sizes

@@ -25,6 +25,7 @@ class Partner(Protocol):
     think: bool | None
     form: Form
     messages: list[Message]
+    kept: bool  # may the KV of later texts be kept for other requests
     reading: Callable[[int, int], None]  # takes the read and all tokens of a prompt, if known
 
     @property

@@ -102,7 +102,7 @@ class LocalPartner:
         """
         old, info = self._opener, self.engine.info
         held = self._conversation
-        turns = held.system, held.think, held.form, held.messages, held.dropped
+        turns = held.system, held.think, held.form, held.messages, held.dropped, held.kept
         del held
         self.close()
         try:
@@ -115,7 +115,7 @@ class LocalPartner:
         finally:
             if self._opened is not None:
                 held = self._conversation
-                held.system, held.think, held.form, held.messages, held.dropped = turns
+                held.system, held.think, held.form, held.messages, held.dropped, held.kept = turns
 
     @property
     def system(self) -> str:
@@ -140,6 +140,14 @@ class LocalPartner:
     @form.setter
     def form(self, form: Form) -> None:
         self._conversation.form = form
+
+    @property
+    def kept(self) -> bool:
+        return self._conversation.kept
+
+    @kept.setter
+    def kept(self, whether: bool) -> None:
+        self._conversation.kept = whether
 
     @property
     def reading(self) -> Callable[[int, int], None]:

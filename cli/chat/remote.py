@@ -53,6 +53,7 @@ class RemotePartner:
         self.think: bool | None = None
         self.form: Form = None
         self.messages: list[Message] = []
+        self.kept = False
         self.dropped = 0
         self.finish_reason = ""
         self.choices: Sequence[str] = ()
@@ -236,6 +237,8 @@ class RemotePartner:
         if limits.stop:
             said["stop"] = list(limits.stop)
         body: dict[str, Any] = {"model": str(self.model), "options": said}
+        if not self.kept:
+            body["keep_prefix"] = False
         if self.form is not None:
             body["format"] = self.form
         if self._keep_alive is not None:

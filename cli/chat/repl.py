@@ -49,6 +49,7 @@ class Repl:
         self._commands = SlashCommands(partner, options, limits, settings, out)
         self._commands.verbose = verbose
         self._commands.keep_history = self._keep_history
+        partner.kept = isinstance(self._session.history, FileHistory)
 
     def loop(self) -> None:
         """Read messages and answer them until /bye or Ctrl-D."""
@@ -130,6 +131,7 @@ class Repl:
     def _keep_history(self, keep: bool) -> None:
         self._session.history = self._history(keep)
         self._session.default_buffer.history = self._session.history
+        self._partner.kept = isinstance(self._session.history, FileHistory)
 
     def _history(self, keep: bool) -> History:
         """Open the history of typed lines; only its owner can read the file."""

@@ -27,6 +27,7 @@ from moeinf.cli.options import (
     KeepAlive,
     Memory,
     Model,
+    NoPrefixCache,
     NoTrace,
     OnMiss,
     PolicyName,
@@ -98,6 +99,7 @@ def run(
     now: Annotated[str | None, typer.Option(hidden=True, help="The date templates see.")] = None,
     threads: Threads = None,
     reproducible: Reproducible = False,
+    no_prefix_cache: NoPrefixCache = False,
     no_trace: NoTrace = False,
     server: Annotated[
         bool | None,
@@ -139,6 +141,7 @@ def run(
         device_memory=device_memory,
         miss=miss,
         reproducible=reproducible,
+        prefix_cache=not no_prefix_cache,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -167,6 +170,7 @@ def run(
         "--src": src, "--tgt": tgt,
         "--policy": None if policy == DEFAULT_POLICY else policy,
         "--no-trace": no_trace or None, "--reproducible": reproducible or None,
+        "--no-prefix-cache": no_prefix_cache or None,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

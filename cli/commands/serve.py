@@ -14,6 +14,7 @@ from moeinf.cli.options import (
     Device,
     DeviceMemory,
     Memory,
+    NoPrefixCache,
     OnMiss,
     PolicyName,
     Quiet,
@@ -41,6 +42,8 @@ Environment:
   MOEINF_MAX_QUEUE      requests that may wait for a model (512)
   MOEINF_CONTEXT_SHIFT  1: drop the oldest turns of a chat that does not fit
   MOEINF_MEMORY         the default of --memory
+  MOEINF_PREFIX_MEMORY  RAM for the KV of ended requests (what is free); 0: none
+  MOEINF_PREFIX_DISK    the same on disk, for each model (4GiB); 0: none
   MOEINF_HOME           the folder of models and logs (~/.moeinf)
   MOEINF_DEBUG          1: print a traceback with an error
   MOEINF_LIBCUDA        the path of libcuda, if the system does not find it
@@ -58,6 +61,7 @@ def serve(
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
     reproducible: Reproducible = False,
+    no_prefix_cache: NoPrefixCache = False,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: any free port.", show_default=False),
@@ -100,6 +104,7 @@ def serve(
         device_memory=device_memory,
         miss=miss,
         reproducible=reproducible,
+        prefix_cache=not no_prefix_cache,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

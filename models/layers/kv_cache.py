@@ -111,6 +111,33 @@ class KvCache:
         """
         return self._layers[layer]
 
+    def columns(self, start: int, stop: int) -> list[Tensor]:
+        """Return views [heads, stop - start, width] of all planes, layer by layer."""
+        assert 0 <= start <= stop <= self._capacity, (start, stop)
+        return [plane[:, start:stop] for planes in self._layers for plane in planes]
+
+    @property
+    def cuts(self) -> tuple[int, ...] | None:
+        """The lengths at which recurrent layers have their memory; None: they do not exist."""
+        if self.recurrent is None:
+            return None
+        return tuple(sorted({*self.recurrent.marks, self._length} - {0}))
+
+    def memory_at(self, tokens: int) -> list[Tensor]:
+        """Return views of the recurrent layers' memory after `tokens`, which is one of the cuts."""
+        assert self.recurrent is not None
+        return self.recurrent.at(None if tokens == self._length else tokens)
+
+    def resume(self, length: int) -> list[Tensor]:
+        """Take over `length` tokens, whose columns the caller has written.
+
+        Returns views of the recurrent layers' memory, which the caller must write now; [] without
+        such layers.
+        """
+        assert 0 < length <= self._capacity, length
+        self._length = length
+        return [] if self.recurrent is None else self.recurrent.resume(length)
+
     @property
     def places(self) -> tuple[int | None, ...]:
         """The recurrent slots that the open pass reads and writes; () without such layers.

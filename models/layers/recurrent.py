@@ -38,9 +38,14 @@ class RecurrentLayout:
         return self.marks + 2
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of the memory after one token."""
+        return self.layers * 4 * sum(math.prod(shape) for shape in self.shapes)
+
+    @property
     def bytes(self) -> int:
         """Bytes of one request."""
-        return self.slots * self.layers * 4 * sum(math.prod(shape) for shape in self.shapes)
+        return self.slots * self.slot_bytes
 
 
 class RecurrentMemory:
@@ -121,6 +126,23 @@ class RecurrentMemory:
             return 0
         length, self._now = self._marks[-1]
         return length
+
+    @property
+    def marks(self) -> list[int]:
+        """The numbers of tokens that `rewind` can go back to."""
+        return [tokens for tokens, _ in self._marks]
+
+    def at(self, tokens: int | None) -> list[Tensor]:
+        """Return views of all layers' tensors at a mark; None: after the last pass."""
+        slot = self._now if tokens is None else dict(self._marks)[tokens]
+        assert slot is not None
+        return [tensor[slot] for tensors in self._tensors for tensor in tensors]
+
+    def resume(self, tokens: int) -> list[Tensor]:
+        """Forget all but one mark after `tokens`; return its views, which the caller must write."""
+        self._now = self._next = 0
+        self._marks, self._new_mark = [(tokens, 0)], None
+        return self.at(None)
 
     def copy(self) -> RecurrentMemory:
         """Return an independent copy."""

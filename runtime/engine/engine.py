@@ -32,6 +32,7 @@ from moeinf.runtime.engine.opening import (
     Tiers,
     figures,
     load_weights,
+    open_prefixes,
     open_text,
     open_tiers,
     plan_engine,
@@ -42,6 +43,7 @@ from moeinf.runtime.engine.request_tracing import RequestTracing, Wrapped
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.gpu import device_faults
+from moeinf.runtime.prefix.cache import PrefixCache
 from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.sizes import MemorySize, format_bytes
 from moeinf.runtime.text.chat_template import TemplateWorker
@@ -56,6 +58,7 @@ class Engine:
     info       the facts that faces show
     tokenizer, template, grammars    turn texts into tokens and back; no template: a base model
     store      the expert store
+    prefixes   the KV of ended requests; None: it is not kept
     gpu        the GPU in use; None: the CPU computes everything
     tracing    the numbers of requests and what they route
     memory     the experts' part of RAM, which can change between passes
@@ -68,6 +71,7 @@ class Engine:
         text: Text,
         tiers: Tiers,
         weights: LoadedModel,
+        prefixes: PrefixCache | None,
         tracing: RequestTracing,
         notes: Notes,
         opened: ExitStack,
@@ -76,7 +80,7 @@ class Engine:
         self.info, self.tracing, self.notes = info, tracing, notes
         self._text = text
         self.store, self.gpu = tiers.store, tiers.gpu
-        self._weights, self._opened = weights, opened
+        self._weights, self.prefixes, self._opened = weights, prefixes, opened
         fixed = (
             "" if tiers.gpu is None else "the memory of experts cannot change while a GPU uses it"
         )
@@ -119,6 +123,7 @@ class Engine:
             tiers = open_tiers(plan, opened)
             weights = load_weights(plan, tiers, opened)
             warmed = warm_up(tiers)
+            prefixes = open_prefixes(plan, weights, opened)
             info = EngineInfo(
                 manifest=manifest,
                 folder=folder,
@@ -137,7 +142,9 @@ class Engine:
             if plan.traced:
                 Library(settings).used(manifest.model)
             tracing = RequestTracing(tiers.store, manifest, tiers.eamc, plan.notes)
-            engine = cls(info, text, tiers, weights, tracing, plan.notes, opened.pop_all())
+            engine = cls(
+                info, text, tiers, weights, prefixes, tracing, plan.notes, opened.pop_all()
+            )
         plan.registration.publish(partial(figures, lambda: engine.info, tiers.store, expires_at))
         if config.memory is None:
             engine.watch_memory()

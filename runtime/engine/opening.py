@@ -43,6 +43,8 @@ from moeinf.runtime.machine.memory import (
 )
 from moeinf.runtime.placement.bandwidth import drive_of
 from moeinf.runtime.placement.plan import Placement, place
+from moeinf.runtime.prefix.cache import PrefixCache
+from moeinf.runtime.prefix.opening import open_prefix_cache
 from moeinf.runtime.requests import SamplingOptions
 from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.sampling.sampler import model_defaults
@@ -179,6 +181,13 @@ def load_weights(plan: Plan, tiers: Tiers, opened: ExitStack) -> LoadedModel:
     weights = LoadedModel(model)
     opened.callback(weights.close)
     return weights
+
+
+def open_prefixes(plan: Plan, weights: LoadedModel, opened: ExitStack) -> PrefixCache | None:
+    """Open the cache of the KV of ended requests, if the plan has memory for it."""
+    model, note = weights.model, plan.notes.append_once
+    about = (plan.manifest, plan.placement, plan.config, plan.settings)
+    return open_prefix_cache(model, *about, plan.traced, note, opened)
 
 
 @contextmanager

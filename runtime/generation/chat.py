@@ -30,6 +30,7 @@ class Conversation:
         self.form: Form = None  # the required form of answers
         self.messages: list[Message] = []
         self.dropped = 0  # messages that no longer fit the context, since the last clear
+        self.kept = False  # see Request
         self.reading: Callable[[int, int], None] = lambda _read, _all: None  # see Request
 
     @property
@@ -117,6 +118,7 @@ class Conversation:
             limits,
             constrain=constrain,
             stopped=stopped,
+            kept=self.kept,
             reading=self.reading,
         )
         return self._generation(request, settle)

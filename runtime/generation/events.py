@@ -134,6 +134,7 @@ class Request:
     prepare: returns the prompt's token ids.
     emit: takes each event; the last one is Ended or Failed.
     logprobs: how many of the most probable tokens to list beside the chosen one; None: no figures.
+    kept: the KV of its text may be kept for later requests.
     embed: the result is the prompt's Vector, without an answer.
     source: the encoder-decoder's input; the prompt is the beginning of its answer.
     stopped: returns True once the answer is to end, at the next layer.
@@ -146,6 +147,7 @@ class Request:
     emit: Callable[[Event], None] = lambda _: None
     logprobs: int | None = None
     constrain: Constrain | None = None
+    kept: bool = True
     embed: bool = False
     source: Sequence[int] = ()
     stopped: Callable[[], bool] = lambda: False

@@ -26,6 +26,7 @@ _TOKEN_BYTES = 128  # of a token, on average; longer text cannot fit and is not 
 _LONG_TEXT_BYTES, _LONG_TOKEN_BYTES = 1 << 20, 16  # beyond a MiB, 16 for each more token
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # templates' and clients' names
 _ASKS_FOR_NULL = re.compile(r"\bis\s+(?:not\s+)?none\b", re.IGNORECASE)
+_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\n]*;)*[ \t]*\n?")
 Message = Mapping[str, Any]  # role, content, and other keys that a template may read
 
 
@@ -44,6 +45,7 @@ def chat_prompt(
     InvalidValue for a variable, PromptTooLong, TokenizerFailed.
     """
     check_variables(variables)
+    messages = [_without_billing(message) for message in messages]
     _check(engine, *_texts([*messages, *tools, variables]))  # before any of them is tokenised
     tokenizer = engine.tokenizer
     if engine.template is None:  # a base model: it continues the text
@@ -57,6 +59,19 @@ def chat_prompt(
     rendered = _rendered(engine, messages, extra)
     _check(engine, rendered)  # a template may write a text more than once
     return tokenizer.encode_rendered(rendered)
+
+
+def _without_billing(message: Message) -> Message:
+    """Return a system message without the line that Claude Code puts before it.
+
+    The line is for the billing of another service. It differs in every request, so no prompt would
+    begin like an earlier one.
+    """
+    text = message.get("content")
+    if message.get("role") not in ("system", "developer") or not isinstance(text, str):
+        return message
+    found = _BILLING.match(text)
+    return message if found is None else {**message, "content": text[found.end() :]}
 
 
 def _rendered(engine: Engine, messages: Sequence[Message], extra: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeinf.models.layers.kv_cache import KvCache
 from moeinf.native import DeviceError
 from moeinf.offload.store.expert_store import Stopped
 from moeinf.offload.store.transfer import ExpertReadError
@@ -77,6 +78,7 @@ class Scheduler:
         self.closing: Exception | None = None  # the error for requests that were stopped, if set
         self.lost: Exception | None = None  # the error after which the engine's GPU is unusable
         self.tokens = 0  # decoded
+        self.prompt_tokens = self.reused_tokens = 0
 
     @property
     def requests(self) -> list[Request]:
@@ -182,21 +184,51 @@ class Scheduler:
         sampler = Sampler(request.options, engine.info.sampling)
         room = engine.info.context - len(prompt)
         answer = Answer(engine, prompt, sampler, request.limits, room)
-        step = engine.info.prefix_grain
         # An embedding needs the states of all tokens, and a cache keeps no states. After another
         # source no token means the same.
-        reusable = [] if request.embed or request.source else prompt
-        known = [shared_tokens(place.reusable, reusable, step) for place in self._free]
-        place = self._free[known.index(max(known))]
-        place.state.truncate(max(known))
-        if place.state.length % step:  # some states cannot be cut at every token
-            place.state.truncate(0)
+        start = time.perf_counter()
+        place = self._reusing([] if request.embed or request.source else prompt)
         cached = place.state.length
-        place.reusable = place.reusable[:cached]
+        self.prompt_tokens += len(prompt)
+        self.reused_tokens += cached
         number = engine.begin_request(place.state)
         self._free.remove(place)
         request.times.start()
-        return Running(request, place, answer, one.constraint, len(prompt), cached, number)
+        found = Running(request, place, answer, one.constraint, len(prompt), cached, number)
+        found.prefill_seconds = time.perf_counter() - start
+        return found
+
+    def _reusing(self, prompt: Sequence[int]) -> Place:
+        """Return a free place whose state holds as much of the prompt as is known.
+
+        If no place shares a token, it is the one that has been free for longest.
+        """
+        step, prefixes = self._engine.info.prefix_grain, self._engine.prefixes
+        known = [shared_tokens(place.reusable, prompt, step) for place in self._free]
+        place = self._free[known.index(max(known))]
+        state = place.state
+        state.truncate(max(known))
+        if state.length % step:  # some states cannot be cut at every token
+            state.truncate(0)
+        if prefixes is not None:
+            prefixes.begin()
+            found = prefixes.find(prompt)
+            if found.tokens > state.length:
+                assert isinstance(state, KvCache)
+                prefixes.restore(state, found)
+        place.reusable = list(prompt[: state.length])
+        return place
+
+    def _keep(self, one: Running, ended: bool) -> None:
+        """Keep the KV of a request that has left its place; not that of one that failed."""
+        place, prefixes = one.place, self._engine.prefixes
+        if prefixes is None:
+            return
+        with suppress(MemoryError):
+            kept = one.request.kept and not one.request.embed
+            if ended and kept and isinstance(place.state, KvCache):
+                prefixes.keep(place.state, place.reusable)
+        prefixes.end()
 
     def _prefill(self, one: Running) -> None:
         """Read the source, and one chunk or window, at the borders of a prompt alone."""
@@ -319,9 +351,11 @@ class Scheduler:
             self._leave(one, ended)
         finally:  # a fault of ours must not keep a client waiting
             one.request.emit(ended)
+        self._keep(one, ended=True)
 
     def _fail(self, one: Running, error: Exception) -> None:
         self._leave(one, None)
+        self._keep(one, ended=False)
         if self.lost is None and isinstance(error, DeviceError | MemoryError) and self._engine.lost:
             self.lost = error
         one.request.emit(Failed(error))

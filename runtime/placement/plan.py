@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.store.budget import DoesNotFit, SlotBudget
-from moeinf.runtime.config import MOST_WINDOW, PREFILL_CHUNK, EngineConfig
+from moeinf.runtime.config import MOST_WINDOW, PREFILL_CHUNK, EngineConfig, PrefixBudget
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
 from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
@@ -22,6 +22,8 @@ OVERHEAD_BYTES = 64 << 20  # the process beyond imports, dense weights, KV cache
 _CONTEXT_STEP = 256
 _LEAST_CONTEXT = 16  # the minimum for --ctx
 _WINDOW_SHARE, _WINDOW_BYTES = 1 / 8, 64 << 20  # of the experts' memory, and at least
+_PREFIX_SHARE, _SCARCE_SHARE = 1 / 2, 1 / 32  # of the RAM that experts leave; else of theirs
+_MOST_PREFIX_BYTES = 4 << 30
 _CONTEXT_SHARE = 0.25  # of the memory that --memory leaves: the KV cache, unless --ctx is given
 
 
@@ -49,6 +51,7 @@ class Placement:
     scratch_bytes: int
     threads: int
     window: int = PREFILL_CHUNK  # tokens of a prompt that go through a layer before the next
+    prefix_bytes: int = 0  # for the KV of ended requests
     device: str = "cpu"
     on_device: DevicePlacement | None = None
     notes: tuple[str, ...] = field(default=())
@@ -63,7 +66,7 @@ class Placement:
         """The maximum that the process will hold in RAM, imports excluded."""
         inside = self.on_device is not None and self.on_device.inside
         dense = 0 if inside else self.dense_bytes + self.kv_bytes
-        return self.experts_bytes + dense + self.scratch_bytes
+        return self.experts_bytes + dense + self.scratch_bytes + self.prefix_bytes
 
 
 def place(
@@ -103,9 +106,13 @@ def place(
             fallbacks.append(_in_ram_words(device, manifest, config.parallel, context))
     if device is None and config.miss != "auto":
         fallbacks.append(f"--miss {config.miss} changes nothing without --device cuda")
+    prefix = 0
+    if config.prefix is not None and device is None and not manifest.encoder_layers:
+        prefix = _prefix_bytes(config.prefix, slots, asked, available_bytes - fixed - kv)
+        notes.append(f"prefix cache {format_bytes(prefix)}")
     budget = asked
     if budget is None:
-        budget, why = _free_budget(slots, available_bytes - fixed - kv)
+        budget, why = _free_budget(slots, available_bytes - fixed - kv - prefix)
         notes.append(why)
     count = slots.slots(budget)
     window = PREFILL_CHUNK
@@ -113,7 +120,7 @@ def place(
         window = _window(manifest, config, context, count * slots.slot_bytes)
     extra = (window - PREFILL_CHUNK) * _window_bytes(manifest)
     scratch, fixed = scratch + extra, fixed + extra
-    total = count * slots.slot_bytes + fixed - headroom + kv
+    total = count * slots.slot_bytes + fixed - headroom + kv + prefix
     notes += _warnings(manifest, count, total, available_bytes)
     return Placement(
         memory_bytes=budget,
@@ -126,6 +133,7 @@ def place(
         scratch_bytes=scratch,
         threads=config.threads or min(cores, MAX_COMPUTE_THREADS, threads_worth_having(manifest)),
         window=window,
+        prefix_bytes=prefix,
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),
@@ -140,6 +148,23 @@ def _free_budget(slots: SlotBudget, free_bytes: int) -> tuple[int, str]:
         raise DoesNotFit(max(0, budget), slots.min_bytes)
     why = "all experts" if budget == slots.max_bytes else "what is free"
     return budget, f"memory for experts {format_bytes(budget)} ({why})"
+
+
+def _prefix_bytes(
+    given: PrefixBudget, slots: SlotBudget, asked: int | None, free_bytes: int
+) -> int:
+    """Return the RAM for the KV of ended requests.
+
+    free_bytes: for it and the experts. asked: what the experts get in any case.
+    """
+    if given.memory_bytes is not None:
+        return given.memory_bytes
+    rest = free_bytes - min(asked or slots.max_bytes, slots.max_bytes)
+    found = int(max(0, rest) * _PREFIX_SHARE)
+    if asked is None:  # the experts give a little where none is left
+        found = max(found, int(min(free_bytes, slots.max_bytes) * _SCARCE_SHARE))
+        found = min(found, max(0, free_bytes - slots.min_bytes))
+    return min(found, _MOST_PREFIX_BYTES)
 
 
 def _warnings(manifest: Manifest, slots: int, total_bytes: int, available_bytes: int) -> list[str]:

@@ -58,6 +58,7 @@ class Asked(Said):
     model_config = ConfigDict(extra="allow")
     model: str
     stream: bool = True
+    keep_prefix: bool = True  # for later requests
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     keep_alive: Seconds = None
@@ -163,7 +164,8 @@ async def _answer(
         return Answer(form.end("load"))
     constrain = json_of(asked.format, getattr(asked, "tools", ()))
     count = asked.top_logprobs if asked.logprobs else None
-    job = Job(turn.prepare, options, limits, lambda _: None, count, constrain)
+    kept = asked.keep_prefix
+    job = Job(turn.prepare, options, limits, lambda _: None, count, constrain, kept=kept)
     answer = events(loaded, job, request)
     first = await anext(answer)
     if isinstance(first, Failed):
@@ -280,6 +282,13 @@ def _living(loaded: Loaded) -> dict[str, Any]:
         place = engine.info.placement
         vram = 0 if place.on_device is None else place.on_device.peak_bytes
         size, context = place.peak_bytes + vram, place.context
+    if engine is not None and engine.prefixes is not None:
+        prefixes = engine.prefixes
+        about["prefix_cache"] = {
+            "tokens_reused": loaded.worker.reused_tokens,
+            "bytes": prefixes.bytes_used,
+            "bytes_on_disk": prefixes.disk_bytes,
+        }
     sizes = {"size": size, "size_vram": vram}  # in all, and the GPU's part
     prompts = [progress_of(reading) for reading in loaded.worker.reading]
     return {**about, **sizes, "expires_at": expires, "context_length": context, "prompts": prompts}

@@ -69,6 +69,16 @@ class Worker:
         return 0 if self._scheduler is None else self._scheduler.tokens
 
     @property
+    def prompt_tokens(self) -> int:
+        """The number of prompt tokens, computed or reused."""
+        return 0 if self._scheduler is None else self._scheduler.prompt_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """The number of prompt tokens whose KV was there."""
+        return 0 if self._scheduler is None else self._scheduler.reused_tokens
+
+    @property
     def reading(self) -> list[Reading]:
         """The progress of each request whose prompt is being read."""
         jobs = [one for one in self._begun if isinstance(one, Job)]

@@ -164,10 +164,13 @@ def test_two_applications_count_apart(demo_home: Path) -> None:
 
 
 def test_counters_have_all_their_digits() -> None:
-    worker = SimpleNamespace(running=0, waiting=0, tokens=1_234_567, engine=None)
+    counts = {"tokens": 1_234_567, "prompt_tokens": 2, "reused_tokens": 1}
+    worker = SimpleNamespace(running=0, waiting=0, engine=None, **counts)
     loaded: Any = SimpleNamespace(manifest=SimpleNamespace(model=MODEL), worker=worker)
     found = Scraped(Metrics(lambda: [loaded]).exposition())
     assert found.value("generation_tokens_total") == 1_234_567
+    assert found.value("prefix_cache_queries_total") == 2
+    assert found.value("prefix_cache_hits_total") == 1
 
 
 def test_times_of_a_request() -> None:

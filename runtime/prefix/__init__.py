@@ -1,0 +1,1 @@
+"""KV of ended requests, kept in RAM and on disk, and found by the longest common prefix."""

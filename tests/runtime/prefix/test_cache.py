@@ -1,0 +1,167 @@
+"""Requests that find the KV of earlier ones: in RAM, on disk, and after a new start."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget
+from moeinf.runtime.engine.engine import Engine
+from moeinf.runtime.generation.events import Ended
+from moeinf.runtime.generation.scheduler import Scheduler
+from tests.runtime.generation.test_scheduler import answer
+from tests.runtime.prefix.conftest import OpenHere
+
+SYSTEM = [16 + (37 * place + place // 7) % 200 for place in range(PREFILL_CHUNK + 190)]
+OTHER = [17 + (41 * place) % 190 for place in range(300)]
+
+
+def asked(engine: Engine, ids: list[int], **about: object) -> Ended:
+    """Answer with a scheduler of its own: no place has an earlier text."""
+    return answer(Scheduler(engine), ids, **about)
+
+
+def written(engine: Engine, files: int, folder: Path) -> None:
+    """Wait until so many files are there."""
+    until = time.monotonic() + 20
+    while len(list(folder.glob("*.kv"))) != files:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("model", ["demo:bf16", "demo:f32"])
+def test_another_conversation_between(model: str, open_here: OpenHere) -> None:
+    """One place serves two texts in turn: the first one's KV comes back, answer included."""
+    engine = open_here(model)
+    scheduler = Scheduler(engine)
+    first = answer(scheduler, SYSTEM)
+    answer(scheduler, OTHER)
+    longer = [*SYSTEM, *first.token_ids[:-1], 20, 21]
+    again = answer(scheduler, longer)
+    assert again.cached_tokens == len(longer) - 2
+    assert (scheduler.prompt_tokens, scheduler.reused_tokens) == (
+        len(SYSTEM) + len(OTHER) + len(longer),
+        again.cached_tokens,
+    )
+    assert again.token_ids == asked(open_here(model, prefix=None), longer).token_ids
+
+
+def test_the_bytes_are_those_of_the_state(open_here: OpenHere) -> None:
+    engine = open_here()
+    prefixes = engine.prefixes
+    assert prefixes is not None
+    state, back = engine.new_state(), engine.new_state()
+    engine.extend(state, SYSTEM)
+    prefixes.keep(state, SYSTEM)
+    found = prefixes.find([*SYSTEM, 1])
+    assert found.tokens == len(SYSTEM)
+    assert prefixes.restore(back, found) == len(SYSTEM)
+    assert np.array_equal(engine.step([(state, 30)]), engine.step([(back, 30)]))
+    assert prefixes.bytes_used == len(SYSTEM) * engine.info.manifest.kv_bytes_per_token
+
+
+def test_it_returns_after_a_new_start(open_here: OpenHere, folder: Path) -> None:
+    """Also where the RAM holds one block at a time; files have the owner's rights alone."""
+    engine = open_here()
+    first = asked(engine, SYSTEM)
+    engine.close()
+    files = list(folder.iterdir())
+    assert len(files) == 2
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    block = PREFILL_CHUNK * engine.info.manifest.kv_bytes_per_token
+    for memory in (block, 64 << 20):
+        engine = open_here(prefix=PrefixBudget(memory))
+        again = asked(engine, SYSTEM)
+        assert again.cached_tokens == len(SYSTEM) - 1
+        assert again.token_ids == first.token_ids
+        assert engine.prefixes is not None
+        assert engine.prefixes.bytes_used <= memory
+        assert engine.prefixes.stats.bytes_read > block
+        assert asked(engine, [*SYSTEM[:300], 17]).cached_tokens == 300
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "demo:f32"}, {"reproducible": True}, {"prefix": None}, {"prefix": PrefixBudget(0)}],
+)
+def test_what_does_not_match(other: dict[str, object], open_here: OpenHere, home: Path) -> None:
+    """Another dtype, even with the same folder; another arithmetic; no cache."""
+    engine = open_here()
+    asked(engine, SYSTEM)
+    engine.close()
+    (home / "state/demo/f32").mkdir()
+    (home / "state/demo/f32/prefix").symlink_to(home / "state/demo/bf16/prefix")
+    assert asked(open_here(**other), SYSTEM).cached_tokens == 0
+
+
+def test_reproducible_answers_have_the_same_bits(open_here: OpenHere) -> None:
+    engine = open_here(reproducible=True)
+    asked(engine, SYSTEM)
+    longer = [*SYSTEM[:-20], 30, 31]
+    again = asked(engine, longer, logprobs=5)
+    assert again.cached_tokens == PREFILL_CHUNK
+    state, fresh = engine.new_state(), engine.new_state()
+    assert engine.prefixes is not None
+    engine.prefixes.restore(state, engine.prefixes.find(longer))
+    assert state.length == PREFILL_CHUNK
+    rest = engine.extend(state, longer[PREFILL_CHUNK:])
+    assert np.array_equal(rest, engine.extend(fresh, longer))
+
+
+def test_residency_does_not_choose(open_here: OpenHere) -> None:
+    """With 30 % of the experts, a restored conversation continues with the same tokens."""
+    tokens = []
+    for memory in ("100%", "30%"):
+        engine = open_here(memory=memory, prefix=PrefixBudget(64 << 20, disk_bytes=0))
+        first = asked(engine, SYSTEM)
+        again = asked(engine, [*SYSTEM, *first.token_ids[:-1], 20])
+        assert again.cached_tokens == len(SYSTEM) + 5
+        tokens.append((first.token_ids, again.token_ids))
+    assert tokens[0] == tokens[1]
+
+
+def test_what_is_not_to_be_kept(open_here: OpenHere, folder: Path) -> None:
+    engine = open_here()
+    asked(engine, SYSTEM, kept=False)
+    assert asked(engine, OTHER, kept=False).cached_tokens == 0
+    assert asked(engine, SYSTEM, kept=False).cached_tokens == 0
+    engine.close()
+    assert not folder.exists()
+    untraced = open_here(trace=False)  # in RAM alone
+    asked(untraced, SYSTEM)
+    assert asked(untraced, SYSTEM).cached_tokens == len(SYSTEM) - 1
+    untraced.close()
+    assert not folder.exists()
+
+
+def test_the_budget_of_ram(open_here: OpenHere) -> None:
+    """The text used least recently leaves, its last tokens first."""
+    engine = open_here(prefix=PrefixBudget(1, disk_bytes=0))
+    assert engine.prefixes is not None
+    engine.prefixes.memory_bytes = 3 * PREFILL_CHUNK * engine.info.manifest.kv_bytes_per_token
+    asked(engine, SYSTEM)
+    asked(engine, OTHER)
+    assert asked(engine, SYSTEM[:PREFILL_CHUNK]).cached_tokens == PREFILL_CHUNK - 1
+    asked(engine, SYSTEM[::-1])
+    assert engine.prefixes.bytes_used <= engine.prefixes.memory_bytes
+    assert asked(engine, [*OTHER, 17]).cached_tokens < len(OTHER)
+
+
+def test_the_budget_of_the_disk(open_here: OpenHere, folder: Path) -> None:
+    engine = open_here()
+    size = PREFILL_CHUNK * engine.info.manifest.kv_bytes_per_token + 8192
+    engine.close()
+    engine = open_here(prefix=PrefixBudget(64 << 20, disk_bytes=3 * size))
+    for number in range(4):
+        asked(engine, [16 + number, *SYSTEM[:PREFILL_CHUNK]])
+    engine.close()
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 3 * size
+    again = open_here(prefix=PrefixBudget(64 << 20, disk_bytes=3 * size))
+    newest = [16 + 3, *SYSTEM[:PREFILL_CHUNK]]
+    assert asked(again, newest).cached_tokens == PREFILL_CHUNK
+    assert asked(again, [16, *SYSTEM[:PREFILL_CHUNK]]).cached_tokens == 0

@@ -1,0 +1,61 @@
+"""The KV of every kind of cache, copied out and back: the next tokens have the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeinf.models.layers.kv_cache import KvCache
+from moeinf.runtime.prefix.cache import PrefixCache
+from moeinf.runtime.prefix.folder import PrefixFolder
+from tests.fakes import load_resident
+from tests.tiny import save_tiny
+
+KINDS = [
+    "qwen3",
+    "deepseek-v3",
+    "gpt-oss",
+    "qwen3.5",
+    "phimoe",
+]  # MLA, windows, recurrent, longrope
+IDS = [(7 * place + place // 5) % 50 for place in range(100)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copied_out_and_back(kind: str, tmp_path: Path) -> None:
+    save_tiny(kind, tmp_path, seed=1)
+    ours = load_resident(tmp_path)
+    model, experts = ours.model, ours.experts
+    state, back = model.new_state(110), model.new_state(110)
+    assert isinstance(state, KvCache)
+    assert isinstance(back, KvCache)
+    model.extend([(IDS, state)], experts)
+
+    def opened(memory_bytes: int) -> PrefixCache:
+        folder = PrefixFolder(tmp_path / "prefix", bytes(16), 1 << 30, print)
+        return PrefixCache(state.layout, bytes(16), memory_bytes, False, folder, print)
+
+    first = opened(1 << 30)
+    first.keep(state, IDS)
+    first.close()
+    again = opened(1 << 24)
+    found = again.find([*IDS, 1])
+    assert found.tokens == len(IDS)
+    assert again.restore(back, found) == back.length == len(IDS)
+    assert again.stats.bytes_read > 0
+    for token in (3, 4, 5):
+        logits = [model.extend([([token], one)], experts) for one in (state, back)]
+        assert torch.equal(*logits)
+    earlier = again.find([*IDS[:90], 49])
+    recurrent = state.layout.recurrent is not None
+    assert earlier.tokens == (64 if recurrent else 90)  # of the mark within the pass
+    third = model.new_state(110)
+    assert isinstance(third, KvCache)
+    assert again.restore(third, earlier) == earlier.tokens
+    fresh = model.new_state(110)
+    model.extend([(IDS[:64], fresh)], experts)
+    logits = [model.extend([(IDS[one.length : 95], one)], experts) for one in (third, fresh)]
+    assert torch.allclose(*logits, atol=1e-4 * float(logits[0].abs().max()))
+    again.close()
