@@ -166,6 +166,15 @@ OnMiss = Annotated[
         help="With --device cuda: compute missing experts on the CPU, fetch them, or do both.",
     ),
 ]
+SkipBelow = Annotated[
+    float,
+    typer.Option(
+        "--skip-below",
+        metavar="SHARE",
+        help="Lossy: do without absent experts below this share of a token's gate weights: 0.03.",
+        show_default=False,
+    ),
+]
 KeepAlive = Annotated[
     float | None,
     typer.Option(
@@ -216,6 +225,7 @@ def engine_config(
     miss: Miss = "auto",
     reproducible: bool = False,
     prefix_cache: bool = False,
+    skip_below: float = 0.0,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -227,6 +237,7 @@ def engine_config(
         device=device,
         device_memory=device_memory,
         miss=miss,
+        skip_below=skip_below,
         libcuda=settings.libcuda,
         reproducible=reproducible,
         prefix=settings.prefix if prefix_cache else None,

@@ -238,6 +238,8 @@ class EngineConfig:
     device     the processor that computes experts, device_memory the part of its memory to use
     miss       how an expert outside the device's memory is computed
                (offload/gpu_tier/layer_runner.py)
+    skip_below lossy: a decoded token does without an absent expert below this share of its gate
+               weights (offload/store/skipping.py); 0: never
     libcuda    the driver's library, if the system does not find it
     window     tokens of a prompt that go through a layer before the next layer, a multiple of
                PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
@@ -256,6 +258,7 @@ class EngineConfig:
     device: Wanted = "auto"
     device_memory: MemorySize | None = None
     miss: Miss = "auto"
+    skip_below: float = 0.0
     libcuda: str | None = None
     window: int | None = None
     reproducible: bool = False
@@ -268,3 +271,9 @@ class EngineConfig:
             raise InvalidValue(f"--ctx must be at least 1, got {self.context}")
         if any(number is not None and number < 1 for number in (self.readers, self.threads)):
             raise InvalidValue("readers and threads must be at least 1")
+        if not 0 <= self.skip_below < 1:
+            raise InvalidValue(
+                f"--skip-below: {self.skip_below} is invalid (expected at least 0, less than 1)"
+            )
+        if self.skip_below and self.device == "cuda":
+            raise InvalidValue("--skip-below cannot be combined with --device cuda")

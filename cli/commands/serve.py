@@ -19,6 +19,7 @@ from moeinf.cli.options import (
     PolicyName,
     Quiet,
     Reproducible,
+    SkipBelow,
     Threads,
     engine_config,
 )
@@ -59,6 +60,7 @@ def serve(
     miss: OnMiss = "auto",
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
+    skip_below: SkipBelow = 0.0,
     threads: Threads = None,
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
@@ -105,6 +107,7 @@ def serve(
         miss=miss,
         reproducible=reproducible,
         prefix_cache=not no_prefix_cache,
+        skip_below=skip_below,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

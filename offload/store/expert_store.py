@@ -1,8 +1,8 @@
 """The expert store: run the routed experts of every layer from a cache smaller than the model.
 
 Does not know families, text or requests. It satisfies the `Experts` protocol of models/base.py
-without importing it. Residency never changes a result: each selected expert fills its own rows,
-and the K rows of a token are combined in a fixed order.
+without importing it. Residency never changes a result, unless `skip_below` is set: each selected
+expert fills its own rows, and the K rows of a token are combined in a fixed order.
 
 One layer, in order of time:
 
@@ -43,6 +43,8 @@ from moeinf.native import DeviceError
 from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.prefetch_gate import Throttle
+from moeinf.offload.store.routed import cells_of
+from moeinf.offload.store.skipping import without_light_misses
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
 
@@ -77,6 +79,7 @@ class ExpertStore:
         hints: bool = False,
         choose: Callable[[int], Choice] | None = None,
         worth_share: float = 0.0,
+        skip_below: float = 0.0,
     ) -> None:
         """Set up the store.
 
@@ -86,12 +89,16 @@ class ExpertStore:
         choose: returns what decides with another number of host slots; None: it never changes.
         worth_share: the least share of decode time spent waiting at which wishes and hints are
         used; 0: always.
+        skip_below: the share of a row's weights below which a decoded token does without an absent
+        expert (skipping.py); 0: never. Needs the host's tier alone.
         """
+        assert not (skip_below and len(tiers) > 1), "skipping reads the host's residency alone"
         self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
         self.above = cast("tuple[Upper, ...]", tiers[1:])
         self._runner: Runner = runner or self.host
         self._wishes, self._hints, self._choose = wishes, hints, choose
         self._throttle = Throttle(worth_share)
+        self._skip_below = skip_below
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: _LayerRun | None = None
         self._hinted: tuple[int, Tensor] | None = None  # given before the layer that is submitted
@@ -211,6 +218,8 @@ class ExpertStore:
             raise Stopped
         self._began = self._began or time.perf_counter()
         hinted, self._hinted = self._hinted, None
+        if self._skip_below and self.host.decoding:
+            ids = self._without_light_misses(layer, ids, weights)
         opened = self._runner.open(layer, x, ids, weights, hinted)
         if not isinstance(opened, tuple):
             return opened
@@ -240,6 +249,16 @@ class ExpertStore:
         host.decided(begin)
         run.ask()
         return run
+
+    def _without_light_misses(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
+        host = self.host
+        begin = host.clock()
+        host.settle()
+        resident = host.resident(cells_of(layer, ids.numpy(), host.experts))
+        kept = without_light_misses(ids, weights, resident, self._skip_below)
+        self.stats.decode_events_skipped += int((kept != ids).sum())
+        host.decided(begin)
+        return kept
 
     def abandon(self) -> None:
         """End the open layer, if there is one, after an error has ended its pass.

@@ -15,6 +15,7 @@ class StoreStats:
 
     decode_events: int = 0
     decode_hits: int = 0
+    decode_events_skipped: int = 0  # lossy: absent and light, so not computed; not in decode_events
     prefill_events: int = 0
     prefill_hits: int = 0
     loads: int = 0  # experts read into a slot
@@ -51,6 +52,12 @@ class StoreStats:
     def hit_rate(self) -> float | None:
         """Share of decode events that were hits; None before the first."""
         return self.decode_hits / self.decode_events if self.decode_events else None
+
+    @property
+    def skipped_share(self) -> float | None:
+        """Share of decode events that a lossy option dropped; None before the first."""
+        events = self.decode_events + self.decode_events_skipped
+        return self.decode_events_skipped / events if events else None
 
     @property
     def decode_hits_cached(self) -> int:

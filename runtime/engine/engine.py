@@ -134,6 +134,7 @@ class Engine:
                 vocab_size=weights.model.vocab_size,
                 reads_sources=isinstance(weights.model, EncoderDecoder),
                 digest=manifest.digest,
+                skip_below=config.skip_below,
                 choices=(*plan.placement.notes, *tiers.choices, *warmed),
                 load_seconds=time.perf_counter() - start,
                 peak_bytes=plan.peak_bytes,

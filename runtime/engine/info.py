@@ -28,6 +28,7 @@ class EngineInfo:
     vocab_size: int
     reads_sources: bool  # an encoder-decoder: a state needs a source before `extend`
     digest: str  # of the model's files; see Manifest.digest
+    skip_below: float = 0.0  # not 0: lossy, see EngineConfig
     choices: tuple[str, ...] = ()
     load_seconds: float = 0.0
     peak_bytes: int = 0  # of the whole process, imports included

@@ -222,6 +222,7 @@ def open_store(
         hints=first.hints,
         choose=choose,
         worth_share=_WORTH_SHARE,
+        skip_below=config.skip_below,
     )
 
 

@@ -100,6 +100,10 @@ def plan_engine(
     torch.set_num_threads(placement.threads)
     set_compute_threads(placement.threads)
     check_small_files(folder, manifest)
+    if config.skip_below:
+        notes.append(
+            f"lossy: --skip-below {config.skip_below:g} drops absent experts of low weight"
+        )
     for fallback in placement.fallbacks:
         notes.append(fallback)
     peak = before_bytes + placement.peak_bytes

@@ -59,6 +59,7 @@ class Ended:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     request: int = -1  # its number with the engine; -1: it has not begun
+    skip_below: float = 0.0  # not 0: a lossy option chose the result, see EngineConfig
     counted: bool = False  # its routing is recorded: all of its prompt was read
 
     @property

@@ -30,7 +30,19 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss_bytes(),
         "experts_resident": engine.store.resident,
         "device": on_device(engine, store, steps),
+        "lossy": lossy(engine, store),
         **foresight(store, steps),
+    }
+
+
+def lossy(engine: Engine, store: StoreStats) -> dict[str, Any] | None:
+    """Return the lossy option and the share of decode events that it dropped; None: exact."""
+    if not engine.info.skip_below:
+        return None
+    share = store.skipped_share
+    return {
+        "skip_below": engine.info.skip_below,
+        "skipped_share": None if share is None else round(share, 4),
     }
 
 

@@ -29,7 +29,7 @@ from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.checkpoints.checkpoint import read_header
 from moeinf.runtime.config import Settings
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation.report import foresight, on_device
+from moeinf.runtime.generation.report import foresight, lossy, on_device
 from moeinf.runtime.jobs.forced_routing import ForcedRouting, Request
 from moeinf.runtime.library.manifest import DENSE
 from moeinf.runtime.machine.memory import core_count, peak_rss_bytes, physical_bytes
@@ -243,6 +243,7 @@ def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, 
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),
         "device": on_device(engine, decoded, steps),
+        "lossy": lossy(engine, decoded),
         **foresight(decoded, steps),
         "peak_rss_bytes": peak,
         "floor_ms": floor,

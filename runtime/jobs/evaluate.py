@@ -10,9 +10,10 @@ Logits are compared a few rows at a time, so memory does not grow with the text.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -23,7 +24,7 @@ from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.engine.engine import Engine
 
 WINDOW = 512  # maximum tokens per window; a begin-of-text token also starts a new one
-_ROWS = 64  # logits rows at once
+_ROWS = 64  # logits rows at once, unless each token is decoded
 Advance = Callable[[int], None]
 
 
@@ -38,19 +39,26 @@ class CannotCompare(InvalidInput, ValueError):
 
 @dataclass(frozen=True)
 class Score:
-    """The result of an evaluation. Without a reference the last three fields have no value."""
+    """The result of an evaluation. Without a reference the next three fields have no value.
+
+    tokens_per_s, bytes_read_per_token and skipped_share have values where tokens were decoded.
+    """
 
     tokens: int  # predicted
     perplexity: float
     reference_perplexity: float | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
+    tokens_per_s: float | None = None
+    bytes_read_per_token: int | None = None
+    skipped_share: float | None = None
 
 
 class _Sums:
     def __init__(self) -> None:
         self.tokens = self.agreed = 0
         self.loss = self.reference_loss = self.kl = 0.0
+        self.seconds = 0.0  # of the model's passes
 
     def add(self, logits: Tensor, reference: Tensor | None, targets: Tensor) -> None:
         """Add rows to the sums. logits and reference: [n, V] float32; targets: [n]."""
@@ -74,11 +82,14 @@ def evaluate(
     reference: Engine | None,
     text: str,
     counting: Callable[[int], AbstractContextManager[Advance]] = _uncounted,
+    *,
+    decode: bool = False,
 ) -> Score:
     """Score `engine` on a text, against `reference` if given. Raises CannotCompare.
 
     Special tokens in the text count as special tokens. counting: receives the number of tokens and
-    gives the function that is told of tokens done.
+    gives the function that is told of tokens done. decode: read one token per pass, which is slower
+    and measures decoding; a lossy option has an effect only there.
     """
     if any(one is not None and one.info.reads_sources for one in (engine, reference)):
         raise CannotCompare("an encoder-decoder answers texts, it does not continue them")
@@ -89,17 +100,29 @@ def evaluate(
         raise CannotCompare("the text has fewer than two tokens")
     engines = [engine] if reference is None else [engine, reference]
     window = min(WINDOW, *(one.info.context for one in engines))
-    sums = _Sums()
+    sums, before = _Sums(), engine.store.stats.copy()
     begin = engine.tokenizer.token_id(engine.tokenizer.bos) if engine.tokenizer.bos else None
     with counting(len(ids)) as advance:
         for piece in _pieces(ids, begin, window):
-            _score_window(engines, piece, sums, advance)
+            _score_window(engines, piece, sums, advance, 1 if decode else _ROWS)
     count = sums.tokens
-    perplexity = math.exp(sums.loss / count)
-    if reference is None:
-        return Score(count, perplexity)
-    near = (math.exp(sums.reference_loss / count), sums.kl / count, sums.agreed / count)
-    return Score(count, perplexity, *near)
+    score = Score(count, math.exp(sums.loss / count))
+    if reference is not None:
+        score = replace(
+            score,
+            reference_perplexity=math.exp(sums.reference_loss / count),
+            kl_divergence=sums.kl / count,
+            top1_agreement=sums.agreed / count,
+        )
+    if not decode:
+        return score
+    store = engine.store.stats.since(before)
+    return replace(
+        score,
+        tokens_per_s=count / sums.seconds,
+        bytes_read_per_token=store.bytes_read // count,
+        skipped_share=store.skipped_share,
+    )
 
 
 def _pieces(ids: Sequence[int], begin: int | None, most: int) -> Iterator[Sequence[int]]:
@@ -111,15 +134,19 @@ def _pieces(ids: Sequence[int], begin: int | None, most: int) -> Iterator[Sequen
 
 
 def _score_window(
-    engines: Sequence[Engine], ids: Sequence[int], sums: _Sums, advance: Advance
+    engines: Sequence[Engine], ids: Sequence[int], sums: _Sums, advance: Advance, most: int
 ) -> None:
     advance(1)  # the first token of a window is not predicted
     states = [engine.new_state() for engine in engines]
-    for first in range(0, len(ids) - 1, _ROWS):
-        rows = ids[first : min(first + _ROWS, len(ids) - 1)]
+    for first in range(0, len(ids) - 1, most):
+        rows = ids[first : min(first + most, len(ids) - 1)]
         targets = torch.tensor(ids[first + 1 : first + 1 + len(rows)])
-        found = [
-            engine.all_logits(state, rows) for engine, state in zip(engines, states, strict=True)
+        start = time.perf_counter()
+        found = [engines[0].all_logits(states[0], rows)]
+        sums.seconds += time.perf_counter() - start
+        found += [
+            engine.all_logits(state, rows)
+            for engine, state in zip(engines[1:], states[1:], strict=True)
         ]
         for logits in found:
             check_logits(logits.numpy())

@@ -255,6 +255,7 @@ def _figures(ended: Ended, form: _Form) -> dict[str, Any]:
         "prompt_eval_duration": round(ended.prefill_seconds * ns),
         "eval_count": ended.tokens,
         "eval_duration": round(ended.decode_seconds * ns),
+        **lossy_of(ended),
     }
 
 

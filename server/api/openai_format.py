@@ -129,4 +129,10 @@ def usage_of(ended: Ended) -> dict[str, Any]:
         "completion_tokens": ended.tokens,
         "total_tokens": ended.prompt_tokens + ended.tokens,
         "prompt_tokens_details": {"cached_tokens": ended.cached_tokens},
+        **lossy_of(ended),
     }
+
+
+def lossy_of(ended: Ended) -> dict[str, Any]:
+    """Return the field of both APIs that names a lossy option; empty for exact answers."""
+    return {"lossy": {"skip_below": ended.skip_below}} if ended.skip_below else {}

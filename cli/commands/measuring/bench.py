@@ -19,6 +19,7 @@ from moeinf.cli.options import (
     Model,
     OnMiss,
     Quiet,
+    SkipBelow,
     Threads,
     Usage,
     engine_config,
@@ -76,6 +77,7 @@ def bench(
     device_memory: DeviceMemory = None,
     miss: OnMiss = "auto",
     policies: Policies = DEFAULT_POLICY,
+    skip_below: SkipBelow = 0.0,
     prompt_tokens: PromptTokens = 128,
     new_tokens: NewTokens = 64,
     rounds: Rounds = None,
@@ -98,7 +100,16 @@ def bench(
     load = _workload(manifest, recording, take, prompt_tokens, new_tokens, rounds, hints)
     traced = recording is None  # forced routing is not the model's own
     config = engine_config(
-        settings, memory, load.context, names[0], threads, traced, device, device_memory, miss
+        settings,
+        memory,
+        load.context,
+        names[0],
+        threads,
+        traced,
+        device,
+        device_memory,
+        miss,
+        skip_below,
     )
     configs = [replace(config, policy=name) for name in names]
     runs = [_run(manifest, folder, one, settings, load, out) for one in configs]

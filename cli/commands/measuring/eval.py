@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moeinf.cli.commands.models.pull import ensure
-from moeinf.cli.options import Json, Memory, Model, Quiet, Threads, Usage, engine_config
+from moeinf.cli.options import (
+    Json,
+    Memory,
+    Model,
+    Quiet,
+    SkipBelow,
+    Threads,
+    Usage,
+    engine_config,
+)
 from moeinf.cli.output import Output
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.config import read_environment
@@ -28,6 +37,10 @@ def evaluate_text(
         str | None,
         typer.Option(metavar="MODEL[:TAG]", help="Compare with this one.", show_default=False),
     ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="One token per pass, as an answer; adds its speed.")
+    ] = False,
+    skip_below: SkipBelow = 0.0,
     memory: Memory = None,
     threads: Threads = None,
     json: Json = False,
@@ -37,6 +50,7 @@ def evaluate_text(
 
     The text is read in windows of at most 512 tokens; a begin-of-text token starts a new window. KL
     divergence is that of the model from the one that --against names, usually itself as bf16.
+    A lossy option implies --decode and does not apply to the other model.
 
     Example: moeinf eval demo --file text.txt
     """
@@ -46,18 +60,29 @@ def evaluate_text(
     out, settings = Output(json=json, quiet=quiet), read_environment()
     text = _text(file)
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
+    lossy = replace(config, skip_below=skip_below)
+    decode = decode or skip_below > 0
     with ExitStack() as opened:
         engines = [
-            opened.enter_context(Engine.open(*ensure(name, settings, out), config, settings))
-            for name in (model, against)
+            opened.enter_context(Engine.open(*ensure(name, settings, out), how, settings))
+            for name, how in ((model, lossy), (against, config))
             if name is not None
         ]
         reference = engines[1] if against is not None else None
         score = evaluate(
-            engines[0], reference, text, lambda tokens: out.counting(f"evaluating {model}", tokens)
+            engines[0],
+            reference,
+            text,
+            lambda tokens: out.counting(f"evaluating {model}", tokens),
+            decode=decode,
         )
+        notes = engines[0].take_notes()
+    for note in notes:
+        out.note(note)
     if json:
-        out.document({"model": model, "against": against, **asdict(score)})
+        out.document(
+            {"model": model, "against": against, "skip_below": skip_below, **asdict(score)}
+        )
         return
     rows = [("tokens", str(score.tokens)), ("perplexity", f"{score.perplexity:.4f}")]
     if score.reference_perplexity is not None:
@@ -65,6 +90,12 @@ def evaluate_text(
             ("perplexity of the other", f"{score.reference_perplexity:.4f}"),
             ("KL divergence", f"{score.kl_divergence:.5f} nats per token"),
             ("top-1 agreement", f"{score.top1_agreement:.2%}"),
+        ]
+    if score.tokens_per_s is not None:
+        rows += [
+            ("decode rate", f"{score.tokens_per_s:.2f} tokens/s"),
+            ("read", f"{format_bytes(score.bytes_read_per_token or 0)} per token"),
+            ("experts skipped", f"{score.skipped_share or 0:.2%}"),
         ]
     out.fields(rows)
 
