@@ -69,7 +69,9 @@ class Running:
             self.encoded or not self.request.source
         )
 
-    def ended(self, reason: Literal["stop", "length", "cancelled"], load_seconds: float) -> Ended:
+    def ended(
+        self, reason: Literal["stop", "length", "cancelled"], load_seconds: float, skip_below: float
+    ) -> Ended:
         """Return the last event of the request."""
         return Ended(
             reason,
@@ -80,6 +82,7 @@ class Running:
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             request=self.number,
+            skip_below=skip_below,
             counted=self.prefilled,
         )
 

@@ -34,6 +34,7 @@ from moeinf.server.api.chat_turn import (
 )
 from moeinf.server.api.logprobs import token_words
 from moeinf.server.api.ollama_options import context_of, sampling, without_effect
+from moeinf.server.api.openai_format import lossy_of
 from moeinf.server.api.optional_fields import Said
 from moeinf.server.api.prompts import MessageExtras
 from moeinf.server.engines.jobs import Job
