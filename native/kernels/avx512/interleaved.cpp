@@ -148,9 +148,12 @@ MOEINF_AVX512 void interleaved_rows(const std::byte* block, std::size_t tiles,
             half_scales<format>(tile, scales);
 #pragma GCC unroll 8
         for (std::size_t g = 0; g < kGroups; ++g) {
-            prefetch<kPart + 64, kFar>(tile + g * (tile_bytes(format) / kGroups));
-            if constexpr (format == Format::kQ6k)
-                prefetch_near<kPart>(tile + tile_bytes(format) + g * (tile_bytes(format) / kGroups));
+            if constexpr (kRows > 1) {  // one row keeps up with the processor's own prefetcher
+                const std::byte* const part = tile + g * (tile_bytes(format) / kGroups);
+                prefetch<kPart + 64, kFar>(part);
+                if constexpr (format == Format::kQ6k)
+                    prefetch_near<kPart>(part + tile_bytes(format));
+            }
             __m512i codes[8];
 #pragma GCC unroll 8
             for (std::size_t v = 0; v < 8; ++v) codes[v] = group_codes<format>(tile, g, v);
