@@ -41,6 +41,10 @@ def _seeds() -> list[bytes]:
             write_gguf(folder / "x", folder / f"{kind.name}.gguf", matrices(kind), tokens=tokens)
             for kind, tokens in ((Kind.F16, False), (Kind.Q4_0, True))
         ]
+        make_checkpoint(folder / "y", config(1, 2, 64, 64, 1) | {"vocab_size": 64})
+        files.append(
+            write_gguf(folder / "y", folder / "y.gguf", matrices(Kind.NVFP4), tokens=False)
+        )
         return [*(file.read_bytes() for file in files), b"GGUF\x03\0\0\0" + bytes(40)]
 
 

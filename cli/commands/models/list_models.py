@@ -17,6 +17,8 @@ ID_DIGITS = 12  # of the digest, as in Ollama
 def list_models(json: Json = False, quiet: Quiet = False) -> None:
     """List the models on this machine.
 
+    BITS are those of a weight in experts, on average.
+
     Example: moeinf list --json
     """
     out = Output(json=json, quiet=quiet)
@@ -28,11 +30,13 @@ def list_models(json: Json = False, quiet: Quiet = False) -> None:
     for entry in entries:
         m = entry.manifest
         if m is None:
-            rows.append([str(entry.name), "-", "-", entry.name.tag, f"damaged: {entry.problem}"])
+            problem = f"damaged: {entry.problem}"
+            rows.append([str(entry.name), "-", "-", entry.name.tag, "-", problem])
         else:
             size, moment = format_bytes(m.size_bytes), _ago(m.created_at)
-            rows.append([str(entry.name), m.digest[:ID_DIGITS], size, m.tag, moment])
-    out.table(["NAME", "ID", "SIZE", "QUANT", "MODIFIED"], rows)
+            bits = f"{m.expert_bits:.3g}"
+            rows.append([str(entry.name), m.digest[:ID_DIGITS], size, m.tag, bits, moment])
+    out.table(["NAME", "ID", "SIZE", "QUANT", "BITS", "MODIFIED"], rows)
 
 
 def _as_json(entry: Installed) -> dict[str, Any]:
@@ -45,6 +49,7 @@ def _as_json(entry: Installed) -> dict[str, Any]:
         "digest": m.digest,
         "family": m.family,
         "quantization": m.tag,
+        "expert_bits_per_weight": round(m.expert_bits, 4),
         "size_bytes": m.size_bytes,
         "layers": m.layers,
         "experts_per_layer": m.experts,

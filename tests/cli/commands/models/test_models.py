@@ -26,9 +26,11 @@ def own(tmp_path: Path, demo_home: Path) -> Command:
 
 def test_list(moeinf: Command) -> None:
     lines = moeinf("list").out.splitlines()
-    assert lines[0].split() == ["NAME", "ID", "SIZE", "QUANT", "MODIFIED"]
+    assert lines[0].split() == ["NAME", "ID", "SIZE", "QUANT", "BITS", "MODIFIED"]
     assert {line.split()[0] for line in lines[1:]} == {"demo:bf16", "demo:f32"}
+    assert {tuple(line.split()[4:6]) for line in lines[1:]} == {("bf16", "16"), ("f32", "32")}
     models = json.loads(moeinf("list", "--json").out)["models"]
+    assert {m["tag"]: m["expert_bits_per_weight"] for m in models} == {"bf16": 16, "f32": 32}
     bf16 = next(m for m in models if m["tag"] == "bf16")
     assert (bf16["family"], bf16["layers"], bf16["experts_per_layer"]) == ("olmoe", 6, 32)
     assert 10 << 20 < bf16["size_bytes"] < 12 << 20
@@ -53,7 +55,7 @@ def test_rm(own: Command) -> None:
     assert [m["tag"] for m in models] == ["bf16"]
     assert own("rm", "demo:bf16", "nothing").code == 1  # all of them or none
     assert own("rm", "demo:bf16").code == 0
-    assert own("list").out.split() == ["NAME", "ID", "SIZE", "QUANT", "MODIFIED"]
+    assert own("list").out.split() == ["NAME", "ID", "SIZE", "QUANT", "BITS", "MODIFIED"]
 
 
 def test_a_model_in_use_stays(own: Command, tmp_path: Path) -> None:
