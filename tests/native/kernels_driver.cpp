@@ -1,5 +1,5 @@
 // The kernels' results for fixed inputs: one line "name crc32c" per format, activation and count.
-// scripts/check_aarch64.py compares processors, test_kernels.py compares paths.
+// scripts/check_aarch64.py compares processors; test_drivers.py runs every path under sanitizers.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -7,7 +7,6 @@
 #include <numeric>
 #include <vector>
 
-#include "check.h"
 #include "queue/crc32c.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/quantise.h"
@@ -42,7 +41,28 @@ class Buffer {
     std::size_t bytes_;
 };
 
+std::byte next_byte() { return static_cast<std::byte>((next_number() + 1) * 127.0f); }
+
+// Writes random codes with scales near 1, of formats that are only made from their own.
+void write_codes(std::byte* out, Format format, std::size_t rows, std::size_t columns) {
+    if (format == Format::kNvfp4) {
+        constexpr std::size_t kBytes = kNvfp4TileBytes / kBlockRows;
+        std::vector<std::byte> blocks(rows * ceil_div(columns, kTileColumns) * kBytes);
+        for (std::size_t i = 0; i < blocks.size(); ++i)
+            blocks[i] = i % kBytes < 4 ? std::byte{0x38} | (next_byte() & std::byte{7})
+                                       : next_byte();
+        std::vector<float> factors(rows);
+        for (float& factor : factors) factor = next_number() / 8;
+        interleave_rows(blocks.data(), factors.data(), rows, columns, format, out);
+        return;
+    }
+    const std::size_t bytes = matrix_bytes(format, rows, columns);
+    for (std::size_t i = 0; i < bytes; ++i)
+        out[i] = i % kMxfp4TileBytes < 512 ? next_byte() : std::byte{124};
+}
+
 void write_matrix(std::byte* out, Format format, std::size_t rows, std::size_t columns) {
+    if (is_e2m1(format)) return write_codes(out, format, rows, columns);
     std::vector<float> values(rows * columns);
     for (float& value : values) value = next_number() / 4;
     const auto* data = reinterpret_cast<const std::byte*>(values.data());
@@ -102,12 +122,18 @@ void router(ThreadPool& pool) {
 
 }  // namespace
 
-// Argument: the path's name, or "" for the fastest one of this processor.
+// Argument: the path's name, or "" for the fastest one of this processor. Exits with 3 for a path
+// that it does not have.
 int main(int count, char** arguments) {
-    CHECK(moeinf::use_kernels(count > 1 ? arguments[1] : ""));
+    if (!moeinf::use_kernels(count > 1 ? arguments[1] : "")) return 3;
     moeinf::ThreadPool pool(2);
     experts(pool, Format::kQ4, "q4");
     experts(pool, Format::kQ8, "q8");
     experts(pool, Format::kBf16, "bf16");
+    experts(pool, Format::kMxfp4, "mxfp4");
+    experts(pool, Format::kQ4k, "q4k");
+    experts(pool, Format::kQ5k, "q5k");
+    experts(pool, Format::kQ6k, "q6k");
+    experts(pool, Format::kNvfp4, "nvfp4");
     router(pool);
 }

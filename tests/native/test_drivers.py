@@ -11,6 +11,7 @@ import pytest
 from tests.native.drivers import (
     DEVICE_FAULTS,
     DEVICE_FILES,
+    KERNEL_PROGRAMS,
     LOST_WAKE_UP,
     NEVER_BUSY,
     NO_RESERVE,
@@ -26,6 +27,8 @@ from tests.native.drivers import (
 SCHEDULES = 12_000
 SOME_SCHEDULES = 3_000
 SCENES = 7
+KERNEL_PATHS = ("portable", "avx2", "")  # "": the fastest one
+KERNEL_RESULTS = 8 * 9 + 1  # formats, activations times counts, and the router
 
 
 def numbers(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:
@@ -37,12 +40,27 @@ def numbers(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "program",
-    [p for p in PROGRAMS if p.sanitizer and p.driver != "simulate_driver"],
+    [p for p in PROGRAMS if p.sanitizer and p.driver not in ("simulate_driver", "kernels_driver")],
     ids=lambda p: f"{p.driver}-{p.sanitizer}",
 )
 def test_real_threads_under_sanitizers(drivers: Drivers, program: Program, tmp_path):
     ended = drivers.run(program, str(tmp_path))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", KERNEL_PROGRAMS, ids=lambda p: p.sanitizer)
+def test_kernels_under_sanitizers(drivers: Drivers, program: Program):
+    """Every path that this processor has computes the same bits, without a report."""
+    results = set()
+    for path in KERNEL_PATHS:
+        ended = drivers.run(program, path)
+        if (path, ended.returncode) == ("avx2", 3):
+            continue  # not on this processor
+        assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+        results.add(ended.stdout)
+    assert len(results) == 1
+    assert len(results.pop().splitlines()) == KERNEL_RESULTS
 
 
 @pytest.mark.parametrize(
