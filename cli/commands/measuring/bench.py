@@ -105,11 +105,11 @@ def bench(
         load.context,
         names[0],
         threads,
-        traced,
-        device,
-        device_memory,
-        miss,
-        skip_below,
+        trace=traced,
+        device=device,
+        device_memory=device_memory,
+        miss=miss,
+        skip_below=skip_below,
     )
     configs = [replace(config, policy=name) for name in names]
     runs = [_run(manifest, folder, one, settings, load, out) for one in configs]
