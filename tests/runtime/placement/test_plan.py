@@ -12,6 +12,7 @@ from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import MANIFEST, Manifest, read_manifest, write_manifest
+from moeinf.runtime.placement import plan
 from moeinf.runtime.placement.plan import HEADROOM_BYTES, Placement, place, threads_worth_having
 
 LONG, ORIGINAL = 1 << 17, 4096
@@ -66,3 +67,14 @@ def test_no_more_threads_than_the_kernels_take(manifest: Manifest) -> None:
     large = replace(manifest, hidden=8192, intermediate=8192)
     assert threads_worth_having(large) > MAX_COMPUTE_THREADS
     assert place(large, EngineConfig(), 1 << 44, 128).threads == MAX_COMPUTE_THREADS
+
+
+def test_a_lossy_option_takes_the_cpu(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is there would compute experts outside the host's slots."""
+    wanted, real = list[str](), plan.choose_processor
+    monkeypatch.setattr(
+        plan, "choose_processor", lambda device, *rest: wanted.append(device) or real("cpu", *rest)
+    )
+    for skip_below in (0.0, 0.03):
+        place(manifest, EngineConfig(skip_below=skip_below), 1 << 40, 2)
+    assert wanted == ["auto", "cpu"]
