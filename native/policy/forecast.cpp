@@ -2,103 +2,19 @@
 #include "policy/forecast.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <utility>
 
-// Loops over experts and positions are compiled for several widths of vectors. All give the same
-// bits: no loop sums over its lanes, and products are not fused with sums (CMakeLists.txt).
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MOEINF_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define MOEINF_WIDE
-#endif
+#include "policy/forecast_loops.h"
 
 namespace moeinf {
 namespace {
 
 constexpr std::size_t kNearest = 64, kPrompt = 1024;
-constexpr float kFade = 0.9F, kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.1F, kFar = 30;
+constexpr float kBefore = 0.5F, kSharp = 0.15F, kDiscount = 0.1F;
 constexpr float kMixture = 0.5F;
 constexpr std::size_t kRefreshes = 4;  // times per token that all rows are computed again
 constexpr std::array<float, kForecastSpans> kWait{0, 1, 2.5F, 5, 11};  // tokens until a use
-
-// log2 and 2^x by polynomials: the same bits on every processor, and vectors for the compiler.
-inline float log2_of(float x) {
-    const auto bits = std::bit_cast<std::uint32_t>(x);
-    const auto power = static_cast<float>(static_cast<int>(bits >> 23) - 127);
-    const float m = std::bit_cast<float>((bits & 0x7FFFFFU) | 0x3F800000U) - 1;
-    return power + m * (1.4388F + m * (-0.6787F + m * (0.3218F - m * 0.0819F)));
-}
-
-inline float exp2_of(float x) {
-    x = std::min(std::max(x, -60.0F), 60.0F) + 64;  // above 0, so that a cast truncates downwards
-    const auto whole = static_cast<int>(x);
-    const float r = x - static_cast<float>(whole);
-    const float m = 1 + r * (0.6951F + r * (0.2276F + r * 0.0773F));
-    return m * std::bit_cast<float>(static_cast<std::uint32_t>(whole + 63) << 23);
-}
-
-inline float share_input(float share) { return log2_of(share + 0.02F); }
-inline float count_input(float count) { return log2_of(1 + count); }
-
-MOEINF_WIDE void share_inputs(float* x, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) x[i] = share_input(x[i]);
-}
-
-MOEINF_WIDE void scale_row(float* x, float mean, float scale, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) x[i] = (x[i] - mean) * scale;
-}
-
-// out [O, count] <- bias [O] + weights [O, J] · in [J, count]
-MOEINF_WIDE void affine(const float* in, const float* weights, std::span<const float> bias,
-                        std::size_t width, std::size_t count, float* out) {
-    constexpr std::size_t kBlock = 32;  // sums that fit in registers
-    for (std::size_t o = 0; o < bias.size(); ++o, out += count, weights += width) {
-        std::size_t first = 0;
-        for (; first + kBlock <= count; first += kBlock) {
-            float sums[kBlock];
-            for (std::size_t i = 0; i < kBlock; ++i) sums[i] = bias[o];
-            for (std::size_t j = 0; j < width; ++j)
-                for (std::size_t i = 0; i < kBlock; ++i)
-                    sums[i] += weights[j] * in[j * count + first + i];
-            for (std::size_t i = 0; i < kBlock; ++i) out[first + i] = sums[i];
-        }
-        for (; first < count; ++first) {
-            float sum = bias[o];
-            for (std::size_t j = 0; j < width; ++j) sum += weights[j] * in[j * count + first];
-            out[first] = sum;
-        }
-    }
-}
-
-MOEINF_WIDE void add(const float* a, const float* b, std::size_t count, float* sum) {
-    for (std::size_t i = 0; i < count; ++i) sum[i] = a[i] + b[i];
-}
-
-MOEINF_WIDE void rectify(float* x, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) x[i] = std::max(x[i], 0.01F * x[i]);
-}
-
-MOEINF_WIDE void logistic(float* x, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) x[i] = 1 / (1 + exp2_of(-1.442695F * x[i]));
-}
-
-// overlap [count] <- kFade · overlap + bits of [count, words] in common with `chosen`
-MOEINF_WIDE void add_overlap(const std::uint64_t* bits, const std::uint64_t* chosen,
-                             std::size_t words, std::size_t count, float* overlap) {
-    if (words == 1) {
-        const std::uint64_t mask = *chosen;
-        for (std::size_t n = 0; n < count; ++n)
-            overlap[n] = overlap[n] * kFade + static_cast<float>(static_cast<int>(std::popcount(bits[n] & mask)));
-        return;
-    }
-    for (std::size_t n = 0; n < count; ++n) {
-        int common = 0;
-        for (std::size_t w = 0; w < words; ++w) common += std::popcount(bits[n * words + w] & chosen[w]);
-        overlap[n] = overlap[n] * kFade + static_cast<float>(common);
-    }
-}
 
 }  // namespace
 
@@ -241,14 +157,19 @@ void Forecast::vote(Request& request) {
     const std::int64_t first = size_ - static_cast<std::int64_t>(count);
     const bool last = layer_ + 1 == layers_;  // then a position without a token after it has no vote
     similar_.resize(count);
-    add(request.overlap.data(), request.before.data(), count, similar_.data());
-    float best = -1;
-    for (std::size_t at = 0; at < count; ++at)
-        if (similar_[at] > best && !(last && after_[at] < 0)) best = similar_[at];
+    steps_.resize(count);
+    const float best = add_similar(request.overlap.data(), request.before.data(), after_.data(),
+                                   last, count, similar_.data());
+    count_steps(similar_.data(), best, count, steps_.data());
+    std::array<std::size_t, static_cast<std::size_t>(kTooFar) + 1> counts{};
+    for (const std::uint16_t step : steps_) ++counts[step];
+    std::size_t limit = 0;  // the least number of steps that has kNearest positions
+    for (std::size_t found = counts[0]; found < kNearest && limit + 2 < counts.size();)
+        found += counts[++limit];
     auto& near = near_;
     near.clear();
     for (std::size_t at = 0; at < count; ++at) {
-        if (similar_[at] < best - kFar || (last && after_[at] < 0)) continue;
+        if (steps_[at] > limit) continue;
         const std::size_t number = (at + kForecastPlaces - place(first)) % kForecastPlaces;
         near.emplace_back(-similar_[at], -static_cast<std::int32_t>(number));
     }

@@ -114,6 +114,7 @@ class Forecast {
     std::vector<float> votes_, later_;       // [L·E]
     float quality_ = 0;                      // similarity of the nearest position, 0 ... 1
     std::vector<float> similar_;
+    std::vector<std::uint16_t> steps_;       // similarity below the best, in steps
     std::vector<std::pair<float, std::int32_t>> near_;  // negative: similarity, number in the bank
     std::vector<float> x_, h_, p_, keep_, next_;
 };
