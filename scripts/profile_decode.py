@@ -27,7 +27,7 @@ from moeinf.runtime.library.library import Library
 from moeinf.runtime.sampling.sampler import Sampler, SamplingOptions
 
 _spent: dict[str, float] = defaultdict(float)  # seconds, by piece
-_NAMES = {"RmsNorm": "norms", "GqaCore": "attention", "MlaCore": "attention"}
+_NAMES = {"RmsNorm": "norms", "GqaCore": "attention", "MlaCore": "attention", "DecodeStep": None}
 
 
 def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ class TimedWeights(loader.DenseWeights):
     def tuned(self, piece: Piece) -> Piece:
         name = _NAMES.get(type(piece).__name__, "router")
         found = super().tuned(piece) if self.native else piece
-        return timed(name, found)  # type: ignore[return-value]
+        return found if name is None else timed(name, found)  # type: ignore[return-value]
 
 
 class TimedExperts:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -25,7 +29,7 @@ from moeinf.runtime.sizes import parse_memory
 from scripts.make_checkpoint import config, make_checkpoint
 from tests.conftest import endless, ignore
 from tests.generating import answering
-from tests.gguf_files import write_gguf
+from tests.gguf_files import float32, quantised, write_gguf
 from tests.runtime.gguf.test_pulls import pull
 
 LAYERS, EXPERTS = 2, 6
@@ -115,3 +119,36 @@ def test_one_type(kind: Kind, tag: str, checkpoint: Path, tmp_path: Path) -> Non
         answer = answering(engine, [5, 9, 14, 3], 5)
         list(answer)
         assert len(answer.tokens) == 5
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.Q2_K, Kind.Q3_K, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ4_XS]
+)
+def test_types_without_a_tile_are_widened(kind: Kind, checkpoint: Path, tmp_path: Path) -> None:
+    """One line names the type and the size, and weights are near those of the package gguf."""
+    chance = np.random.default_rng(int(kind))
+
+    def rows(values: Tensor, wanted: Kind) -> Any:
+        if wanted != kind:
+            return quantised(values, wanted)
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*values.shape[:-1], values.shape[-1] // per_block * size)
+        return chance.integers(0, 60, shape, np.uint8)  # float16 numbers in it are below 2
+
+    def choose(name: str, values: Tensor) -> Kind:
+        return kind if "_exps." in name else float32(name, values)
+
+    with mock.patch("tests.gguf_files.quantised", rows):
+        path = write_gguf(checkpoint, tmp_path / "x.gguf", choose)
+    notes = ["first"]
+    manifest = pull(path, Settings(tmp_path / "home"), notes)
+    assert manifest.tag == "q4"
+    (note,) = [note for note in notes if kind.name in note]
+    assert "converted to q4" in note
+    assert "MiB become" in note
+    opened = open_gguf(path)
+    inventory, form = in_tag(take_inventory(family_of(opened.config), opened), "q4")
+    found = [(kept, wide) for _, kept, wide in all_bytes(inventory, form)]
+    assert len(found) >= 3 * LAYERS * EXPERTS
+    for kept, wide in found:
+        assert float((kept - wide).norm()) <= 0.12 * float(wide.norm())
