@@ -176,7 +176,10 @@ class Scheduler:
     def _drop(self, one: Prepared) -> None:
         self._prepared.remove(one)
         one.close()
-        one.request.emit(Ended("cancelled", load_seconds=self._engine.info.load_seconds))
+        if self.closing is not None:  # by us: a client must not take it for an empty answer
+            one.request.emit(Failed(self.closing))
+        else:
+            one.request.emit(Ended("cancelled", load_seconds=self._engine.info.load_seconds))
 
     def _started(self, one: Prepared) -> Running:
         """Take the free place that shares most with the prompt, and discard the rest of it."""

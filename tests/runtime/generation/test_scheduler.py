@@ -103,3 +103,22 @@ def test_no_token_no_pass(open_engine: Open) -> None:
     scheduler.begin(Request(lambda _: [], GREEDY, Limits(), events.append))
     assert [type(event) for event in events] == [Failed]
     assert (scheduler.requests, scheduler.running) == ([], 0)
+
+
+@pytest.mark.parametrize("unloading", [False, True])
+def test_a_request_that_ends_before_its_place(unloading: bool, open_engine: Open) -> None:
+    """Its client left; or the model is unloaded, which must not look like an empty answer."""
+    engine, events = open_engine(), list[Event]()
+    scheduler = Scheduler(engine)
+    if unloading:
+        scheduler.closing = RuntimeError("the model was unloaded")
+    request = Request(lambda _: [5], GREEDY, Limits(6), events.append, stopped=lambda: True)
+    scheduler.begin(request)
+    (event,) = events
+    assert scheduler.requests == []
+    if unloading:
+        assert isinstance(event, Failed)
+        assert event.error is scheduler.closing
+    else:
+        assert isinstance(event, Ended)
+        assert event.reason == "cancelled"
