@@ -109,6 +109,7 @@ def _memory(found: Outlook, sizes: str) -> list[tuple[str, str]]:
         *([] if gpu is None else device_fields(gpu, found.miss, found.bus)),
         ("dense weights", size(placement.dense_bytes)),
         ("KV cache", f"{size(placement.kv_bytes)} for {placement.context} tokens"),
+        ("prefix cache", f"at most {size(placement.prefix_bytes)}"),
         ("scratch", f"at most {size(placement.scratch_bytes)}"),
         ("threads", str(placement.threads)),
     ]

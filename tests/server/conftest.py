@@ -15,7 +15,7 @@ import openai
 import pytest
 import uvicorn
 
-from moeinf.runtime.config import EngineConfig, ServerSettings, Settings
+from moeinf.runtime.config import EngineConfig, PrefixBudget, ServerSettings, Settings
 from moeinf.runtime.sizes import parse_memory
 from moeinf.server.serve import make_server
 
@@ -27,6 +27,7 @@ def serving(
     trace: bool = False,
     context: int | None = None,
     reproducible: bool = True,
+    prefix: PrefixBudget | None = None,
     **settings: object,
 ) -> Iterator[str]:
     """Start a server that reuses whole chunks, yield its address, and end it after the block."""
@@ -37,6 +38,7 @@ def serving(
         trace=trace,
         context=context,
         reproducible=reproducible,
+        prefix=prefix,
     )
     server: uvicorn.Server = make_server(Settings(home), about, config)
     with socket.socket() as sock:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moeinf.runtime.config import PREFILL_CHUNK
+from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget
 from tests.server.conftest import serving
 
 COMMON = " ".join(f"{number} plus {number}" for number in range(40))
@@ -53,3 +53,14 @@ def test_an_embedding_between_takes_nothing_over(demo_home: Path) -> None:
     assert first == second
     assert after["choices"] == fresh["choices"]
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_prompt_that_may_not_be_kept_is_not_found(demo_home: Path) -> None:
+    with serving(demo_home, parallel=1, prefix=PrefixBudget()) as address:
+        for start, kept in (("first: ", False), ("second: ", True)):
+            body = {"model": "demo", "prompt": start + COMMON, "raw": True, "stream": False}
+            asked = {**body, "options": {"num_predict": 2}, "keep_prefix": kept}
+            httpx.post(f"{address}/api/generate", json=asked, timeout=60).raise_for_status()
+            ask(address, "nothing in common")
+            found = ask(address, f"{start}{COMMON}; 1+1=")["usage"]["prompt_tokens_details"]
+            assert (found["cached_tokens"] > 0) == kept

@@ -11,6 +11,7 @@ from moeinf.cli.options import (
     DeviceMemory,
     Json,
     Memory,
+    NoPrefixCache,
     OnMiss,
     PlannedModel,
     PolicyName,
@@ -45,6 +46,7 @@ def plan(
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     threads: Threads = None,
+    no_prefix_cache: NoPrefixCache = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -66,6 +68,7 @@ def plan(
         device=device,
         device_memory=device_memory,
         miss=miss,
+        prefix_cache=not no_prefix_cache,
     )
     print_plan(model, config, settings, out)
 

@@ -181,6 +181,18 @@ def test_nothing_is_kept_after_nohistory(terminal: Terminal, home: Path) -> None
     assert kept == ["17+25=", "/set nohistory", "/show system"]
 
 
+def test_no_text_is_in_the_prefix_cache_after_nohistory(home: Path) -> None:
+    """A long prompt's KV reaches the disk when the terminal is left, unless it is not kept."""
+    folder, sizes = home / "state" / "demo" / "bf16" / "prefix", list[int]()
+    for start in ("/set nohistory", "/set history"):
+        one = Terminal(home, "--memory", "30%")
+        one.ask(start)
+        assert one.ask(" ".join(f"{number}+{number}=" for number in range(60)))
+        assert one.leave() == 0
+        sizes.append(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    assert sizes[0] < sizes[1]
+
+
 def test_the_line_can_be_edited_and_the_last_one_called_back(terminal: Terminal) -> None:
     assert terminal.ask("17+2x\x7f5=").endswith("42")  # a deleted character
     assert terminal.ask("\x1b[A").endswith("42")  # arrow up

@@ -47,6 +47,15 @@ def tables(text: str) -> dict[str, list[str]]:
     return found
 
 
+def test_the_prefix_cache_is_counted(moeinf: Command) -> None:
+    line = ("plan", "demo", "--memory", "25%")
+    with_it = document(moeinf, *line, MOEINF_PREFIX_MEMORY="40MiB")
+    without = document(moeinf, *line, "--no-prefix-cache", MOEINF_PREFIX_MEMORY="40MiB")
+    assert (with_it["prefix_bytes"], without["prefix_bytes"]) == (40 * MIB, 0)
+    assert with_it["needed_ram_bytes"] - without["needed_ram_bytes"] == 40 * MIB
+    assert document(moeinf, "run", *line[1:], "--dry-run")["prefix_bytes"] > 0
+
+
 def test_sizes_and_tiers(moeinf: Command) -> None:
     plan = document(moeinf, "plan", "demo")
     assert (plan["model"], plan["tag"], plan["min_memory_bytes"]) == ("demo", "bf16", 393216)
