@@ -241,8 +241,8 @@ class EngineConfig:
     skip_below lossy: a decoded token does without an absent expert below this share of its gate
                weights (offload/store/skipping.py); 0: never
     libcuda    the driver's library, if the system does not find it
-    window     tokens of a prompt that go through a layer before the next layer, a multiple of
-               PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
+    window     tokens of a prompt that go through a layer before the next layer, rounded down to
+               chunks of PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
     reproducible  reuse only what a prompt's own prefill would write bit for bit: whole chunks
     prefix     keep the KV of ended requests (runtime/prefix); None: do not
     """
@@ -265,8 +265,8 @@ class EngineConfig:
     prefix: PrefixBudget | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or self.window % PREFILL_CHUNK):
-            raise InvalidValue(f"the window must be a multiple of {PREFILL_CHUNK} tokens")
+        if self.window is not None and self.window < PREFILL_CHUNK:
+            raise InvalidValue(f"the window must be at least {PREFILL_CHUNK} tokens")
         if self.context is not None and self.context < 1:
             raise InvalidValue(f"--ctx must be at least 1, got {self.context}")
         if any(number is not None and number < 1 for number in (self.readers, self.threads)):

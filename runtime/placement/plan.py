@@ -256,7 +256,7 @@ def _window(manifest: Manifest, config: EngineConfig, context: int, experts_byte
     if manifest.encoder_layers:
         return PREFILL_CHUNK
     if config.window is not None:
-        return config.window
+        return config.window // PREFILL_CHUNK * PREFILL_CHUNK
     room = max(_WINDOW_BYTES, int(experts_bytes * _WINDOW_SHARE)) // _window_bytes(manifest)
     return max(1, min(MOST_WINDOW, context, room) // PREFILL_CHUNK) * PREFILL_CHUNK
 

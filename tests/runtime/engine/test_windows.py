@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from moeinf.offload.store.host_tier import _FEW
-from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig
+from moeinf.runtime.config import PREFILL_CHUNK, EngineConfig, Settings
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.invalid import InvalidValue
-from tests.conftest import Open
+from moeinf.runtime.library.library import DEMO_CHECKPOINT
+from moeinf.runtime.sizes import parse_memory
+from tests.conftest import Open, pull
 
 IDS = [16 + (37 * place + place // 7) % 200 for place in range(PREFILL_CHUNK + 199)]
 
@@ -48,7 +54,32 @@ def test_each_expert_is_read_once(model: str, policy: str, open_engine: Open) ->
             assert less <= used - resident + _FEW
 
 
-@pytest.mark.parametrize("window", [0, -256, 100, 300])
-def test_a_window_is_whole_chunks(window: int) -> None:
-    with pytest.raises(InvalidValue, match="multiple of 256"):
+@pytest.mark.parametrize("window", [0, -256, 100])
+def test_a_window_is_at_least_a_chunk(window: int) -> None:
+    with pytest.raises(InvalidValue, match="at least 256"):
         EngineConfig(window=window)
+
+
+@pytest.mark.full
+def test_a_prompt_of_8192_tokens_has_the_same_bits(tmp_path: Path) -> None:
+    """Windows of 256, 1,000 and 8,192 tokens; 1,000 is three chunks."""
+    checkpoint, settings = tmp_path / "long", Settings(tmp_path / "home")
+    shutil.copytree(DEMO_CHECKPOINT, checkpoint)
+    about = json.loads((checkpoint / "config.json").read_text())
+    about["max_position_embeddings"] = 8448
+    (checkpoint / "config.json").write_text(json.dumps(about))
+    manifest = pull(checkpoint, settings, "long")
+    prompt, found = (IDS * 19)[:8192], []
+    for window, rounded in ((256, 256), (1000, 768), (8192, 8192)):
+        config = EngineConfig(
+            memory=parse_memory("30%"), context=8448, window=window, policy="lru", trace=False
+        )
+        with Engine.open(manifest, settings.models / "long/q4", config, settings) as engine:
+            assert engine.window == rounded
+            state = engine.new_state()
+            logits, loads = engine.extend(state, prompt), engine.store.stats.loads
+            found.append((loads, logits, engine.extend(state, [5])))
+    (most, *first), (fewer, *second), (least, *third) = found
+    assert all(map(np.array_equal, first, second))
+    assert all(map(np.array_equal, first, third))
+    assert least <= manifest.slots.experts + _FEW < fewer < most
