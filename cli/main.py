@@ -1,41 +1,20 @@
 """Define the `moeinf` command: its subcommands, and the one boundary that catches errors.
 
-Command modules import torch only when they run, so that `--help` and `list` answer at once.
+A command's module is imported when it is called, and torch when it runs: `list` answers at once.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Annotated
 
 import typer
 
-from moeinf.cli.commands.help import help_of
-from moeinf.cli.commands.measuring.bench import bench
-from moeinf.cli.commands.measuring.devices import devices
-from moeinf.cli.commands.measuring.eamc import eamc
-from moeinf.cli.commands.measuring.eval import evaluate_text
-from moeinf.cli.commands.measuring.plan import plan
-from moeinf.cli.commands.measuring.simulate import simulate
-from moeinf.cli.commands.measuring.trace import trace
-from moeinf.cli.commands.models.cp import cp
-from moeinf.cli.commands.models.export import export
-from moeinf.cli.commands.models.list_models import list_models
-from moeinf.cli.commands.models.prune import prune
-from moeinf.cli.commands.models.pull import pull
-from moeinf.cli.commands.models.rm import rm
-from moeinf.cli.commands.models.search import search
-from moeinf.cli.commands.models.show import show
-from moeinf.cli.commands.models.verify import verify
-from moeinf.cli.commands.ps import ps
-from moeinf.cli.commands.run import run
-from moeinf.cli.commands.serve import ENVIRONMENT, serve
-from moeinf.cli.commands.set_memory import set_memory
-from moeinf.cli.commands.stop import stop
 from moeinf.cli.errors import tell
+from moeinf.cli.lazy import Lazy, LazyCommands, LazyGroup
 from moeinf.cli.options import Usage
 from moeinf.cli.output import Output, flush
 from moeinf.runtime.config import read_environment
@@ -44,37 +23,40 @@ from moeinf.runtime.version import version as this_version
 
 _INTERRUPTED = 130
 
+COMMANDS = {
+    "run": Lazy("run", "run", "Answer a prompt, or hold a conversation."),
+    "pull": Lazy("models.pull", "pull", "Fetch a model, or read a checkpoint or GGUF file."),
+    "list": Lazy("models.list_models", "list_models", "List the models on this machine."),
+    "ls": Lazy("models.list_models", "list_models", "List the models.", hidden=True),
+    "search": Lazy("models.search", "search", "List the models that have a short name."),
+    "show": Lazy("models.show", "show", "Show a model's shape, sizes and origin."),
+    "plan": Lazy("measuring.plan", "plan", "Show whether a model runs here, and how fast."),
+    "bench": Lazy("measuring.bench", "bench", "Measure a model's speed and memory."),
+    "eval": Lazy("measuring.eval", "evaluate_text", "Measure a model's perplexity on a text."),
+    "ps": Lazy("ps", "ps", "Show which models run."),
+    "stop": Lazy("stop", "stop", "Unload a model."),
+    "set": Lazy("set_memory", "set_memory", "Change the memory of a running model."),
+    "cp": Lazy("models.cp", "cp", "Copy a model under a new name; it takes no space."),
+    "rm": Lazy("models.rm", "rm", "Delete models."),
+    "export": Lazy("models.export", "export", "Write a model as a GGUF file."),
+    "trace": Lazy("measuring.trace", "trace", "Record which experts a data set's prompts use."),
+    "eamc": Lazy("measuring.eamc", "eamc", "Show or change what a model remembers of requests."),
+    "simulate": Lazy("measuring.simulate", "simulate", "Replay recorded routing under policies."),
+    "verify": Lazy("models.verify", "verify", "Check a model's files against their hashes."),
+    "prune": Lazy("models.prune", "prune", "Remove unfinished pulls."),
+    "devices": Lazy("measuring.devices", "devices", "Measure memory, drive and GPUs."),
+    "serve": Lazy("serve", "serve", "Answer over HTTP, as Ollama and OpenAI do."),
+    "help": Lazy("help", "help_of", "Show the help of a command."),
+}
 app = typer.Typer(
     name="moeinf",
+    cls=LazyGroup,
     help="Run big Mixture-of-Experts models on machines with little memory.",
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run)
-app.command("pull")(pull)
-app.command("list")(list_models)
-app.command("ls", hidden=True)(list_models)
-app.command("search")(search)
-app.command("show")(show)
-app.command("plan")(plan)
-app.command("bench")(bench)
-app.command("eval")(evaluate_text)
-app.command("ps")(ps)
-app.command("stop")(stop)
-app.command("set")(set_memory)
-app.command("cp")(cp)
-app.command("rm")(rm)
-app.command("export")(export)
-app.command("trace")(trace)
-app.add_typer(eamc, name="eamc")
-app.command("simulate")(simulate)
-app.command("verify")(verify)
-app.command("prune")(prune)
-app.command("devices")(devices)
-app.command("serve", epilog=ENVIRONMENT)(serve)
-app.command("help")(help_of)
 
 
 def _version(wanted: bool) -> None:
@@ -95,8 +77,12 @@ def _root(
 
 
 @cache
-def _command() -> Callable[..., object]:
-    return typer.main.get_command(app)
+def command_line() -> LazyGroup:
+    """Return the whole command line."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, LazyGroup)
+    group.commands = LazyCommands(COMMANDS)
+    return group
 
 
 def answer(arguments: Sequence[str]) -> int:
@@ -106,7 +92,7 @@ def answer(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="replace")
     out = Output(json="--json" in arguments)
     try:
-        code = _command()(args=list(arguments), prog_name="moeinf", standalone_mode=False)
+        code = command_line()(args=list(arguments), prog_name="moeinf", standalone_mode=False)
         flush()  # a failure is shown here; at the end of the process it could not be
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
@@ -128,9 +114,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 def _with_help(error: Usage, arguments: Sequence[str]) -> Usage:
     """Return the error with a hint that names the help of its command."""
-    names = {command.name for command in app.registered_commands}
-    names |= {group.name for group in app.registered_groups}
-    named = next((word for word in arguments if word in names), None)
+    named = next((word for word in arguments if word in COMMANDS), None)
     if named is not None:
         error.hint = f"`moeinf {named} --help`"
     return error

@@ -19,7 +19,6 @@ from moeinf.runtime.config import (
     parse_duration,
     read_environment,
 )
-from moeinf.runtime.hub.aliases import registry
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.names import DEMO, TAGS
@@ -94,6 +93,8 @@ def installed_models(incomplete: str) -> list[str]:
 
 def known_models(incomplete: str) -> list[str]:
     """Return installed models and short names that can be pulled, for shell completion."""
+    from moeinf.runtime.hub.aliases import registry
+
     known = {DEMO, *registry()}
     if ":" in incomplete:
         known = {f"{name}:{tag}" for name in known for tag in TAGS}

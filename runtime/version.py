@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 
 def version() -> str:
     """Return the installed version, or "source" if the package is not installed."""
+    import importlib.metadata  # 10 ms, which most commands do without
+
     try:
         return importlib.metadata.version("moeinf")
     except importlib.metadata.PackageNotFoundError:

@@ -31,7 +31,7 @@ from moeinf.runtime.library.processes import Registry
 from moeinf.runtime.machine.device_choice import check_usable, choose_processor
 
 # The end of the help text. \b keeps its lines as they are.
-ENVIRONMENT = """\b
+EPILOG = """\b
 Environment:
   MOEINF_HOST           address: HOST, HOST:PORT or :PORT (127.0.0.1:11435)
   MOEINF_API_KEY        a key that every request must carry

@@ -117,7 +117,7 @@ def test_a_panic_of_rust_is_a_bug_in_words(
         raise PanicException("index out of range")
 
     monkeypatch.setenv("MOEINF_HOME", str(tmp_path))
-    monkeypatch.setattr("moeinf.cli.main._command", lambda: panic)
+    monkeypatch.setattr("moeinf.cli.main.command_line", lambda: panic)
     assert answer(["list", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)["error"]
     assert told["code"] == "internal"

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from moeinf.cli.main import app
+from moeinf.cli.main import command_line
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli import warm
 from tests.cli.conftest import environment
@@ -106,7 +105,7 @@ def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -
     """They run in an order in which each finds the files that it needs."""
     folder, _ = machine
     (folder / "text.txt").write_text("The quick brown fox. 17+25=42")
-    group: Any = typer.main.get_command(app)
+    group: Any = command_line()
     first = ("pull", "run", "trace", "simulate", "eamc")
     last = ("rm",)
     names = [name for name, command in group.commands.items() if not command.hidden]
@@ -125,7 +124,7 @@ def test_every_example_of_the_help_texts(machine: tuple[Path, dict[str, str]]) -
 
 
 def test_every_command_and_option_of_the_table_exists() -> None:
-    group: Any = typer.main.get_command(app)
+    group: Any = command_line()
     rows = re.findall(r"^\| (`moeinf \w+[^|]*)\|(.*)\|$", REFERENCE, re.MULTILINE)
     known = {name for name, command in group.commands.items() if not command.hidden}
     named = set(re.findall(r"`moeinf (\w+)|`(\w+) MODEL`", REFERENCE))

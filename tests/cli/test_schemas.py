@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from moeinf.cli.main import answer, app
+from moeinf.cli.main import answer, command_line
 from moeinf.runtime.library.library import DEMO_CHECKPOINT
 from tests.cli.conftest import SCHEMAS, check_document
 
@@ -73,7 +72,7 @@ def test_documents(
 
 def test_every_command_with_json_is_among_them() -> None:
     shown = {line.split()[0] for _, line in DOCUMENTS}
-    group: Any = typer.main.get_command(app)
+    group: Any = command_line()
     for name, command in group.commands.items():
         if name == "eamc":
             assert {f"eamc-{verb}" for verb in command.commands} <= {n for n, _ in DOCUMENTS}

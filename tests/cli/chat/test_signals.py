@@ -89,7 +89,7 @@ def command(**_):
     Dropping()
     time.sleep(30)
 
-moeinf.cli.main._command = lambda: command
+moeinf.cli.main.command_line = lambda: command
 main()
 """
 
