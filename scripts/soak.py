@@ -80,7 +80,10 @@ class Clients:
             (25, self.fuzzed), (6, self.rubbish), (3, self.half_a_request), (2, self.too_large),
             (1, self.unload), (1, self.copy_and_delete), (6, self.look), (2, self.move_memory),
         ]  # fmt: skip
-        with httpx.Client(base_url=self.address, timeout=120) as client:
+        # The server closes a connection that has been idle for 5 s. A client does it sooner, as
+        # otherwise it may send a request on a connection that is just being closed.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        with httpx.Client(base_url=self.address, timeout=120, limits=limits) as client:
             while not self.stop.is_set():
                 act = rng.choices([a for _, a in acts], [w for w, _ in acts])[0]
                 try:

@@ -43,7 +43,7 @@ def serve(home: Path) -> None:
         return {
             "rss": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
             "descriptors": sum(not _is_shard(fd) for fd in Path("/proc/self/fd").iterdir()),
-            "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+            "threads": sum(1 for _ in Path("/proc/self/task").iterdir()) - _pooled(),
             "children": len(children),
             "tasks": tasks,
             "requests": sum(w.running + w.waiting for w in workers),
@@ -63,6 +63,12 @@ def serve(home: Path) -> None:
 
     threading.Thread(target=report, daemon=True).start()
     asyncio.run(run())
+
+
+def _pooled() -> int:
+    """Return the threads of pools: these grow to their bound as they are needed, and stay."""
+    pools = ("asyncio_", "AnyIO worker thread", "prefix_")
+    return sum(thread.name.startswith(pools) for thread in threading.enumerate())
 
 
 def _is_shard(descriptor: Path) -> bool:
