@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from moeinf.offload.gpu_tier.miss_split import Miss
+from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.invalid import InvalidValue
 from moeinf.runtime.names import ModelName
 from moeinf.runtime.sizes import MemorySize, parse_memory, parse_size
@@ -249,7 +250,7 @@ class EngineConfig:
 
     memory: MemorySize | None = None
     context: int | None = None
-    policy: str = "adaptive"
+    policy: str = DEFAULT_POLICY
     readers: int | None = None
     direct_io: bool | None = None
     threads: int | None = None

@@ -20,4 +20,4 @@ POLICY_NAMES = (
     "s3-fifo",
     "sieve",
 )
-DEFAULT_POLICY = "adaptive"
+DEFAULT_POLICY = "learned"

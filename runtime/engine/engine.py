@@ -128,7 +128,7 @@ class Engine:
                 manifest=manifest,
                 folder=folder,
                 placement=plan.placement,
-                policy=config.policy,
+                policy=plan.config.policy,
                 sampling=text.sampling,
                 ends=text.ends,
                 vocab_size=weights.model.vocab_size,

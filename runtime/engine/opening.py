@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,8 @@ from moeinf.runtime.sampling.grammar_processes import Grammars
 from moeinf.runtime.sampling.sampler import model_defaults
 from moeinf.runtime.text.chat_template import TemplateWorker
 from moeinf.runtime.text.tokenizer import Tokenizer, end_tokens
+
+_WITH_A_GPU = "adaptive"  # the policy there in place of `learned`
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def plan_engine(
         raise NoSuchModel(str(manifest.model), [])
     opened.callback(registration.close)
     placement, notes = placements[-1], Notes()
+    if placement.on_device is not None and config.policy == "learned":
+        config = replace(config, policy=_WITH_A_GPU)
     if not registration.seen:
         notes.append(f"{settings.home} cannot be written: nothing is remembered")
     torch.set_num_threads(placement.threads)
@@ -165,6 +169,8 @@ def open_tiers(plan: Plan, opened: ExitStack) -> Tiers:
     opened.callback(store.close)
     how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
     choices = (f"disk: {how}", *_kernels(manifest), *(() if gpu is None else gpu.notes))
+    if gpu is not None and config.policy == _WITH_A_GPU:
+        choices += (f"policy {_WITH_A_GPU}: `learned` is not measured with a GPU",)
     return Tiers(store, gpu, reading, eamc, past, choices)
 
 

@@ -149,7 +149,7 @@ def test_an_engine_has_few_parts_and_frozen_facts(open_engine: Open) -> None:
         info.policy = "lru"  # type: ignore[misc]
     assert (str(info.name), info.family, info.format) == ("demo:bf16", "olmoe", "BF16")
     assert (info.context, info.slots, info.experts, info.slot_bytes) == (64, 57, 192, 49152)
-    assert (info.policy, info.device, info.threads) == ("adaptive", "cpu", info.placement.threads)
+    assert (info.policy, info.device, info.threads) == ("learned", "cpu", info.placement.threads)
     assert info.experts_bytes == 57 * 49152
     assert info.vocab_size == engine.model.vocab_size == engine.tokenizer.vocab_size
     assert not info.reads_sources

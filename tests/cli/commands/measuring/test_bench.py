@@ -39,7 +39,7 @@ def test_table(moeinf: Command) -> None:
     lines = moeinf("bench", "demo", *_SHORT).out.splitlines()
     assert lines[0] == "demo:bf16, prompt of 20 tokens, 8 decoded, 9.0 MiB for experts"
     assert lines[1].split() == ["POLICY", "TTFT", "TPOT", "TOKENS/S", "HIT", "READ/TOKEN"]
-    assert lines[2].split()[0] == "adaptive"
+    assert lines[2].split()[0] == "learned"
     assert "100.0%" in lines[2]  # everything resident
     assert re.fullmatch(r"A token takes [\d.]+ times the least .*waits for experts\.", lines[4])
 
