@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,3 +119,17 @@ def token_info(logits: NDArray[np.float32], token: int, count: int) -> TokenInfo
     wide -= np.log(np.exp(wide).sum())
     best = np.argsort(-wide, kind="stable")[:count]
     return TokenInfo(token, float(wide[token]), [(int(t), float(wide[t])) for t in best])
+
+
+def telling(one: Running, at: int, tokens: int, layers: int) -> Callable[[], bool]:
+    """Return request.stopped, which also reports progress; it is asked at each layer of a window.
+
+    at: tokens before the window. tokens: of the window.
+    """
+    done = itertools.count()
+
+    def stopped() -> bool:
+        one.request.reading(at + min(next(done), layers) * tokens // layers, one.prompt_tokens)
+        return one.request.stopped()
+
+    return stopped

@@ -22,7 +22,6 @@ of prefill: the request's own prefill would have written the same bytes.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,6 +45,7 @@ from moeinf.runtime.generation.in_flight import (
     Running,
     direction,
     shared_tokens,
+    telling,
     token_info,
 )
 from moeinf.runtime.generation.prompts import check_length
@@ -190,11 +190,18 @@ class Scheduler:
         # An embedding needs the states of all tokens, and a cache keeps no states. After another
         # source no token means the same.
         start = time.perf_counter()
-        place = self._reusing([] if request.embed or request.source else prompt)
+        if engine.prefixes is not None:
+            engine.prefixes.begin()
+        try:
+            place = self._reusing([] if request.embed or request.source else prompt)
+            number = engine.begin_request(place.state)
+        except BaseException:
+            if engine.prefixes is not None:
+                engine.prefixes.end()
+            raise
         cached = place.state.length
         self.prompt_tokens += len(prompt)
         self.reused_tokens += cached
-        number = engine.begin_request(place.state)
         self._free.remove(place)
         request.times.start()
         found = Running(request, place, answer, one.constraint, len(prompt), cached, number)
@@ -213,13 +220,14 @@ class Scheduler:
         state.truncate(max(known))
         if state.length % step:  # some states cannot be cut at every token
             state.truncate(0)
-        if prefixes is not None:
-            prefixes.begin()
-            found = prefixes.find(prompt)
-            if found.tokens > state.length:
-                assert isinstance(state, KvCache)
-                prefixes.restore(state, found)
-        place.reusable = list(prompt[: state.length])
+        try:
+            if prefixes is not None:
+                found = prefixes.find(prompt)
+                if found.tokens > state.length:
+                    assert isinstance(state, KvCache)
+                    prefixes.restore(state, found)
+        finally:  # also of a part that was restored
+            place.reusable = list(prompt[: state.length])
         return place
 
     def _keep(self, one: Running, ended: bool) -> None:
@@ -227,11 +235,13 @@ class Scheduler:
         place, prefixes = one.place, self._engine.prefixes
         if prefixes is None:
             return
-        with suppress(MemoryError):
+        try:
             kept = one.request.kept and not one.request.embed
             if ended and kept and isinstance(place.state, KvCache):
-                prefixes.keep(place.state, place.reusable)
-        prefixes.end()
+                with suppress(MemoryError, RuntimeError):  # torch's word for no memory
+                    prefixes.keep(place.state, place.reusable)
+        finally:
+            prefixes.end()
 
     def _prefill(self, one: Running) -> None:
         """Read the source, and one chunk or window, at the borders of a prompt alone."""
@@ -241,7 +251,7 @@ class Scheduler:
         chunk = one.answer.history[at : min(at + size, one.prompt_tokens)]
         stopped = one.request.stopped
         if len(chunk) > PREFILL_CHUNK:
-            stopped = _telling(one, at, len(chunk), engine.info.manifest.layers)
+            stopped = telling(one, at, len(chunk), engine.info.manifest.layers)
         try:
             with engine.stoppable(stopped):
                 if one.request.source and not one.encoded:
@@ -374,20 +384,6 @@ class Scheduler:
         with suppress(Exception):  # an answer matters more than its record
             self._engine.end_request(one.number, counts=one.prefilled)
         self._ended(ended)
-
-
-def _telling(one: Running, at: int, tokens: int, layers: int) -> Callable[[], bool]:
-    """Return request.stopped, which also reports progress; it is asked at each layer of a window.
-
-    at: tokens before the window. tokens: of the window.
-    """
-    done = itertools.count()
-
-    def stopped() -> bool:
-        one.request.reading(at + min(next(done), layers) * tokens // layers, one.prompt_tokens)
-        return one.request.stopped()
-
-    return stopped
 
 
 def _told(error: BaseException) -> Exception:

@@ -170,8 +170,9 @@ class PrefixCache:
             return None
         if not snapshot:
             self._drop_beginnings(parent, tokens)
+        data = copied_out(state, parent.end, parent.end + len(tokens), snapshot)
         node = self._tree.add(parent, tokens, snapshot, size)
-        node.data = copied_out(state, node.start, node.end, snapshot)
+        node.data = data
         self.bytes_used += size
         self._use((node,))
         if self._folder is not None:

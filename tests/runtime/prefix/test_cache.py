@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget
 from moeinf.runtime.engine.engine import Engine
-from moeinf.runtime.generation.events import Ended
+from moeinf.runtime.generation.events import Ended, Event, Failed, Request
 from moeinf.runtime.generation.scheduler import Scheduler
+from moeinf.runtime.prefix import cache
+from moeinf.runtime.requests import Limits, SamplingOptions
 from tests.runtime.generation.test_scheduler import answer
 from tests.runtime.prefix.conftest import OpenHere
 
@@ -111,6 +114,29 @@ def test_reproducible_answers_have_the_same_bits(open_here: OpenHere) -> None:
     assert state.length == PREFILL_CHUNK
     rest = engine.extend(state, longer[PREFILL_CHUNK:])
     assert np.array_equal(rest, engine.extend(fresh, longer))
+
+
+def test_a_fault_does_not_stop_the_writer(
+    open_here: OpenHere, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that fails while its KV is restored has ended for the writer, too."""
+    engine = open_here()
+    scheduler = Scheduler(engine)
+    answer(scheduler, SYSTEM)
+    answer(scheduler, OTHER)
+    written(engine, 4, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "copy_in", Mock(side_effect=[None, RuntimeError("no memory")]))
+        events: list[Event] = []
+        scheduler.begin(
+            Request(lambda _: [*SYSTEM, 17], SamplingOptions(), Limits(2), events.append)
+        )
+        assert isinstance(events[-1], Failed)
+        patch.setattr(cache, "copied_out", Mock(side_effect=RuntimeError("no memory")))
+        answer(scheduler, OTHER[::-1])
+    assert answer(scheduler, OTHER[::-1]).cached_tokens == len(OTHER) - 1
+    assert answer(scheduler, SYSTEM).token_ids == asked(engine, SYSTEM).token_ids
+    written(engine, 6, folder)
 
 
 def test_residency_does_not_choose(open_here: OpenHere) -> None:
