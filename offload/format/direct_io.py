@@ -42,7 +42,10 @@ class _DirectFile:
             if error.errno not in _REFUSED:
                 raise
             self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        self._block = _spare.pop() if _spare else mmap.mmap(-1, _SPAN_BYTES)
+        try:  # several threads may take one
+            self._block = _spare.pop()
+        except IndexError:
+            self._block = mmap.mmap(-1, _SPAN_BYTES)
         self._memory = memoryview(self._block)
 
     def _refused(self, error: OSError) -> bool:

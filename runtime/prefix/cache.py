@@ -2,6 +2,9 @@
 
 The engine's thread finds, restores and keeps. Another thread writes nodes to disk, only while no
 request runs. RAM loses first what the disk has, then the leaves that were used least recently.
+
+Threads read nodes straight into a state's columns. New memory costs more than the read: so a node
+that was on disk at the start gets its place in RAM when it is used a second time.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +23,18 @@ from torch import Tensor
 
 from moeinf.errors import reason
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache
-from moeinf.runtime.prefix.columns import buffer_bytes, copied_out, copy_in, copy_memory
+from moeinf.runtime.prefix.columns import (
+    buffer_bytes,
+    copied_out,
+    copy_in,
+    copy_memory,
+    parts_of,
+    parts_of_buffer,
+)
 from moeinf.runtime.prefix.folder import Abandoned, BadFile, PrefixFolder, full_words
 from moeinf.runtime.prefix.tree import BLOCK, Match, Node, Tree
 
-_READS_AHEAD = 2
+_READERS = 4  # one alone leaves the drive idle while it checks and copies
 _NEVER = float("inf")
 _LAST_WRITES_S = 2.0  # for what is not written yet when the engine closes
 
@@ -96,15 +106,30 @@ class PrefixCache:
         at = 0 if self._layout.recurrent else state.length // BLOCK
         path, length = match.path[at:], state.length
         with self._changed:
+            again = [node.used > 0 for node in path]
             self._use(match.path)
-        with closing(self._loaded(path)) as loaded:
-            for node, data in zip(path, loaded, strict=False):
-                count = min(node.end, match.tokens) - node.start
-                copy_in(state, node.start, count, data, len(node.tokens))
-                if node.snapshot:
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="prefix")
+        counts = [min(node.end, match.tokens) - node.start for node in path]
+        jobs = [
+            self._readers.submit(self._bring, state, node, count, match.path if seen else None)
+            for node, count, seen in zip(path, counts, again, strict=True)
+        ]
+        try:
+            for node, count, job in zip(path, counts, jobs, strict=True):
+                try:
+                    data = job.result()
+                except (OSError, BadFile) as error:
+                    self._lose(node, error)
+                    break
+                if data is not None and node.snapshot:
                     copy_memory(data, state.resume(node.end))
                 elif self._layout.recurrent is None:
                     state.resume(node.start + count)
+        finally:
+            for job in jobs:
+                job.cancel()
+            wait(jobs)  # they write into the state
         self.stats.restored += state.length - length
         if self._folder is not None:
             self._folder.touch([node for node in match.path if node.on_disk])
@@ -224,58 +249,47 @@ class PrefixCache:
             with suppress(ValueError):
                 self._queue.remove(one)
 
-    def _loaded(self, path: Sequence[Node]) -> Generator[Tensor]:
-        """Give the bytes of nodes in order, some read ahead; end at one that cannot be read."""
-        left, ahead = deque(path), deque[tuple[Node, Tensor, Future[None] | None]]()
+    def _bring(
+        self, state: KvCache, node: Node, tokens: int, kept: Sequence[Node] | None
+    ) -> Tensor | None:
+        """Write a node's first tokens into the columns of a state; in a thread of its own.
+
+        kept: if given, the bytes stay in RAM when there is room, and these nodes do not leave.
+        Returns the node's bytes if they are in RAM. Raises OSError, BadFile, RuntimeError.
+        """
+        data = node.data
+        if data is not None:
+            copy_in(state, node.start, tokens, data, len(node.tokens))
+            return data
+        assert self._folder is not None, "a node is in RAM or on disk"
+        with self._changed:
+            stays = kept is not None and self._make_room(node.size_bytes, kept)
+            self.bytes_used += node.size_bytes if stays else 0
         try:
-            while left or ahead:
-                while left and len(ahead) <= _READS_AHEAD:
-                    begun = self._begun(left[0], [*(node for node, _, _ in ahead), *left])
-                    if begun is None and not ahead:  # later nodes must leave, and be read again
-                        begun = self._begun(left[0], ())
-                    if begun is None:
-                        break
-                    ahead.append((left.popleft(), *begun))
-                if not ahead:  # no room for one more node
-                    return
-                node, data, reading = ahead.popleft()
-                if reading is not None and not self._has_read(node, data, reading):
-                    return
-                yield data
+            if stays or node.snapshot:
+                whole = torch.empty(node.size_bytes, dtype=torch.uint8)
+                self._folder.read(node, parts_of_buffer(whole))
+                copy_in(state, node.start, tokens, whole, len(node.tokens))
+                data = whole
+            else:
+                parts = parts_of(state, node.start, tokens, len(node.tokens))
+                self._folder.read(node, parts)
         finally:
-            for node, _, reading in ahead:
-                if reading is not None:
-                    reading.exception()  # it writes into memory that is counted
-                    self.bytes_used -= node.size_bytes
-
-    def _begun(self, node: Node, kept: Sequence[Node]) -> tuple[Tensor, Future[None] | None] | None:
-        """Return a node's bytes, and the read that brings them; None if there is no room."""
-        with self._changed:
-            if node.data is not None:
-                return node.data, None
-            if self._folder is None or not self._make_room(node.size_bytes, kept):
-                return None
-            self.bytes_used += node.size_bytes
-        if self._readers is None:
-            self._readers = ThreadPoolExecutor(_READS_AHEAD, thread_name_prefix="prefix")
-        data = torch.empty(node.size_bytes, dtype=torch.uint8)
-        return data, self._readers.submit(self._folder.read, node, data)
-
-    def _has_read(self, node: Node, data: Tensor, reading: Future[None]) -> bool:
-        """Wait for a read, and keep what it brings; False if it has failed."""
-        try:
-            reading.result()
-        except (OSError, BadFile) as error:
             with self._changed:
-                self.bytes_used -= node.size_bytes
-                self._forget(node)
-            if not isinstance(error, FileNotFoundError):  # another process has removed it
-                self._note(f"prefix cache: a file cannot be used: {reason(error)}")
-            return False
-        self.stats.bytes_read += node.size_bytes
+                if stays and data is not None and self._tree.nodes.get(node.key) is node:
+                    node.data = data
+                elif stays:
+                    self.bytes_used -= node.size_bytes
         with self._changed:
-            node.data = data
-        return True
+            self.stats.bytes_read += node.size_bytes
+        return data
+
+    def _lose(self, node: Node, error: OSError | BadFile) -> None:
+        """Forget a node whose file cannot be read."""
+        with self._changed:
+            self._forget(node)
+        if not isinstance(error, FileNotFoundError):  # another process has removed it
+            self._note(f"prefix cache: a file cannot be used: {reason(error)}")
 
     def _write(self) -> None:
         """Write nodes until the cache closes, or the disk fails."""

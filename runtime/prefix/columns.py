@@ -7,11 +7,15 @@ planes [heads, tokens, width], layer by layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.models.layers.kv_cache import CacheLayout, KvCache
+from moeinf.offload.format.direct_io import BLOCK_BYTES
 
 
 def buffer_bytes(layout: CacheLayout, tokens: int, snapshot: bool) -> int:
@@ -33,13 +37,54 @@ def copied_out(state: KvCache, start: int, stop: int, snapshot: bool) -> Tensor:
     return buffer
 
 
+class Part(NamedTuple):
+    """Where bytes of a buffer go: some heads of a plane, maybe not all of its tokens.
+
+    target: [heads, tokens, width] bytes. held: tokens in the buffer.
+    """
+
+    target: NDArray[np.uint8]
+    held: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The part's bytes in the buffer."""
+        heads, _, width = self.target.shape
+        return int(heads * self.held * width)
+
+    def take(self, data: memoryview) -> None:
+        """Copy from the part's bytes. Releases the interpreter, and uses no other thread."""
+        heads, tokens, width = self.target.shape
+        source = np.frombuffer(data, np.uint8).reshape(heads, self.held, width)
+        np.copyto(self.target, source[:, :tokens])
+
+
+def parts_of(state: KvCache, start: int, tokens: int, held: int) -> list[Part]:
+    """Return the parts for the first `tokens` of the `held` tokens of a buffer, in its order.
+
+    They are the columns from `start`. No part is larger than a block of direct I/O.
+    """
+    found = []
+    for column in state.columns(start, start + tokens):
+        plane = column.view(torch.uint8).numpy()
+        heads = max(1, BLOCK_BYTES // (held * plane.shape[2]))
+        found += [Part(plane[at : at + heads], held) for at in range(0, len(plane), heads)]
+    return found
+
+
+def parts_of_buffer(buffer: Tensor) -> list[Part]:
+    """Return parts that follow each other in a buffer [bytes] uint8."""
+    pieces = torch.split(buffer, BLOCK_BYTES)
+    return [Part(piece.numpy()[None, None], 1) for piece in pieces]
+
+
 def copy_in(state: KvCache, start: int, tokens: int, buffer: Tensor, held: int) -> None:
     """Write the first `tokens` of the `held` tokens of a buffer into the columns from `start`."""
-    columns = state.columns(start, start + tokens)
-    whole = [_Shape((len(part), held, part.shape[2]), part.dtype) for part in columns]
-    skipped = len(buffer) - held * state.layout.bytes_per_token
-    for part, source in zip(columns, _views(buffer[skipped:], whole), strict=True):
-        part.copy_(source[:, :tokens])
+    data = buffer.numpy().data
+    at = len(data) - held * state.layout.bytes_per_token
+    for part in parts_of(state, start, tokens, held):
+        part.take(data[at : at + part.size_bytes])
+        at += part.size_bytes
 
 
 def copy_memory(buffer: Tensor, memory: Sequence[Tensor]) -> None:
@@ -48,14 +93,7 @@ def copy_memory(buffer: Tensor, memory: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
-class _Shape:
-    """The shape and type of a tensor that does not exist."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
-
-
-def _views(buffer: Tensor, parts: Sequence[Tensor | _Shape]) -> list[Tensor]:
+def _views(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a buffer, one after the other, in the shapes and types of `parts`."""
     found, at = [], 0
     for part in parts:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from moeinf.errors import reason
 from moeinf.native import crc32c
+from moeinf.offload.format.direct_io import BLOCK_BYTES, DirectReader
 from moeinf.runtime.atomic_files import make_folder_durably, replaced
+from moeinf.runtime.prefix.columns import Part
 from moeinf.runtime.prefix.tree import BLOCK, KEY_BYTES, Node, key_of
 from moeinf.runtime.regular_files import open_regular
 from moeinf.runtime.sizes import format_bytes
@@ -88,25 +90,25 @@ class PrefixFolder:
         self.bytes_used = sum(entry.stat().st_size for entry in self._entries())
         yield from sorted(found, key=lambda one: one[1].start)
 
-    def read(self, node: Node, buffer: Tensor) -> None:
-        """Read a node's bytes into a buffer of its size. Raises OSError, BadFile."""
-        header = self._header(node.key)
-        path = self._file(node.key)
-        descriptor = open_regular(path)
-        try:
-            view = buffer.numpy().data
-            if header.size_bytes != len(view):
-                raise BadFile("its size is wrong")
-            done = 0
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], _HEADER_BYTES + done)
-                if count == 0:
+    def read(self, node: Node, parts: Sequence[Part]) -> None:
+        """Read a node's bytes into parts that follow each other, past the page cache.
+
+        Their content is invalid if it raises. Raises OSError, BadFile.
+        """
+        header, crc, at = self._header(node.key), 0, _HEADER_BYTES
+        if header.size_bytes != sum(part.size_bytes for part in parts):
+            raise BadFile("its size is wrong")
+        with DirectReader(self._file(node.key)) as file:
+            for group in _blocks(parts):
+                size = sum(part.size_bytes for part in group)
+                view = file.read(at, size)
+                if len(view) != size:
                     raise BadFile("it is cut")
-                done += count
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-        if crc32c(view) != header.crc:
+                crc, at = crc32c(view, crc), at + size
+                for part in group:
+                    part.take(view[: part.size_bytes])
+                    view = view[part.size_bytes :]
+        if crc != header.crc:
             raise BadFile("its checksum is wrong")
 
     def write(self, node: Node, data: Tensor, pause: Callable[[], None]) -> None:
@@ -202,6 +204,18 @@ class PrefixFolder:
         if size != _HEADER_BYTES + header.size_bytes:
             raise BadFile("its size is wrong")
         return header
+
+
+def _blocks(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Divide parts into groups that one block of direct I/O holds."""
+    group, size = list[Part](), 0
+    for part in parts:
+        if group and size + part.size_bytes > BLOCK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += part.size_bytes
+    yield group
 
 
 def _ours(entry: os.DirEntry[str]) -> bool:

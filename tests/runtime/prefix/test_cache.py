@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from moeinf.models.layers.kv_cache import KvCache
 from moeinf.runtime.config import PREFILL_CHUNK, PrefixBudget
 from moeinf.runtime.engine.engine import Engine
 from moeinf.runtime.generation.events import Ended, Event, Failed, Request
@@ -86,6 +87,25 @@ def test_it_returns_after_a_new_start(open_here: OpenHere, folder: Path) -> None
         assert engine.prefixes.stats.bytes_read > block
         assert asked(engine, [*SYSTEM[:300], 17]).cached_tokens == 300
         engine.close()
+
+
+def test_the_second_use_keeps_it_in_ram(open_here: OpenHere) -> None:
+    engine = open_here()
+    asked(engine, SYSTEM)
+    engine.close()
+    prefixes = open_here().prefixes
+    assert prefixes is not None
+    state, used, read = open_here(prefix=None).new_state(), [], []
+    assert isinstance(state, KvCache)
+    for _ in range(3):
+        state.truncate(0)
+        prefixes.restore(state, prefixes.find([*SYSTEM, 1]))
+        used.append(prefixes.bytes_used)
+        read.append(prefixes.stats.bytes_read)
+    size = len(SYSTEM) * engine.info.manifest.kv_bytes_per_token
+    assert used[0] == 0
+    assert used[1] == used[2] == read[0] >= size
+    assert read == [read[0], 2 * read[0], 2 * read[0]]
 
 
 @pytest.mark.parametrize(

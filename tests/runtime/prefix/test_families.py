@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moeinf.models.layers.kv_cache import KvCache
+from moeinf.runtime.prefix import columns, folder
 from moeinf.runtime.prefix.cache import PrefixCache
-from moeinf.runtime.prefix.folder import PrefixFolder
 from tests.fakes import load_resident
 from tests.tiny import save_tiny
 
@@ -24,7 +24,9 @@ IDS = [(7 * place + place // 5) % 50 for place in range(100)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copied_out_and_back(kind: str, tmp_path: Path) -> None:
+def test_copied_out_and_back(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "BLOCK_BYTES", 8192)  # planes in pieces, several to a read
+    monkeypatch.setattr(folder, "BLOCK_BYTES", 16384)
     save_tiny(kind, tmp_path, seed=1)
     ours = load_resident(tmp_path)
     model, experts = ours.model, ours.experts
@@ -34,8 +36,8 @@ def test_copied_out_and_back(kind: str, tmp_path: Path) -> None:
     model.extend([(IDS, state)], experts)
 
     def opened(memory_bytes: int) -> PrefixCache:
-        folder = PrefixFolder(tmp_path / "prefix", bytes(16), 1 << 30, print)
-        return PrefixCache(state.layout, bytes(16), memory_bytes, False, folder, print)
+        files = folder.PrefixFolder(tmp_path / "prefix", bytes(16), 1 << 30, print)
+        return PrefixCache(state.layout, bytes(16), memory_bytes, False, files, print)
 
     first = opened(1 << 30)
     first.keep(state, IDS)
