@@ -11,6 +11,7 @@ from moeinf.errors import InvalidInput
 KEPT_TAGS = ("mxfp4", "nvfp4")  # only of checkpoints that have this format
 TAGS = ("q2", "q3", "q4", "q4k", "q4d8", "q5k", "q6k", "q8", *KEPT_TAGS, "bf16", "f32")
 DEFAULT_TAG = "q4"
+LEAST_BITS, MOST_BITS = 2.5, 8.5  # of a tag b<bits>, such as b3.5
 DEMO = "demo"  # the model in the package
 DEMO_EXAMPLES = ("17+25=", "sort dog, cat, cow", "spell ollama")
 _NATIVE_MXFP4 = ("gpt-oss", "gpt-oss-20b", "gpt-oss-120b")  # as published: 4.25 bits per weight
@@ -24,6 +25,7 @@ _RESERVED = {"con", "prn", "aux", "nul"}  # device names on other systems
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
 _HUB_END = re.compile(r"(?:/tree/main)?/?(?=:|$)")  # of a page's address
 _LATEST = "latest"
+_BITS_TAG = re.compile(r"b(\d(?:\.\d{1,2})?)")
 _QUANT = re.compile(r"(?:ud-)?i?q\d(?:_[a-z0-9]+)*|mxfp4_moe|f16|fp16|tq\d_0")  # of a GGUF file
 # Ollama writes a model's size as its tag; the short name here.
 _OLLAMA = {
@@ -49,6 +51,22 @@ _OLLAMA = {
 }
 OLLAMA = "ollama:"  # before the name of a model in Ollama's store
 MACHINE_STATE = "devices.json"  # in state/, beside the folders of models
+
+
+def bits_tag(bits: float) -> str:
+    """Return the tag of a model with this mean of bits per weight, such as b3.5."""
+    return f"b{bits:g}"
+
+
+def bits_of_tag(tag: str) -> float | None:
+    """Return the mean of bits per weight of a tag such as b3.5; None for other tags."""
+    found = _BITS_TAG.fullmatch(tag)
+    bits = float(found[1]) if found else 0.0
+    return bits if LEAST_BITS <= bits <= MOST_BITS and bits_tag(bits) == tag else None
+
+
+def is_tag(text: str) -> bool:
+    return text in TAGS or bits_of_tag(text) is not None
 
 
 class BadName(InvalidInput, ValueError):
@@ -125,8 +143,10 @@ def parse_name(text: str) -> ModelName:
             f"{text!r} is not a model name: letters, digits, '.', '_' and '-', "
             "as name[:tag] or org/name[:tag]"
         )
-    if colon and tag not in TAGS:
-        raise BadName(f"{text!r}: the tag {tag!r} is invalid (expected {', '.join(TAGS)})")
+    if colon and not is_tag(tag):
+        raise BadName(
+            f"{text!r}: the tag {tag!r} is invalid (expected {', '.join(TAGS)}, or b2.5 … b8.5)"
+        )
     name = "--".join(parts)
     if name == MACHINE_STATE:
         raise BadName(f"{text!r} is not a model name: moeinf has a file of that name")

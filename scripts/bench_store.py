@@ -67,7 +67,9 @@ def build(name: str, share: float) -> ExpertStore:
     slots = round(share * cells)
     policy = POLICIES[name](Setup(SHAPE, slots, Eamc(8, SHAPE.layers, SHAPE.experts)))
     pool, transfer = SlotPool(slots, layout.slot_bytes), AtOnce()
-    host = HostTier([layout] * SHAPE.layers, SHAPE.experts, pool, transfer, policy, NoMath())  # type: ignore[arg-type]
+    host = HostTier(
+        [layout] * (SHAPE.layers * SHAPE.experts), SHAPE.experts, pool, transfer, policy, NoMath()
+    )  # type: ignore[arg-type]
     ahead = name == "adaptive"
     return ExpertStore((host,), wishes=2 * SHAPE.top_k if ahead else 0, hints=ahead)
 

@@ -29,7 +29,7 @@ from moeinf.offload.gpu_tier.arithmetic import Device
 from moeinf.offload.gpu_tier.page_lock import PageLocking
 from moeinf.offload.policy.base import Policy
 from moeinf.offload.routing.trace import Phase
-from moeinf.offload.store.compute import TorchFfn
+from moeinf.offload.store.compute import TorchFfn, by_math
 from moeinf.offload.store.host_tier import HostTier
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.tier import Experts
@@ -93,7 +93,9 @@ class DeviceTier:
             self.device.limit(self._memory_bytes - slots * arena.slot_bytes)
         layouts, reference = self._below.layouts, self._reference
         maths = {x: self.device.math(x, arena.address, shape, reference) for x in {*layouts}}
-        self._math = [maths[layout] for layout in layouts]  # by layer
+        self._math = [maths[layout] for layout in layouts]  # by cell
+        firsts = range(0, len(layouts), self._below.experts)
+        self._alike = [len({*layouts[n : n + self._below.experts]}) == 1 for n in firsts]
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
         self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
@@ -143,8 +145,8 @@ class DeviceTier:
         return None if self._locking is None else self._locking.note
 
     def can_route(self, layer: int, rows: int) -> bool:
-        """Return whether `compute_routed` is correct for that many rows of a layer."""
-        return self._math[layer].can_route(rows)
+        """Return whether `compute_routed` is correct: for so many rows, and for one layout."""
+        return self._alike[layer] and self._math[layer * self._below.experts].can_route(rows)
 
     @property
     def bus_is_idle(self) -> bool:
@@ -201,8 +203,9 @@ class DeviceTier:
         slots = [self.table.slot_of(cell) for cell, _ in experts]
         self._arena.begin_read(slots)
         try:
-            pairs = [(slot, places) for slot, (_, places) in zip(slots, experts, strict=True)]
-            self._math[experts[0][0] // self._below.experts].run(x, pairs, top_k, rows)
+            for math, alike in by_math(experts, self._math):
+                pairs = [(self.table.slot_of(cell), places) for cell, places in alike]
+                math.run(x, pairs, top_k, rows)
         finally:
             self._arena.end_read(slots)
 
@@ -226,7 +229,7 @@ class DeviceTier:
         self, layer: int, x: Tensor, ids: Tensor, table: Tensor, rows: Tensor
     ) -> None:
         """Queue a layer whose experts are all in `table`. ids [T, K] are not read here."""
-        self._math[layer].run_routed(x, ids, table, 0, rows)
+        self._math[layer * self._below.experts].run_routed(x, ids, table, 0, rows)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Queue the sum over K: rows [T, K, D] and weights [T, K] on the device -> [T, D]."""
@@ -377,8 +380,7 @@ class DeviceTier:
     def _copy(self, cells: list[int]) -> None:
         host = [self._host.slot_of(cell) for cell in cells]
         slots = [self.table.slot_of(cell) for cell in cells]
-        layouts, experts = self._below.layouts, self._below.experts
-        each = max(layouts[cell // experts].data_bytes for cell in cells)
+        each = max(self._below.layouts[cell].data_bytes for cell in cells)
         batch = self._arena.copy(host, slots, each)
         for cell in cells:
             self._host.pin(cell)

@@ -6,8 +6,8 @@ stays in torch. So do bf16 experts of many rows, for which torch's matrix produc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from moeinf.native import ExpertKernel, SlotPool, combine_rows
 from moeinf.offload.format.layout import ExpertLayout, is_tiled
 
+Math = TypeVar("Math", bound="ExpertRunner")
 # bf16 rows that our kernels compute, on any device: more are faster in torch, where rows interact.
 MOST_ROWS = 16
 _TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -44,6 +45,16 @@ class ExpertRunner(Protocol):
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum rows [T, K, D] by weights [T, K] -> [T, D], like the reference."""
         ...
+
+
+def by_math(
+    experts: Sequence[tuple[int, list[int]]], maths: Sequence[Math]
+) -> Iterable[tuple[Math, list[tuple[int, list[int]]]]]:
+    """Divide (cell, places) by the arithmetic of their cells; `maths` has that of every cell."""
+    found: dict[Math, list[tuple[int, list[int]]]] = {}
+    for pair in experts:
+        found.setdefault(maths[pair[0]], []).append(pair)
+    return found.items()
 
 
 class SlotMath:

@@ -22,7 +22,7 @@ from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.routing.trace import Phase
-from moeinf.offload.store.compute import SlotMath, TorchFfn
+from moeinf.offload.store.compute import SlotMath, TorchFfn, by_math
 from moeinf.offload.store.prefetch import ReadAhead
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.routed import Routed
@@ -49,19 +49,19 @@ class HostTier:
     ) -> None:
         """Set up the tier.
 
-        layouts: of the experts of each layer, each within a slot of the pool.
+        layouts: of every expert, in the order of cells, each within a slot of the pool.
         experts: number of one layer. stats: the counters. slots: of the pool, those in use; None:
         all of them.
         """
         self.experts, self.layouts = experts, tuple(layouts)
-        self.table = Residency(slots or pool.slots, len(layouts) * experts, pool.slots)
+        self.table = Residency(slots or pool.slots, len(layouts), pool.slots)
         self.policy = policy
         self.stats = stats or StoreStats()
         self.decoding = False
         self.pieces: Sequence[slice] = ()  # of a long pass, see begin_long
         self._transfer = transfer
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
-        self._math = [distinct[layout] for layout in layouts]  # by layer
+        self._math = [distinct[layout] for layout in layouts]  # by cell
         self._ahead = ReadAhead(self.table, transfer, policy, self.stats)
         self.coming: dict[
             int, int
@@ -258,17 +258,16 @@ class HostTier:
 
     def compute(self, x: Tensor, experts: Experts, top_k: int, rows: Tensor) -> None:
         """Fill the rows of resident cells of one layer, on the CPU."""
-        if not experts:
-            return
-        slot_of, math = self.table.slot_of, self.math_of(experts[0][0] // self.experts)
-        math.run(x, [(slot_of(cell), places) for cell, places in experts], top_k, rows)
+        slot_of = self.table.slot_of
+        for math, alike in by_math(experts, self._math):
+            math.run(x, [(slot_of(cell), places) for cell, places in alike], top_k, rows)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         return self._math[0].combine(rows, weights)
 
-    def math_of(self, layer: int) -> SlotMath:
-        """Return the arithmetic of a layer's experts."""
-        return self._math[layer]
+    def math_of(self, cell: int) -> SlotMath:
+        """Return the arithmetic of an expert's layout."""
+        return self._math[cell]
 
     def used(self, routed: Routed, hits: Iterable[int], events: int) -> None:
         """Count a layer's routing: `hits` were resident, which are `events` of it."""
@@ -309,13 +308,13 @@ class HostTier:
 class CpuWork:
     """The rows of one layer on the CPU."""
 
-    __slots__ = ("_ends", "_math", "_mix", "_places", "_rows", "_slot_of", "_x")
+    __slots__ = ("_ends", "_host", "_math", "_mix", "_places", "_rows", "_x")
 
     def __init__(
         self, host: HostTier, layer: int, x: Tensor, weights: Tensor, places: dict[int, list[int]]
     ) -> None:
         """Set up x [T, D], weights [T, K], places t·K + k by cell."""
-        self._math, self._slot_of = host.math_of(layer), host.table.slot_of
+        self._host, self._math = host, host.math_of(layer * host.experts)
         self._x, self._mix, self._places = x, weights, places
         self._ends = [r.stop * weights.shape[1] for r in host.pieces[:-1]]
         if not self._math.rows_interact:
@@ -326,9 +325,9 @@ class CpuWork:
         rows = self._rows
         if rows is None:  # places without an expert stay 0, so that their rows add nothing
             rows = self._rows = self._x.new_zeros(self._mix.numel(), self._x.shape[1])
-        slot_of, places = self._slot_of, self._places
-        experts = [(slot_of(cell), at) for cell in cells for at in _cut(places[cell], self._ends)]
-        self._math.run(self._x, experts, self._mix.shape[1], rows)
+        places, ends = self._places, self._ends
+        experts = [(cell, at) for cell in cells for at in _cut(places[cell], ends)]
+        self._host.compute(self._x, experts, self._mix.shape[1], rows)
 
     def result(self) -> Tensor:
         """Return [T, D]."""

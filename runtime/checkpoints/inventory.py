@@ -91,9 +91,9 @@ class Forms:
     `dataclasses.replace(inventory, forms=Forms(experts, dense))`. Sizes, shards, the dense file and
     the manifest follow from them.
 
-    experts: the formats of every MoE layer, (gate and up, down), or one pair for all layers. Empty:
-    all have the model's format. If a layer's experts, or gate and up, have several formats in the
-    checkpoint, choose one that holds all of them.
+    experts: the formats of every MoE layer, (gate and up, down), or of every expert in the order of
+    cells, or one pair for all. Empty: all have the model's format. If gate and up have several
+    formats in the checkpoint, choose one that holds both.
     dense: formats of linears and embeddings by the name in `Inventory.dense`. The others follow
     `Inventory.form_of`. An embedding cannot be MXFP4.
     """
@@ -136,7 +136,8 @@ class Inventory:
         for form in sorted(forms.used):
             if form not in LAYOUT_VERSIONS or not is_tiled(form):
                 return f"{form!r} is not a tiled format"
-        if len(forms.experts) not in (0, 1, self.moe.layers):
+        cells = self.moe.layers * self.moe.experts
+        if len(forms.experts) not in (0, 1, self.moe.layers, cells):
             return f"{len(forms.experts)} layers are given, not {self.moe.layers}"
         for name, form in forms.dense.items():
             if name not in self.tileable:
@@ -170,19 +171,20 @@ class Inventory:
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in the format `dtype`."""
-        layer_bytes = sum(layout.data_bytes for layout in self.expert_layouts(dtype))
-        return self.dense_bytes(dtype) + self.moe.experts * layer_bytes
+        expert_bytes = sum(layout.data_bytes for layout in self.expert_layouts(dtype))
+        return self.dense_bytes(dtype) + expert_bytes
 
     def expert_layouts(self, dtype: str) -> list[ExpertLayout]:
-        """Return the layout of the experts of each MoE layer in a model of format `dtype`."""
+        """Return the layout of every expert, by cell, in a model of format `dtype`."""
         moe, forms = self.moe, self.forms.experts or (ExpertForms(dtype, dtype),)
-        found = [
-            ExpertLayout(
+        made = {
+            pair: ExpertLayout(
                 moe.hidden, moe.intermediate, pair.inner, moe.activation, moe.biased, pair.down
             )
-            for pair in forms
-        ]
-        return found * moe.layers if len(found) == 1 else found
+            for pair in dict.fromkeys(forms)
+        }
+        times = moe.layers * moe.experts // len(forms)
+        return [made[pair] for pair in forms for _ in range(times)]
 
     def disk_bytes(self, dtype: str) -> int:
         """Return the bytes on disk: the weights, and per file a header and a partial block."""

@@ -11,9 +11,11 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from moeinf.errors import UnusableInput
 from moeinf.offload.format.array_file import BadContainer
@@ -22,6 +24,7 @@ from moeinf.offload.routing.trace import RequestEam
 from moeinf.runtime.atomic_files import write_bytes_durably
 from moeinf.runtime.config import Settings
 from moeinf.runtime.eamc.append_log import RecordLog
+from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest
 
 VERSION = 1
@@ -47,6 +50,17 @@ class ForeignEamc(UnusableInput, ValueError):
 
     code = "foreign_eamc"
     hint = "`moeinf eamc export MODEL FILE`, which writes one that fits"
+
+
+def recorded_use(settings: Settings, name: str) -> list[NDArray[np.integer[Any]]]:
+    """Return how often requests chose each expert, [layers, experts] per tag of the model."""
+    found = []
+    for entry in Library(settings).installed():
+        if entry.name.name == name and entry.manifest is not None:
+            past = EamcState(settings, entry.manifest, lambda _: None).load().entries()
+            if past:
+                found.append(np.sum([each.prefill + each.decode for each in past], axis=0))
+    return found
 
 
 class EamcState:

@@ -96,8 +96,9 @@ def describe_loss(inventory: Inventory, form: str) -> str | None:
     """
     layouts = inventory.expert_layouts(form)
     targets = [
-        (t, layouts[key.layer].down if role == "down" else layouts[key.layer].dtype)
+        (t, layout.down if role == "down" else layout.dtype)
         for key, role, t in inventory.expert_matrices()
+        for layout in (layouts[key.layer * inventory.moe.experts + key.expert],)
     ]
     targets += [(t, inventory.form_of(name, form)) for name, t in inventory.dense.items()]
     stored = [(s, f) for t, f in targets for s in (t.recipe.stored if t.recipe else (t,))]

@@ -224,8 +224,9 @@ def _tensor(place: Place, form: str, architecture: str) -> WrittenTensor:
 def _experts(manifest: Manifest, about: Written) -> dict[tuple[int, str], WrittenTensor]:
     """Return the tensors with all experts of a layer, by MoE layer and role."""
     found: dict[tuple[int, str], WrittenTensor] = {}
+    layouts = manifest.expert_layouts
     for layer, number in enumerate(about.moe_layers):
-        for part in _parts(manifest.expert_layouts[layer]):
+        for part in _parts(layouts[layer * manifest.experts]):
             shape = (part.rows, part.columns) if part.columns > 1 else (part.rows,)
             kind = kind_of(part.form, shape, exact=part.columns == 1)
             found[layer, part.role] = WrittenTensor(
@@ -325,10 +326,11 @@ def _write_experts(
     tell: Callable[[int], None],
 ) -> None:
     """Write every expert into the tensors of its layer. Raises DamagedModel."""
+    layouts = manifest.expert_layouts
     for cell, record in enumerate(manifest.shards()):
         layer, expert = divmod(cell, manifest.experts)
         data = _shard(folder, manifest, record)
-        for part in _parts(manifest.expert_layouts[layer]):
+        for part in _parts(layouts[cell]):
             tensor = tensors[layer, part.role]
             piece = data[part.offset_bytes : part.offset_bytes + part.size_bytes]
             rows = encode_rows(piece, part.form, part.rows, part.columns, tensor.kind)

@@ -30,7 +30,7 @@ from moeinf.runtime.library.staging import (
     only_maker,
     taken_bytes,
 )
-from moeinf.runtime.names import TAGS, ModelName, default_tag, parse_name
+from moeinf.runtime.names import TAGS, ModelName, default_tag, is_tag, parse_name
 
 _LAST_USED = "last_used"  # an empty file; only its modification time is used
 DEMO_CHECKPOINT = Path(__file__).parents[2] / "models" / "demo"
@@ -110,7 +110,7 @@ class Library:
         found = []
         for manifest in self._root.glob(f"*/*/{MANIFEST}"):
             folder = manifest.parent
-            if folder.name not in TAGS or folder.parent.name.startswith("."):
+            if not is_tag(folder.name) or folder.parent.name.startswith("."):
                 continue
             name = ModelName(folder.parent.name, folder.name)
             try:
@@ -129,7 +129,9 @@ class Library:
         name = parse_name(text)
         if self.has(name):
             return name, self.folder(name)
-        others = (ModelName(name.name, tag) for tag in TAGS)
+        here = (folder.name for folder in self.folder(name).parent.glob("b*"))
+        mixed = sorted(tag for tag in here if is_tag(tag) and tag not in TAGS)
+        others = (ModelName(name.name, tag) for tag in (*TAGS, *mixed))
         tags = tuple(str(other) for other in others if self.has(other))
         if tags:
             raise NoSuchModel(str(name), [], tags)

@@ -68,8 +68,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest of a pulled model: its shape, its sizes in bytes and its files.
 
     A model of one format has only `dtype` and `layout`. Else `forms` has the formats of the experts
-    of each MoE layer, or one pair for all layers. `layouts` has the layout versions of the formats
-    other than dtype, of experts and dense tensors.
+    of each MoE layer, or of every expert in the order of cells, or one pair for all. `layouts` has
+    the layout versions of the formats other than dtype, of experts and dense tensors. `dense_forms`
+    has the formats of linears that were chosen one by one, by name.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     usual_context: _Count | None = None  # the default of --ctx; None: max_context
     forms: tuple[ExpertForms, ...] = ()
     layouts: dict[str, int] = {}
+    dense_forms: dict[str, str] = {}
     base: str | None = None  # ORG/NAME@COMMIT of the tokenizer, in place of a GGUF file's own
     format: int = FORMAT_VERSION
 
@@ -105,7 +107,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def expert_layouts(self) -> tuple[ExpertLayout, ...]:
-        """The layout of the experts of each MoE layer. Equal ones are one object."""
+        """The layout of every expert, in the order of cells. Equal ones are one object."""
         forms = self.forms or (ExpertForms(self.dtype, self.dtype),)
         made = {
             pair: ExpertLayout(
@@ -113,18 +115,18 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             )
             for pair in set(forms)
         }
-        each = forms * self.layers if len(forms) == 1 else forms
-        return tuple(made[pair] for pair in each)
+        times = self.layers * self.experts // len(forms)
+        return tuple(made[pair] for pair in forms for _ in range(times))
 
     @property
     def expert_bytes(self) -> int:
         """The mean bytes of an expert; layers may differ."""
-        return sum(layout.data_bytes for layout in self.expert_layouts) // self.layers
+        return sum(x.data_bytes for x in self.expert_layouts) // (self.layers * self.experts)
 
     @property
     def read_bytes(self) -> int:
         """The mean bytes of an expert in whole pages: what a read of it moves."""
-        return sum(layout.slot_bytes for layout in self.expert_layouts) // self.layers
+        return sum(x.slot_bytes for x in self.expert_layouts) // (self.layers * self.experts)
 
     @property
     def expert_bits(self) -> float:
@@ -189,6 +191,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     for name in (
         "forms",
         "layouts",
+        "dense_forms",
         "base",
     ):  # only where they are set: versions up to 0.1 refuse them
         if not about[name]:
@@ -250,9 +253,8 @@ def _check(manifest: Manifest) -> None:
         if file.crc32c is None:
             raise ValueError(f"{file.path!r} has no checksum")
     _check_forms(manifest)
-    shards = iter(manifest.shards())
-    for layout in manifest.expert_layouts:
-        if any(next(shards).data_bytes != layout.data_bytes for _ in range(manifest.experts)):
+    for shard, layout in zip(manifest.shards(), manifest.expert_layouts, strict=True):
+        if shard.data_bytes != layout.data_bytes:
             raise ValueError("a shard is not of the size of an expert")
 
 
@@ -260,9 +262,9 @@ def _check_forms(manifest: Manifest) -> None:
     """Raise ValueError unless `forms` suits the layers, and each format has a version."""
     if not manifest.forms:
         return
-    if len(manifest.forms) not in (1, manifest.layers):
+    if len(manifest.forms) not in (1, manifest.layers, manifest.layers * manifest.experts):
         raise ValueError(f"it has formats of {len(manifest.forms)} layers, not {manifest.layers}")
-    used = {form for pair in manifest.forms for form in pair}
+    used = {form for pair in manifest.forms for form in pair} | {*manifest.dense_forms.values()}
     if unknown := used - {manifest.dtype, *manifest.layouts}:
         raise ValueError(f"it lacks the version of the {min(unknown)} layout")
     if not all(map(is_tiled, (*used, manifest.dtype))):

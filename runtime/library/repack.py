@@ -15,6 +15,10 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moeinf.errors import UnusableInput
 from moeinf.models import family_of
@@ -36,11 +40,19 @@ from moeinf.runtime.gguf.tokens import ignored_ids
 from moeinf.runtime.library.dense_views import check_opens
 from moeinf.runtime.library.library import Library
 from moeinf.runtime.library.manifest import Manifest, storable, write_manifest
+from moeinf.runtime.library.mixed_bits import (
+    BASE,
+    LADDER,
+    choose_forms,
+    describe,
+    keep_choice,
+    kept_choice,
+)
 from moeinf.runtime.library.shard_writer import Assembler, all_targets
 from moeinf.runtime.library.sources import KEPT_FILES, MAX_KEPT_BYTES, Source
 from moeinf.runtime.library.staging import Workplace, discard, taken_bytes, workplace
 from moeinf.runtime.machine.memory import keep_heap_small
-from moeinf.runtime.names import KEPT_TAGS, TAGS, ModelName
+from moeinf.runtime.names import KEPT_TAGS, TAGS, ModelName, bits_of_tag
 from moeinf.runtime.sizes import Progress, format_bytes
 from moeinf.runtime.text.tokenizer import TOKENIZER, Tokenizer
 from moeinf.runtime.text.tokenizer_trial import convert, try_tokenizer
@@ -69,12 +81,16 @@ def repack(
     progress: Progress,
     note: Note,
     allow_nan: bool = False,
+    use: Sequence[NDArray[np.integer[Any]]] = (),
 ) -> Manifest:
     """Add a checkpoint to the library as the model `name`, replacing an older one.
 
     Raises ModelDataError or BadCheckpoint before any write if the checkpoint is not a supported
     model. Raises NotFiniteWeights, except with `allow_nan`, which notes the names of such tensors.
     Raises ModelInUse, PullInProgress, and OSError (disk full).
+
+    use: how often each expert was chosen, [layers, experts] per record. Only a tag of chosen bits
+    reads it (mixed_bits.py); records of other shapes are left out.
     """
     keep_heap_small()
     found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
@@ -95,7 +111,11 @@ def repack(
             Tokenizer(work.folder)  # raise now, not at the first run
             check = WeightCheck(allow_nan)
             check.again(work.broken)
-            _assemble(source, inventory, dtype, work, progress, check)
+            brought = source.bring(work, progress)
+            if (bits := bits_of_tag(name.tag)) is not None:
+                forms, brought = _chosen(inventory, bits, use, work, brought, note)
+                inventory = dataclasses.replace(inventory, forms=forms)
+            _assemble(source, inventory, dtype, work, progress, check, brought)
             files = sorted(work.files.values(), key=lambda file: file.path)
             manifest = _manifest(source, inventory, name, files)
             work.commit()
@@ -141,6 +161,15 @@ def measure_source(source: Source) -> SourceSizes:
     return SourceSizes(sorted(sizes.items()), fetched, disk, source.space_bytes())
 
 
+def _pair_of(tag: str) -> ExpertForms:
+    """Return the formats of a tag's experts; of a tag of chosen bits the largest."""
+    bits = bits_of_tag(tag)
+    if bits is None:
+        return FORMS_OF_TAG[tag]
+    form = next(form for form in ("Q2", "Q3", "Q4", "Q8") if LADDER[form] >= bits)
+    return ExpertForms(form, form)
+
+
 def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
     """Return the inventory with the formats that a tag stores, and the tag's own format.
 
@@ -148,7 +177,9 @@ def in_tag(inventory: Inventory, tag: str) -> tuple[Inventory, str]:
     those of all experts. A tag without tiles drops `forms`: it widens. Rows that are not whole
     blocks of a K type have another format (whole_blocks).
     """
-    pair, forms = FORMS_OF_TAG[tag], inventory.forms
+    pair, forms = _pair_of(tag), inventory.forms
+    if bits_of_tag(tag) is not None:  # until they are chosen: the largest that experts can get
+        return dataclasses.replace(inventory, forms=Forms((pair,))), BASE
     if tag == best_tag(t for _, _, t in inventory.expert_matrices()):
         forms = kept_forms(inventory)
     elif not is_tiled(pair.inner):
@@ -171,7 +202,7 @@ def _tags_of(inventory: Inventory) -> list[str]:
 
 
 def _check_format(source: Source, inventory: Inventory, tag: str) -> None:
-    if tag not in _tags_of(inventory):
+    if bits_of_tag(tag) is None and tag not in _tags_of(inventory):
         raise BadCheckpoint(
             f"{source.origin} does not store its experts as {FORMS_OF_TAG[tag].inner}: there is "
             "nothing to keep; the tag q4 quantises them"
@@ -181,7 +212,8 @@ def _check_format(source: Source, inventory: Inventory, tag: str) -> None:
 def announce(inventory: Inventory, name: ModelName, note: Note) -> None:
     """Report that weights will be rounded, and which tensors will be left out."""
     stored, form = in_tag(inventory, name.tag)
-    if (loss := describe_loss(stored, form)) is not None:
+    loss = describe_loss(stored, form) if bits_of_tag(name.tag) is None else None
+    if loss is not None:
         note(loss)
     elif inventory.downcasts(form):
         note(f"the source has more bits than {name.tag} keeps; the tag f32 would keep all of them")
@@ -203,7 +235,9 @@ def _first_of(names: Sequence[str]) -> str:
 def check_space(work: Workplace, inventory: Inventory, dtype: str, source: Source) -> None:
     """Raise OSError (ENOSPC) with the bytes needed unless the disk has room for the pull."""
     have = taken_bytes(work.folder)  # already written by an earlier attempt
-    needed = inventory.disk_bytes(dtype) + source.space_bytes() - have
+    whole = inventory.forms.experts and source.fetched  # formats may be chosen from all files
+    held = max(source.space_bytes(), source.download_bytes() if whole else 0)
+    needed = inventory.disk_bytes(dtype) + held - have
     free = shutil.disk_usage(work.folder).free
     if free < needed:
         text = f"{format_bytes(needed)} are needed, the disk has {format_bytes(free)} free"
@@ -217,6 +251,7 @@ def _assemble(
     work: Workplace,
     progress: Progress,
     check: WeightCheck,
+    brought: Iterable[Path],
 ) -> None:
     assembler = Assembler(all_targets(inventory, dtype), work, check)
     total = inventory.weight_bytes(dtype)
@@ -226,7 +261,7 @@ def _assemble(
 
     tell()
     held: list[Path] = []  # files in use; some weights wait for scales in another file
-    for path in source.bring(work, progress):
+    for path in brought:
         assembler.feed(path, source.is_here, tell)
         held.append(path)
         spent = [file for file in held if assembler.spent(file)]
@@ -237,6 +272,30 @@ def _assemble(
             held.remove(file)
             source.release(file)
     tell()
+
+
+def _chosen(
+    inventory: Inventory,
+    bits: float,
+    use: Sequence[NDArray[np.integer[Any]]],
+    work: Workplace,
+    brought: Iterable[Path],
+    note: Note,
+) -> tuple[Forms, Iterable[Path]]:
+    """Return the formats for a mean of `bits`, and the source files, all of which are here then.
+
+    An earlier attempt's choice is kept.
+    """
+    if (kept := kept_choice(work.folder)) is not None:
+        return kept, brought
+    here = list(brought)
+    shape = (inventory.moe.layers, inventory.moe.experts)
+    counts = [counts for counts in use if counts.shape == shape]
+    plain = dataclasses.replace(inventory, forms=Forms())
+    forms = choose_forms(plain, bits, sum(counts[1:], counts[0]) if counts else None)
+    keep_choice(work.folder, forms)
+    note(describe(forms))
+    return forms, here
 
 
 def _keep_small_files(checkpoint: Checkpoint, work: Workplace) -> None:
@@ -275,15 +334,16 @@ def prospects(source: Source, name: ModelName) -> dict[str, Manifest]:
     usual = {name.tag, best_tag(t for _, _, t in inventory.expert_matrices())}
     return {
         tag: _manifest(source, in_tag(inventory, tag)[0], ModelName(name.name, tag), ())
-        for tag in _tags_of(inventory)
-        if tag in usual or FORMS_OF_TAG[tag].inner not in (*WHOLE_BLOCKS, "Q3", "Q2")
+        for tag in dict.fromkeys((*_tags_of(inventory), name.tag))
+        if tag in usual or _pair_of(tag).inner not in (*WHOLE_BLOCKS, "Q3", "Q2")
     }
 
 
 def _manifest(
     source: Source, inventory: Inventory, name: ModelName, files: Sequence[FileRecord]
 ) -> Manifest:
-    dtype, moe = FORMS_OF_TAG[name.tag].inner, inventory.moe
+    mixed, moe = bits_of_tag(name.tag) is not None, inventory.moe
+    dtype = BASE if mixed else FORMS_OF_TAG[name.tag].inner
     forms = inventory.forms.experts
     if len(set(forms)) == 1:  # one pair for all layers, or dtype alone
         forms = () if set(forms) == {ExpertForms(dtype, dtype)} else forms[:1]
@@ -312,6 +372,7 @@ def _manifest(
         encoder_layers=moe.encoder_layers,
         usual_context=inventory.usual_context,
         forms=forms,
+        dense_forms=dict(inventory.forms.dense) if mixed else {},
         layouts={form: LAYOUT_VERSIONS[form] for form in sorted(inventory.forms.used - {dtype})},
     )
 

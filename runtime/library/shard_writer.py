@@ -78,12 +78,12 @@ class Target:
 def all_targets(inventory: Inventory, dtype: str) -> list[Target]:
     """Return the targets of a model: dense.safetensors, and one shard per expert."""
     layouts, wanted = inventory.expert_layouts(dtype), inventory.moe.parts
-    forms = [tuple(_form_of(role, shape, x) for role, shape in wanted.items()) for x in layouts]
     found = [_dense_target(inventory, dtype)]
     for key, roles in sorted(inventory.experts.items()):
+        layout = layouts[key.layer * inventory.moe.experts + key.expert]
         parts = tuple(roles[role] for role in wanted)
-        header = shard_header(key, layouts[key.layer])
-        found.append(Target(shard_path(key), header, parts, forms[key.layer]))
+        forms = tuple(_form_of(role, shape, layout) for role, shape in wanted.items())
+        found.append(Target(shard_path(key), shard_header(key, layout), parts, forms))
     return found
 
 

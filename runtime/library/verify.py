@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,10 +22,11 @@ from moeinf.runtime.checkpoints.checkpoint import (
     SourceTensor,
 )
 from moeinf.runtime.checkpoints.fp8 import sources
-from moeinf.runtime.checkpoints.inventory import take_inventory
+from moeinf.runtime.checkpoints.inventory import Forms, take_inventory
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.library.repack import in_tag
 from moeinf.runtime.library.shard_writer import all_targets, hash_file
+from moeinf.runtime.names import bits_of_tag
 from moeinf.runtime.regular_files import check_regular
 from moeinf.runtime.sizes import Progress
 from moeinf.runtime.text.tokenizer import TOKENIZER
@@ -123,7 +124,10 @@ def repair(
 ) -> None:
     """Write the damaged files again. Raises CannotRepair, BadCheckpoint, DownloadFailed."""
     found = take_inventory(family_of(source.checkpoint.config), source.checkpoint)
-    targets = {target.name: target for target in all_targets(*in_tag(found, manifest.tag))}
+    inventory, dtype = in_tag(found, manifest.tag)
+    if bits_of_tag(manifest.tag) is not None:  # chosen once
+        inventory = replace(inventory, forms=Forms(manifest.forms, manifest.dense_forms))
+    targets = {target.name: target for target in all_targets(inventory, dtype)}
     for number, damage in enumerate(damages):
         target = targets.get(damage.path)
         if target is None:

@@ -16,7 +16,18 @@ from moeinf.runtime.library.library import Library, ModelInUse, NoSuchModel
 from moeinf.runtime.library.local_stores import LocalModel, local_models
 from moeinf.runtime.library.manifest import Manifest, storable
 from moeinf.runtime.library.staging import PullInProgress
-from moeinf.runtime.names import DEMO, TAGS, BadName, ModelName, parse_name, plain
+from moeinf.runtime.names import (
+    DEMO,
+    LEAST_BITS,
+    MOST_BITS,
+    TAGS,
+    BadName,
+    ModelName,
+    bits_of_tag,
+    bits_tag,
+    parse_name,
+    plain,
+)
 from moeinf.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -49,6 +60,16 @@ def pull(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be fetched and written.")
     ] = False,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            min=LEAST_BITS,
+            max=MOST_BITS,
+            metavar="B",
+            show_default=False,
+            help="Mean bits per weight; formats are chosen per matrix. The tag is bB.",
+        ),
+    ] = None,
     allow_nan: Annotated[
         bool, typer.Option("--allow-nan", help="Go on where weights are NaN or infinite.")
     ] = False,
@@ -73,7 +94,8 @@ def pull(
     keeps its own types where it can, and NVFP4 is kept. The repository that a GGUF file names gives
     its tokenizer and chat template, and some rows to compare, unless HF_HUB_OFFLINE is set or
     --no-base given. An interrupted pull resumes where it stopped; a model that is up to date is
-    left unchanged.
+    left unchanged. --bits chooses between q8, q4, q3, q2 and K types, matrix by matrix, from the
+    weights and from the recorded use of the model's experts.
 
     Families that run (`model_type` of config.json): arctic, deepseek_v2, deepseek_v3, glm4_moe,
     glm4_moe_lite, gpt_oss, granitemoe, granitemoeshared, kimi_k2, kimi_k25, mixtral, nllb-moe,
@@ -90,6 +112,8 @@ def pull(
     wanted, source = find_source(
         model, name, settings, out.note, revision, token, workers, None, not no_base
     )
+    if bits is not None:
+        wanted = _with_bits(wanted, model if name is None else name, bits)
     if dry_run:
         _print_sizes(wanted, source, out)
         return
@@ -145,10 +169,20 @@ def _pull(
     name: ModelName, source: Source, settings: Settings, out: Output, allow_nan: bool = False
 ) -> Manifest:
     """Repack with progress bars; notes on stderr name what is left out or rounded."""
+    from moeinf.runtime.eamc.collection_file import recorded_use
     from moeinf.runtime.library.repack import repack
 
     with out.progress(str(name)) as progress:
-        return repack(source, Library(settings), name, progress, out.note, allow_nan)
+        use = recorded_use(settings, name.name) if bits_of_tag(name.tag) is not None else ()
+        return repack(source, Library(settings), name, progress, out.note, allow_nan, use)
+
+
+def _with_bits(wanted: ModelName, text: str, bits: float) -> ModelName:
+    """Return the name with the tag of --bits. Raises Usage where the text has another tag."""
+    tag = bits_tag(round(bits, 2))
+    if text.lower().endswith(f":{wanted.tag}") and wanted.tag != tag:
+        raise Usage(f"--bits {bits:g}: {text} has the tag {wanted.tag}")
+    return ModelName(wanted.name, tag)
 
 
 def _print_local(out: Output) -> None:

@@ -67,7 +67,7 @@ def test_the_cpus_bits_through_the_tier(
     def store(device_slots: int) -> ExpertStore:
         pool = SlotPool(3, layout.slot_bytes)
         transfer = Transfer(tmp_path, records, pool, readers=1, direct_io=False)
-        host = HostTier([layout], E, pool, transfer, POLICIES["lru"](Setup(shape, 3)), math)
+        host = HostTier([layout] * E, E, pool, transfer, POLICIES["lru"](Setup(shape, 3)), math)
         found = ExpertStore((host,))
         if device_slots:
             lock = HostLock(context, pool, layout.slot_bytes)

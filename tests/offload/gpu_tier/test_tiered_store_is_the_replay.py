@@ -120,7 +120,7 @@ def in_the_store(fake: Fake, recording: Recording, case: Tiers) -> Counts:
     pool = SlotPool(case.host_slots, LAYOUT.slot_bytes)
     lock = HostLock(context, pool, 64 * LAYOUT.slot_bytes)
     host = HostTier(
-        [LAYOUT] * shape.layers, shape.experts, pool, AtOnce(), make(case.host_slots), math, stats  # type: ignore[arg-type]
+        [LAYOUT] * cells, shape.experts, pool, AtOnce(), make(case.host_slots), math, stats  # type: ignore[arg-type]
     )  # fmt: skip
 
     def locked() -> PageLocking:

@@ -45,18 +45,20 @@ class Reference(Protocol):
 
 
 class Kernels:
-    """Experts of several layouts in memory, by (layer, expert); the kernels compute one by one."""
+    """Experts of several layouts, by cell, in memory; the kernels compute one by one."""
 
     def __init__(self, layouts: Sequence[ExpertLayout], data: dict[tuple[int, int], Tensor]):
         self._layouts, self._data = layouts, data
 
     def submit(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        layout, rows = self._layouts[layer], torch.zeros(ids.numel(), D)
-        kernel = ExpertKernel(
-            layout.dtype.lower(), D, F, layout.activation, layout.biased, layout.down.lower()
-        )
+        rows = torch.zeros(ids.numel(), D)
         for place, expert in enumerate(ids.flatten().tolist()):
             if expert >= 0:
+                layout = self._layouts[layer * E + expert]
+                kernel = ExpertKernel(
+                    layout.dtype.lower(), D, F, layout.activation, layout.biased,
+                    layout.down.lower(),
+                )  # fmt: skip
                 at = self._data[layer, expert].data_ptr()
                 kernel.run([at], [[place]], x.data_ptr(), len(x), K, rows.data_ptr(), True)
         total = TorchMath().combine(rows.view(*ids.shape, D), weights)
@@ -101,15 +103,16 @@ def make_shards(folder: Path) -> Shards:
             weights[layer, expert] = (gate_up, down)
             data = [t.view(torch.uint8).numpy().data for t in (gate_up, down)]
             records.append(write_file(folder, shard_path(key), shard_header(key, LAYOUT), data))
-    return Shards(folder, records, ResidentExperts(weights), [LAYOUT] * L)
+    return Shards(folder, records, ResidentExperts(weights), [LAYOUT] * (L * E))
 
 
 def make_mixed(folder: Path) -> Shards:
-    """Return experts whose formats and sizes depend on the layer."""
+    """Return experts whose formats depend on the layer, in the last also on the expert."""
     random = torch.Generator().manual_seed(0)
     data, records = dict[tuple[int, int], Tensor](), list[FileRecord]()
+    layouts = [MIXED[0 if n == L - 1 and e % 2 else n] for n in range(L) for e in range(E)]
     for key in (ExpertKey(layer, expert) for layer in range(L) for expert in range(E)):
-        layout = MIXED[key.layer]
+        layout = layouts[key.layer * E + key.expert]
         whole = torch.frombuffer(SlotPool(1, layout.slot_bytes), dtype=torch.uint8)
         for span in layout.spans:
             form = layout.down if span.name == "down" else layout.dtype
@@ -122,7 +125,7 @@ def make_mixed(folder: Path) -> Shards:
         data[key] = whole
         used = [whole[: layout.data_bytes].numpy().data]
         records.append(write_file(folder, shard_path(key), shard_header(key, layout), used))
-    return Shards(folder, records, Kernels(MIXED, data), MIXED)
+    return Shards(folder, records, Kernels(layouts, data), layouts)
 
 
 @pytest.fixture(scope="module", params=[make_shards, make_mixed], ids=["one format", "mixed"])
@@ -224,7 +227,7 @@ def test_counts(shards: Shards) -> None:
     assert (stats.decode_events, stats.decode_hits) == (8, 2)
     assert stats.hit_rate == 0.25
     assert stats.loads == stats.decode_loads == 6
-    first, second, _ = (layout.data_bytes for layout in shards.layouts)
+    first, second = (shards.layouts[cell].data_bytes for cell in (0, E))
     assert stats.bytes_read == stats.decode_bytes_read == 4 * first + 2 * second
     before = stats.copy()
     store.begin_pass(torch.zeros(2, dtype=torch.int64), "prefill")

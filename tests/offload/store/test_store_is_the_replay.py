@@ -50,7 +50,7 @@ def in_the_store(
     policy: Policy = POLICIES[name](Setup(shape, slots, eamc))
     pool = SlotPool(slots, LAYOUT.slot_bytes)
     host = HostTier(
-        [LAYOUT] * shape.layers, shape.experts, pool,
+        [LAYOUT] * (shape.layers * shape.experts), shape.experts, pool,
         AtOnce(), policy, NoMath(),  # type: ignore[arg-type]
     )  # fmt: skip
     store = ExpertStore((host,), wishes=wishes, hints=hints is not None)

@@ -188,7 +188,8 @@ def reference(folder: Path, tag: str, forms: Forms | None = None) -> tuple[Model
     layouts = inventory.expert_layouts(dtype)
 
     def form_of(key: ExpertKey, role: str) -> str:
-        return layouts[key.layer].down if role == "down" else layouts[key.layer].dtype
+        layout = layouts[key.layer * inventory.moe.experts + key.expert]
+        return layout.down if role == "down" else layout.dtype
 
     dense = {n: widened(t, inventory.form_of(n, dtype)) for n, t in inventory.dense.items()}
     experts = {
