@@ -94,8 +94,8 @@ class DeviceTier:
         layouts, reference = self._below.layouts, self._reference
         maths = {x: self.device.math(x, arena.address, shape, reference) for x in {*layouts}}
         self._math = [maths[layout] for layout in layouts]  # by cell
-        firsts = range(0, len(layouts), self._below.experts)
-        self._alike = [len({*layouts[n : n + self._below.experts]}) == 1 for n in firsts]
+        each = self._below.experts
+        self._alike = [len({*layouts[n : n + each]}) == 1 for n in range(0, len(layouts), each)]
         self._slots = arena
         self.table = Residency(slots, self._host.cells)
         self._absent = deque(range(self._host.cells if self.all_fit else 0))  # may be absent
@@ -270,10 +270,7 @@ class DeviceTier:
         return taken
 
     def evict(self, busy: Collection[int] = ()) -> int | None:
-        """Evict the policy's victim and return it, or None if no cell may leave.
-
-        A `busy` cell is evicted only if no other can be.
-        """
+        """Evict the policy's victim, a `busy` cell last, and return it; None: no cell may leave."""
         victim = self.policy.victim(self.table.idle(busy))
         if victim is None and busy:
             victim = self.policy.victim(self.table.can_evict)
