@@ -1,14 +1,16 @@
 """Choose the formats of a model of a given mean of bits per weight, such as the tag b3.5.
 
 The error of a format on a matrix is measured on some of its rows: the squared error relative to the
-squared weights. The importance of a matrix is the share of its layer's work that it does:
+squared weights, to the power of 1.5, because the divergence grows faster than the squared error.
+The importance of a matrix is the share of its layer's work that it does:
 
-    a linear             1, because every token uses it
-    an expert's matrix   the expert's share of its layer's recorded uses; 1 / E without records
+    a linear             3: every token uses it, and attention needs more bits than experts
+    an expert's matrix   the expert's share of its layer's recorded uses; 1 / E without records,
+                         which is also a tenth of the share with records: other texts may come
 
-So the experts of a layer together count like one linear. Matrices of the first and of the last
-layer count twice (docs/decisions/0081). The mean covers linears and experts, not the embedding and
-the head, which have 8 bits as under the tag q4.
+So a linear counts like the experts of three layers. The first and the last layer, `down_proj` and
+shared experts have no factor: docs/decisions/0082 says why. The mean covers linears and experts,
+not the embedding and the head, which have 8 bits as under the tag q4.
 
 All slots of a cache are as large as the largest expert. So no expert's matrix gets a larger format
 than the smallest one of at least the mean.
@@ -17,7 +19,6 @@ than the smallest one of at least the mean.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,11 +47,12 @@ LADDER = {"Q2": 2.5, "Q3": 3.5, "Q4": 4.5, "Q4K": 4.5, "Q5K": 5.5, "Q6K": 6.5625
 BASE = "Q4"  # the format of matrices that are not chosen, as under the tag q4
 _WORKERS = 4
 _SPANS, _ROWS = 4, 8  # rows that are measured: 4 times 8 in a row
-_OUTER = 2.0  # factor of the importance in the first and the last layer
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LINEAR = 3.0  # importance of a linear; that of a layer's experts together is 1
+_POWER = 1.5  # of the squared error
+_EVEN = 0.1  # part of an expert's share that records do not change
 _FILE = "bits.json"  # in the workplace: a rerun must not choose again
 
-Errors = dict[str, float]  # by format: the squared error relative to the squared weights
+Errors = dict[str, float]  # by format: (squared error / squared weights) ** _POWER
 
 
 class _Choice(msgspec.Struct):
@@ -75,12 +77,7 @@ def choose_forms(inventory: Inventory, bits: float, use: NDArray[np.integer[Any]
     with ThreadPoolExecutor(_WORKERS) as pool:
         errors = list(pool.map(_errors_of, groups))
     shares = _shares(use, moe.layers, moe.experts).flatten().tolist()
-    numbers = [int(found[1]) if (found := _LAYER.search(name)) else None for name in names]
-    ends = {0, max((n for n in numbers if n is not None), default=0)}
-    weights = [_OUTER if number in ends else 1.0 for number in numbers]
-    for cell, share in enumerate(shares):
-        outer = cell // moe.experts in (0, moe.layers - 1)
-        weights += [share * (_OUTER if outer else 1.0)] * 2
+    weights = [_LINEAR] * len(names) + [share for share in shares for _ in range(2)]
     most = [math.inf] * len(names) + [_largest(group, bits) for group in groups[len(names) :]]
     matrices = [
         [
@@ -126,12 +123,12 @@ def _counts(forms: Iterable[str]) -> str:
 
 
 def _shares(use: NDArray[np.integer[Any]] | None, layers: int, experts: int) -> NDArray[np.float64]:
-    """Return each expert's share of its layer's uses, [layers, experts]. One use is added to all.
-
-    Else experts that were not used yet would have no importance.
-    """
-    counts = np.ones((layers, experts)) if use is None else 1.0 + use
-    shares: NDArray[np.float64] = counts / counts.sum(1, keepdims=True)
+    """Return the importance of each expert, [layers, experts]; a layer's sum is 1."""
+    shares = np.full((layers, experts), 1.0 / experts)
+    if use is not None:
+        uses = use.sum(1, keepdims=True)
+        known = np.divide(use, uses, where=uses > 0, out=shares.copy())
+        shares = _EVEN * shares + (1.0 - _EVEN) * known
     return shares
 
 
@@ -156,7 +153,7 @@ def _errors_of(group: Sequence[SourceTensor]) -> Errors:
                 wrong = dequantise(quantise(rows, form), form, *rows.shape).sub_(rows)
                 error = float(wrong.double().square().sum()) / size if size > 0 else 0.0
                 error = error if math.isfinite(error) else 0.0  # the pull itself refuses them
-                found[form] = found.get(form, 0.0) + error
+                found[form] = found.get(form, 0.0) + error**_POWER
     return found
 
 

@@ -109,11 +109,12 @@ def pull(
         return
     if model is None:
         raise Usage("MODEL is missing: a short name, ORG/NAME, ./PATH or ollama:NAME")
+    tag = None if bits is None else _tag_of(bits)
     wanted, source = find_source(
         model, name, settings, out.note, revision, token, workers, None, not no_base
     )
-    if bits is not None:
-        wanted = _with_bits(wanted, model if name is None else name, bits)
+    if tag is not None:
+        wanted = _with_tag(wanted, model if name is None else name, tag)
     if dry_run:
         _print_sizes(wanted, source, out)
         return
@@ -177,11 +178,18 @@ def _pull(
         return repack(source, Library(settings), name, progress, out.note, allow_nan, use)
 
 
-def _with_bits(wanted: ModelName, text: str, bits: float) -> ModelName:
+def _tag_of(bits: float) -> str:
+    """Return the tag of --bits. Raises Usage unless it has at most two decimals."""
+    tag = bits_tag(bits)
+    if bits_of_tag(tag) != bits:
+        raise Usage(f"--bits {bits:.12g} is invalid (expected at most two decimals)")
+    return tag
+
+
+def _with_tag(wanted: ModelName, text: str, tag: str) -> ModelName:
     """Return the name with the tag of --bits. Raises Usage where the text has another tag."""
-    tag = bits_tag(round(bits, 2))
     if text.lower().endswith(f":{wanted.tag}") and wanted.tag != tag:
-        raise Usage(f"--bits {bits:g}: {text} has the tag {wanted.tag}")
+        raise Usage(f"--bits: {text} has the tag {wanted.tag}, not {tag}")
     return ModelName(wanted.name, tag)
 
 
