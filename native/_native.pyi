@@ -216,6 +216,10 @@ class Counters:
     @property
     def bytes_read(self) -> int: ...
     @property
+    def yields(self) -> int:
+        """Times that a read ahead has stopped between two pieces, for demand."""
+
+    @property
     def read_seconds(self) -> float:
         """Time inside reads, summed over the reader threads (checksums not included)."""
 
@@ -240,14 +244,18 @@ class CopyQueue:
         block_bytes: int = ...,
         hang_seconds: float = 30.0,
         busy: int = ...,
+        piece_bytes: int = ...,
     ) -> None:
         """Start `readers` threads, 1 to MAX_READERS; of two or more a quarter serves demand alone.
 
         `direct` asks for O_DIRECT; a file whose file system refuses is read through the page
         cache. One system call reads `block_bytes` at most, a multiple of PAGE_BYTES up to the
         default, 1 GiB. At most max_open_files + readers descriptors are open. A read without an
-        end for hang_seconds fails its ticket with TimeoutError naming the file. No read ahead
-        begins while `busy` reads run (default: MAX_READERS). Raises ValueError.
+        end for hang_seconds fails its ticket with TimeoutError naming the file.
+
+        Reads ahead run only while no demand is queued or runs, at most `busy` of them at once
+        (default: MAX_READERS). They read pieces of piece_bytes, a multiple of PAGE_BYTES (default:
+        512 KiB), and yield to demand between two pieces. Raises ValueError.
         """
 
     def add_source(
@@ -278,16 +286,17 @@ class CopyQueue:
         """Submit each pair, in order, all or none."""
 
     def raise_priority(self, ticket: int, priority: float) -> None:
-        """Raise the priority of a queued ticket; without effect if it runs or has a higher one.
+        """Raise the priority of a ticket; without effect if it has ended or has a higher one.
 
         It keeps its age among its new equals. Raises ValueError (NaN, or never issued).
         """
 
-    def cancel(self, ticket: int) -> bool:
-        """Cancel a ticket. True: it was still queued, and its slot is free at once.
+    def cancel(self, ticket: int, half_read: bool = False) -> bool:
+        """Cancel a ticket. True: it had not begun, and its slot is free at once, unchanged.
 
-        False when it is running (it will complete) or has ended. Raises ValueError if never
-        issued.
+        False when it has begun (it will complete) or has ended. With half_read one that has yielded
+        between two pieces is cancelled too; the bytes of its slot are then unspecified. Raises
+        ValueError if never issued.
         """
 
     def invalidate(self, slot: int) -> None:
@@ -686,8 +695,11 @@ class AdaptiveCore:
         """Remove a cell without choosing a victim; an absent cell stays absent."""
 
     def keeps(self, cell: int) -> bool: ...
-    def wishes(self, most: int) -> list[tuple[int, bool]]:
-        """Return the cells worth reading now, best first, and whether each is a gate's hint."""
+    def wishes(self, most: int) -> list[tuple[int, bool, float]]:
+        """Return the cells worth reading now, best first.
+
+        Each has: is it a gate's hint, and its probability of use.
+        """
 
     def share(self, estimate: int) -> list[float]:
         """Return one estimate [L·E]; the decays in order, then past."""

@@ -225,8 +225,11 @@ class AtOnce:
 
     def abandon(self, ticket: int) -> None: ...
 
-    def cancel(self, ticket: int) -> bool:
+    def cancel(self, ticket: int, half_read: bool = False) -> bool:
         return False
+
+    def reading(self) -> tuple[int, float]:
+        return 0, 0.0
 
     def may_write(self, slot: int) -> bool:
         return False

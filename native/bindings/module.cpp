@@ -158,6 +158,7 @@ void bind_counters(py::module_& m) {
         .def_readonly("waiting", &Counters::waiting)
         .def_readonly("reads", &Counters::reads)
         .def_readonly("bytes_read", &Counters::bytes_read)
+        .def_readonly("yields", &Counters::yields)
         .def_readonly("read_seconds", &Counters::read_seconds);
 }
 
@@ -165,9 +166,10 @@ void bind_copy_queue(py::module_& m) {
     const FileOptions defaults;
     const auto make = [](std::shared_ptr<SlotPool> pool, int readers, bool direct,
                          std::size_t max_open_files, std::size_t block_bytes, double hang_seconds,
-                         int busy) {
+                         int busy, std::size_t piece_bytes) {
         const FileOptions files{direct, max_open_files, block_bytes, {}};
-        return std::make_unique<CopyQueue>(std::move(pool), readers, hang_seconds, files, busy);
+        return std::make_unique<CopyQueue>(std::move(pool), readers, hang_seconds, files, busy,
+                                           piece_bytes);
     };
     const auto add_source = [](CopyQueue& queue, const std::filesystem::path& path,
                                std::uint64_t offset, std::size_t bytes,
@@ -191,7 +193,7 @@ void bind_copy_queue(py::module_& m) {
              py::arg("direct") = defaults.direct,
              py::arg("max_open_files") = defaults.max_open_files,
              py::arg("block_bytes") = defaults.block_bytes, py::arg("hang_seconds") = kHangSeconds,
-             py::arg("busy") = kMaxReaders)
+             py::arg("busy") = kMaxReaders, py::arg("piece_bytes") = kPieceBytes)
         .def("add_source", add_source, py::arg("path"), py::arg("offset"), py::arg("bytes"),
              py::arg("crc32c") = py::none())
         .def("submit", submit, py::arg("source"), py::arg("slot"), py::arg("priority"))
@@ -203,8 +205,11 @@ void bind_copy_queue(py::module_& m) {
             },
             py::arg("ticket"), py::arg("priority"))
         .def(
-            "cancel", [](CopyQueue& queue, Ticket ticket) { return queue->cancel(ticket); },
-            py::arg("ticket"))
+            "cancel",
+            [](CopyQueue& queue, Ticket ticket, bool half_read) {
+                return queue->cancel(ticket, half_read);
+            },
+            py::arg("ticket"), py::arg("half_read") = false)
         .def(
             "invalidate", [](CopyQueue& queue, std::size_t slot) { queue->invalidate(slot); },
             py::arg("slot"))

@@ -114,9 +114,10 @@ class Adaptive {
         return core_.keeps(cell);
     }
 
-    std::vector<std::pair<int, bool>> wishes(std::size_t most) {
-        std::vector<std::pair<int, bool>> found;
-        for (const auto& [cell, urgent] : core_.wishes(most)) found.emplace_back(cell, urgent);
+    std::vector<std::tuple<int, bool, double>> wishes(std::size_t most) {
+        std::vector<std::tuple<int, bool, double>> found;
+        for (const CellWish& one : core_.wishes(most))
+            found.emplace_back(one.cell, one.urgent, one.probability);
         return found;
     }
 

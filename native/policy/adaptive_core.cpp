@@ -127,9 +127,10 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
     const auto next = static_cast<std::size_t>(layer_ + 1);
     for (std::size_t layer = next; layer < layers_; ++layer) {
         const auto first = static_cast<std::ptrdiff_t>(found.size());
-        for (const int cell : hints_[layer])
-            if (absent(cell) && hint_precision(chance(cell)) >= knobs_.worth)
-                found.push_back({cell, true});
+        for (const int cell : hints_[layer]) {
+            const double right = hint_precision(chance(cell));
+            if (absent(cell) && right >= knobs_.worth) found.push_back({cell, true, right});
+        }
         std::stable_sort(found.begin() + first, found.end(), likelier);
     }
     if (found.size() >= most) {
@@ -143,7 +144,7 @@ std::vector<CellWish> AdaptiveCore::wishes(std::size_t most) {
     for (std::size_t i = first; i < chance.size(); ++i) {
         const int cell = static_cast<int>(i);
         if (chance[i] < knobs_.sure || !absent(cell) || is_hinted(cell)) continue;
-        found.push_back({cell, false});
+        found.push_back({cell, false, double{chance[i]}});
         if (!std::exchange(is_foreseen_[i], char{1})) foreseen_[i / experts_].push_back(cell);
     }
     if (lookahead_.precision() < double{knobs_.sure})

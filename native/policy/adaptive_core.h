@@ -71,6 +71,7 @@ struct IdRows {
 struct CellWish {
     int cell;
     bool urgent;  // a gate's hint, before any lookahead
+    double probability;  // of its use
 };
 
 class AdaptiveCore {

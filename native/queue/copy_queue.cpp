@@ -31,8 +31,8 @@ std::thread StdSync::start(std::function<void()> body) {
     return thread;
 }
 
-void FileSlots::read(const Source& source, std::byte* slot) {
-    files.read(source.path, source.offset, source.bytes, slot);
+void FileSlots::read(const Source& source, std::size_t from, std::size_t bytes, std::byte* slot) {
+    files.read(source.path, source.offset + from, bytes, slot + from);
 }
 
 std::uint32_t FileSlots::checksum(const Source& source, const std::byte* slot) {
@@ -44,12 +44,12 @@ void FileSlots::forget(const Source& source) {
 }
 
 CopyQueue::Parts::Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds,
-                        FileOptions files, int busy)
+                        FileOptions files, int busy, std::size_t piece_bytes)
     : pool(std::move(arena)),
       copier{pool->base(), pool->slot_bytes()},
       reader(files),
-      core({pool->slots(), pool->slot_bytes(), readers, hang_seconds, busy}, reader, copier,
-           clock) {}
+      core({pool->slots(), pool->slot_bytes(), readers, hang_seconds, busy, piece_bytes}, reader,
+           copier, clock) {}
 
 // Never destroyed: a reader may return from the kernel while the process exits.
 CopyQueue::Abandoned& CopyQueue::abandoned() {
@@ -64,10 +64,11 @@ void CopyQueue::bury_the_returned() {
 }
 
 CopyQueue::CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds,
-                     FileOptions files, int busy)
+                     FileOptions files, int busy, std::size_t piece_bytes)
     : process_(getpid()) {
     bury_the_returned();
-    parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files, busy);
+    parts_ = std::make_unique<Parts>(std::move(pool), readers, hang_seconds, files, busy,
+                                     piece_bytes);
 }
 
 CopyQueue::~CopyQueue() {

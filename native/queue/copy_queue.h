@@ -5,6 +5,8 @@
 // The life of a ticket; each arrow is one critical section of mutex_:
 //
 //   submit ──▶ QUEUED ──a reader takes it──▶ RUNNING ──read, checksum right, copied──▶ DONE
+//     │         │ ▲ └──speculation that yields to demand─┤
+//     │         │ └── with the pieces it has read ───────┤
 //     │           │                             ├──a step failed, or wrong twice──▶ FAILED
 //     │           │                             └──no end for hang_seconds, and seen twice──▶
 //     │           │                                    FAILED, slot kept
@@ -22,8 +24,10 @@
 //            state                     submit, the reader that took it, cancel, close, watch
 //            failure, ended_as         the call that ends it, once
 //            waiters, delivered        threads in wait()
+//            read_bytes           the reader that yields; above 0 only in a half-read QUEUED one
 //   queue_   { priority, ticket } of every QUEUED record and of no other: begin() is read next
-//   running_ reader -> { its ticket, since when, ... }; ticket 0: it reads nothing
+//   running_ reader -> { its ticket, since when, ... }; ticket 0: it reads nothing. Its priority is
+//            also raised by raise_priority
 //   slots_   slot -> { owner: the ticket that may write it, or 0; holds: the source whose bytes
 //            are in it, or kNothing }. holds is cleared when a read begins and set when it is
 //            DONE; any other writer of a slot calls invalidate()
@@ -31,14 +35,20 @@
 //
 // Order. queue_ sorts by priority, larger first, then by ticket, older first: FIFO among equals.
 // Demand (kDemand, the largest double) is taken before any speculation, even earlier speculation.
-// A running read is never interrupted, and running reads share the drive. So speculation begins
-// only while the number of running reads, demand included, is below two limits:
+// Running reads share the drive. So speculation runs only while no demand is queued or running, and
+// at most as many at once as the lesser of two limits:
 //   speculative_limit(readers)  keeps a quarter of the readers, at least one, for demand
 //   QueueShape::busy            this many reads keep the drive busy. More would finish no sooner,
 //                               but could no longer be overtaken or cancelled.
 //
 //   readers           1   2   4   8   16   32
-//   for demand alone  0   1   1   2    4    8     with one reader demand waits for one read to end
+//   for demand alone  0   1   1   2    4    8     with one reader demand waits for one piece
+//
+// Pieces. Demand is read in one call, speculation in calls of piece_bytes. Between two pieces a
+// reader yields if demand is queued or runs: the ticket is QUEUED again, in its old place, with the
+// bytes that it has. It goes on from there, perhaps in another reader. So a demand waits for one
+// piece of each running speculation at most. Its slot's old bytes are gone, so cancel()
+// spares a half-read ticket unless asked. raise_priority makes it demand, also while it runs: it then yields no more.
 //
 // The queue bounds the reads in flight instead of giving demand its own thread, because the drive
 // has a queue too. The drive serves reads that it has accepted before a later demand, from
@@ -108,6 +118,7 @@ static_assert(std::numeric_limits<double>::is_iec559, "kDemand must order above 
 inline constexpr double kPollSeconds = 0.1;  // how often a blocked caller looks at its KeepWaiting
 inline constexpr double kSureSeconds = 1;    // after the first look at an overdue read; see Hanging
 inline constexpr int kMaxReaders = 64;
+inline constexpr std::size_t kPieceBytes = std::size_t{512} << 10;  // 0.2 ms at 2.5 GB/s
 
 // The most reads that run once a speculative read has begun; see Order.
 constexpr int speculative_limit(int readers) {
@@ -129,6 +140,7 @@ struct QueueShape {
     int readers;                // 1 to kMaxReaders
     double hang_seconds = 1e9;  // above 0; a read that takes longer fails, see Hanging
     int busy = kMaxReaders;     // above 0; this many reads at once keep the drive busy
+    std::size_t piece_bytes = kPieceBytes;  // a multiple of kPageBytes, above 0; see Pieces
 };
 
 struct Counters {
@@ -144,20 +156,23 @@ struct Counters {
     std::uint64_t waiting = 0;      // threads inside wait, wait_many or drain
     std::uint64_t reads = 0;        // complete reads; a reread counts again
     std::uint64_t bytes_read = 0;   // of those reads
+    std::uint64_t yields = 0;       // times that speculation has stopped between two pieces
     double read_seconds = 0;        // inside all reads, summed over the reader threads
 };
 
 // The operations of a Reader; several threads call it at once, each with its own slot.
 template <class R>
 concept SlotReader = requires(R& reader, const Source& source, std::byte* slot) {
-    reader.read(source, slot);  // fills slot[0, bytes) or throws; later bytes are unspecified
+    // Fills slot[from, from + bytes) or throws; later bytes are unspecified. `from` is a multiple of
+    // kPageBytes, and the bytes before it have been read.
+    reader.read(source, std::size_t{}, std::size_t{}, slot);
     { reader.checksum(source, slot) } -> std::same_as<std::uint32_t>;  // of slot[0, bytes)
     reader.forget(source);  // the bytes were wrong: drops their cached copies
 };
 
 // The address of a slot, and the copy to it when a reader cannot write there. In host memory the
 // landing is the slot and nothing is copied. A tier behind a bus lands reads in page-locked memory,
-// one place per slot or reader, and copies on its own stream. copy() returns when the bytes are in
+// one place per slot, and copies on its own stream. copy() returns when the bytes are in
 // the slot. Several threads call it at once, each for its own slot.
 template <class C>
 concept SlotCopier = requires(C& copier, std::size_t slot, std::size_t bytes) {
@@ -197,12 +212,13 @@ class CopyQueueCore {
                    double priority);
     Ticket submit(SourceId source, std::size_t slot, double priority);
 
-    // Raises the priority of a queued ticket; otherwise, or if it is no higher, does nothing.
+    // Raises the priority of a ticket that is queued or runs; otherwise, or if it is no higher, does
+    // nothing.
     void raise_priority(Ticket ticket, double priority);
 
-    // Returns true if the ticket was queued and is now cancelled; false if it runs (and will
-    // complete) or has ended.
-    bool cancel(Ticket ticket);
+    // Returns true if the ticket had not begun and is now cancelled; false if it has begun (and will
+    // complete) or has ended. half_read: also cancels one that has yielded; its slot is unspecified.
+    bool cancel(Ticket ticket, bool half_read = false);
 
     // Marks the slot's bytes as no longer those that the queue read: the next submit reads again.
     void invalidate(std::size_t slot);
@@ -243,6 +259,7 @@ class CopyQueueCore {
         SourceId source;
         std::size_t slot;
         double priority;
+        std::size_t read_bytes = 0;
         State state = State::kQueued;
         bool delivered = false;
         int waiters = 0;
@@ -264,13 +281,16 @@ class CopyQueueCore {
         }
     };
     struct Transfer {
-        FailurePtr failure;
+        std::size_t read_bytes;  // so far
+        bool ended = false;
+        FailurePtr failure = nullptr;
         std::uint64_t reads = 0;
         double seconds = 0;
     };
     struct Running {
         Ticket ticket = 0;
         SourceId source = 0;
+        double priority = 0;
         double since = 0;    // clock time
         double overdue = 0;  // time of the first look that found it overdue; 0: no look has
         bool hung = false;
@@ -288,11 +308,13 @@ class CopyQueueCore {
     void serve(Running& running);
     std::size_t takeable(double priority) const;
     bool can_take() const;
+    bool demand_comes_first() const;
+    bool yields(const Running& running) const;
     void watch() noexcept;
     FailurePtr hang_failure(const Running& running, double now, const char* what) noexcept;
 
     // copy_queue_impl.h
-    Transfer transfer(const Source& source, std::size_t slot) noexcept;
+    void transfer(const Source& source, std::size_t slot, std::size_t most, Transfer& so_far) noexcept;
     FailurePtr make_failure(Failure failure) const;
     FailurePtr internal_failure(const char* what) noexcept;
     void check(SourceId source, std::size_t slot) const;

@@ -70,7 +70,7 @@ struct FileSlots {
     FileReader files;
 
     explicit FileSlots(FileOptions options) : files(options) {}
-    void read(const Source& source, std::byte* slot);
+    void read(const Source& source, std::size_t from, std::size_t bytes, std::byte* slot);
     std::uint32_t checksum(const Source& source, const std::byte* slot);
     void forget(const Source& source);
 };
@@ -82,7 +82,7 @@ class CopyQueue {
     using Core = CopyQueueCore<StdSync, SteadyClock, FileSlots, HostSlots>;
 
     CopyQueue(std::shared_ptr<SlotPool> pool, int readers, double hang_seconds, FileOptions files,
-              int busy = kMaxReaders);
+              int busy = kMaxReaders, std::size_t piece_bytes = kPieceBytes);
     ~CopyQueue();
     CopyQueue(const CopyQueue&) = delete;
     CopyQueue& operator=(const CopyQueue&) = delete;
@@ -100,7 +100,7 @@ class CopyQueue {
         Core core;
 
         Parts(std::shared_ptr<SlotPool> arena, int readers, double hang_seconds, FileOptions files,
-              int busy);
+              int busy, std::size_t piece_bytes);
     };
     struct Abandoned {
         std::mutex mutex;

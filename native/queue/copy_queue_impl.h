@@ -116,18 +116,24 @@ MOEINF_QUEUE void MOEINF_CORE::raise_priority(Ticket ticket,
     if (std::isnan(priority)) throw std::invalid_argument("a priority must be a number");
     const Lock lock(mutex_);
     Record* const record = find(ticket);
-    if (record == nullptr || record->state != State::kQueued || priority <= record->priority)
+    if (record == nullptr || record->ended() || priority <= record->priority) return;
+    if (record->state == State::kRunning) {
+        record->priority = priority;
+        for (Running& running : running_)
+            if (running.ticket == ticket) running.priority = priority;
         return;
+    }
     auto node = queue_.extract(Place{record->priority, ticket});
     node.value().priority = record->priority = priority;
     queue_.insert(std::move(node));
     if (priority == kDemand) work_.notify_one();  // a reader may be free for demand alone
 }
 
-MOEINF_QUEUE bool MOEINF_CORE::cancel(Ticket ticket) {
+MOEINF_QUEUE bool MOEINF_CORE::cancel(Ticket ticket, bool half_read) {
     const Lock lock(mutex_);
     Record* const record = find(ticket);
     if (record == nullptr || record->state != State::kQueued) return false;
+    if (record->read_bytes != 0 && !half_read) return false;
     queue_.erase(Place{record->priority, ticket});
     end(*record, State::kCancelled, cancelled_);
     return true;
@@ -258,42 +264,49 @@ MOEINF_QUEUE Counters MOEINF_CORE::counters() const {
     return counters;
 }
 
-// Reads and checks. Wrong bytes are read once more: the cached page may be bad and the disk good.
-MOEINF_QUEUE auto MOEINF_CORE::transfer(const Source& source, std::size_t slot) noexcept
-    -> Transfer {
-    Transfer result;
+// Reads up to `most` bytes more; with the last ones, checks. Wrong bytes are read once more, at
+// once: the cached page may be bad and the disk good.
+MOEINF_QUEUE void MOEINF_CORE::transfer(const Source& source, std::size_t slot, std::size_t most,
+                                        Transfer& so_far) noexcept {
     const double nothing_runs = -1;
     double started = nothing_runs;
+    so_far.ended = true;
     try {
         std::byte* const landing = copier_.landing(slot);
+        std::size_t from = so_far.read_bytes;
+        std::size_t bytes = std::min(source.bytes - from, most);
         std::uint32_t got = 0;
         for (int attempt = 0; attempt < 2; ++attempt) {
             if (attempt > 0) reader_.forget(source);
             started = clock_.seconds();
-            reader_.read(source, landing);
-            result.seconds += clock_.seconds() - std::exchange(started, nothing_runs);
-            ++result.reads;
+            reader_.read(source, from, bytes, landing);
+            so_far.seconds += clock_.seconds() - std::exchange(started, nothing_runs);
+            so_far.read_bytes = from + bytes;
+            so_far.ended = so_far.read_bytes == source.bytes;
+            if (!so_far.ended) return;
+            ++so_far.reads;
             if (source.crc32c) got = reader_.checksum(source, landing);
             if (!source.crc32c || got == *source.crc32c) {
                 copier_.copy(slot, source.bytes);
-                return result;
+                return;
             }
+            from = 0;
+            bytes = source.bytes;
         }
         char text[128];
         std::snprintf(text, sizeof text,
                       "checksum mismatch: expected crc32c 0x%08x, got 0x%08x of %zu bytes at %llu",
                       static_cast<unsigned>(*source.crc32c), static_cast<unsigned>(got),
                       source.bytes, static_cast<unsigned long long>(source.offset));
-        result.failure = make_failure({Failure::Kind::kCorrupt, EBADMSG, source.path, text});
+        so_far.failure = make_failure({Failure::Kind::kCorrupt, EBADMSG, source.path, text});
     } catch (const Failed& error) {
-        result.failure = error.failure();
+        so_far.failure = error.failure();
     } catch (const std::exception& error) {
-        result.failure = internal_failure(error.what());
+        so_far.failure = internal_failure(error.what());
     } catch (...) {
-        result.failure = unknown_;
+        so_far.failure = unknown_;
     }
-    if (started != nothing_runs) result.seconds += clock_.seconds() - started;
-    return result;
+    if (started != nothing_runs) so_far.seconds += clock_.seconds() - started;
 }
 
 MOEINF_QUEUE FailurePtr MOEINF_CORE::make_failure(Failure failure) const {

@@ -31,6 +31,9 @@ MOEINF_QUEUE MOEINF_CORE::CopyQueueCore(QueueShape shape, Reader& reader, Copier
         throw std::invalid_argument("readers must be from 1 to " + std::to_string(kMaxReaders));
     if (!(shape.hang_seconds > 0)) throw std::invalid_argument("hang_seconds must be above 0");
     if (shape.busy < 1) throw std::invalid_argument("busy must be above 0");
+    if (shape.piece_bytes == 0 || shape.piece_bytes % kPageBytes != 0)
+        throw std::invalid_argument("piece_bytes must be a multiple of " +
+                                    std::to_string(kPageBytes) + " above 0");
     const auto readers = static_cast<std::size_t>(shape.readers);
     running_.resize(readers);
     readers_.reserve(readers);
@@ -66,12 +69,25 @@ MOEINF_QUEUE std::size_t MOEINF_CORE::takeable(double priority) const {
     if (paused_) return 0;
     const int live = shape_.readers - static_cast<int>(counters_.hung);
     const int ahead = std::min(shape_.busy, speculative_limit(std::max(1, live)));
-    const int most = priority == kDemand ? live : ahead;
+    const int most = priority == kDemand ? live : demand_comes_first() ? 0 : ahead;
     return static_cast<std::size_t>(std::max(0, most - static_cast<int>(counters_.running)));
 }
 
 MOEINF_QUEUE bool MOEINF_CORE::can_take() const {
     return !queue_.empty() && takeable(queue_.begin()->priority) > 0;
+}
+
+// Returns whether a demand is queued or runs; hung ones do not count.
+MOEINF_QUEUE bool MOEINF_CORE::demand_comes_first() const {
+    if (!queue_.empty() && queue_.begin()->priority == kDemand) return true;
+    return std::any_of(running_.begin(), running_.end(), [](const Running& running) {
+        return running.ticket != 0 && running.priority == kDemand && !running.hung;
+    });
+}
+
+// Returns whether a read stops between two pieces. While paused or closing it ends instead.
+MOEINF_QUEUE bool MOEINF_CORE::yields(const Running& running) const {
+    return running.priority != kDemand && !paused_ && !closing_ && demand_comes_first();
 }
 
 // The body of a reader thread; `running` is its own, written under mutex_.
@@ -80,28 +96,46 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
     for (;;) {
         while (!closing_ && !can_take()) work_.wait(lock);
         if (closing_) break;  // close() has already ended all queued tickets
-        const Place taken = *queue_.begin();
-        Record& record = records_.find(taken.ticket)->second;
-        queue_.erase(queue_.begin());
+        auto taken = queue_.extract(queue_.begin());  // kept: to yield must not allocate
+        const Ticket ticket = taken.value().ticket;
+        Record& record = records_.find(ticket)->second;
         record.state = State::kRunning;
-        running = {.ticket = taken.ticket, .source = record.source, .since = clock_.seconds()};
+        running = {.ticket = ticket,
+                   .source = record.source,
+                   .priority = record.priority,
+                   .since = clock_.seconds()};
         ++counters_.running;
+        // No wake-up is sent when the last demand ends: its reader takes speculation and wakes the
+        // next reader, and so on.
+        if (record.priority != kDemand && can_take()) work_.notify_one();
         const std::size_t slot = record.slot;
         const Source& source = sources_[running.source];
         slots_[slot].holds = kNothing;
 
-        lock.unlock();
-        Transfer transferred = transfer(source, slot);
-        lock.lock();
+        Transfer transferred{.read_bytes = record.read_bytes};
+        do {
+            const std::size_t most =
+                running.priority == kDemand ? source.bytes : shape_.piece_bytes;
+            lock.unlock();
+            transfer(source, slot, most, transferred);
+            lock.lock();
+        } while (!transferred.ended && !running.hung && !yields(running));
 
         counters_.reads += transferred.reads;
         counters_.bytes_read += transferred.reads * source.bytes;
         counters_.read_seconds += transferred.seconds;
-        if (!transferred.failure) slots_[slot].holds = running.source;
+        if (transferred.ended && !transferred.failure) slots_[slot].holds = running.source;
         if (running.hung) {  // watch() has ended the ticket; its record may be gone
             --counters_.hung;
             slots_[slot].owner = 0;
             changed_.notify_all();
+        } else if (!transferred.ended) {
+            --counters_.running;
+            ++counters_.yields;
+            record.state = State::kQueued;
+            record.read_bytes = transferred.read_bytes;
+            taken.value().priority = record.priority;
+            queue_.insert(std::move(taken));
         } else {
             --counters_.running;
             const State state = transferred.failure ? State::kFailed : State::kDone;

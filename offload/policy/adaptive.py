@@ -124,7 +124,7 @@ class Adaptive:
         return self.core.keeps(cell)
 
     def prefetch(self, most: int) -> Sequence[Wish]:
-        return [Wish(cell, urgent) for cell, urgent in self.core.wishes(most)]
+        return [Wish(*wish) for wish in self.core.wishes(most)]
 
     def _kept_of(self, slots: int) -> int:
         """Return the slots that are not for staging."""

@@ -52,10 +52,15 @@ class Setup:
 
 
 class Wish(NamedTuple):
-    """An expert worth reading ahead of demand. `urgent`: a gate's hint, before any lookahead."""
+    """An expert worth reading ahead of demand.
+
+    urgent: a gate's hint, before any lookahead. probability: of its use when its layer comes next;
+    1: no estimate. A claim that is too high in the mean is corrected (store/prefetch_gate.py).
+    """
 
     cell: int
     urgent: bool
+    probability: float = 1.0
 
 
 class Policy(Protocol):

@@ -5,18 +5,22 @@ docs/study.md justifies the model. No number here is measured on a machine.
 Compute takes all bytes that a token reads, dense included, ÷ RAM bandwidth, spread evenly over
 layers. A layer first takes its dense share, then routes. Then it computes each chosen expert when
 it has arrived, resident experts first. Reads share one link of RAM bandwidth ÷ `ram_over_link`, one
-after the other. A demand read goes before all waiting reads, and a started read is not interrupted.
+after the other. A demand read goes before all waiting reads. A started read ahead yields to it
+between two pieces, as in the engine's queue (native/queue/copy_queue.h).
 tiered_replay.py adds the times of a device tier.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from math import ceil
 
 from moeinf.offload.gpu_tier.miss_split import Contended
 from moeinf.offload.routing.trace import RoutingShape
+from moeinf.offload.store.prefetch_gate import Judge, Times
+from moeinf.offload.store.transfer import PIECE_BYTES
 
 _UNKNOWN_EXPERT_BYTES = 1 << 20
 
@@ -48,6 +52,17 @@ class TimeModel:
         """Return the time to read one expert over the link."""
         return shape.expert_bytes * self.ram_over_link / self.ram_bytes_per_s
 
+    def piece_seconds(self) -> float:
+        """Return the time to read one piece of a read ahead over the link."""
+        return PIECE_BYTES * self.ram_over_link / self.ram_bytes_per_s
+
+    def judge(self, shape: RoutingShape) -> Judge:
+        """Return what weighs wishes by these times; a layer computes its K experts."""
+        read = self.read_seconds(shape)
+        layer = self.dense_seconds(shape) + shape.top_k * self.expert_seconds(shape)
+        times = Times(read, min(read, self.piece_seconds()), layer)
+        return Judge(shape.layers, shape.experts, times)
+
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
@@ -76,35 +91,51 @@ class DeviceSpeeds:
 
 
 class Link:
-    """Runs one read after the other; a waiting read starts only if the link was idle before now.
+    """Runs one read after the other, demand first.
+
+    Demand is read in one go. A read ahead is read in pieces, and begins only while nothing else is
+    read. Between two pieces it yields to demand, and goes on after it.
 
     start(cell) is called when a waiting read could begin. It takes a slot and returns True, or
-    returns False.
+    returns False. drop(cell) frees the slot of a half-read cell that is given up.
     """
 
-    def __init__(self, read_seconds: float, start: Callable[[int], bool]) -> None:
-        self._read_seconds = read_seconds
-        self._start = start
+    def __init__(
+        self,
+        read_seconds: float,
+        piece_seconds: float,
+        start: Callable[[int], bool],
+        drop: Callable[[int], None],
+    ) -> None:
+        self._read_seconds, self._piece_seconds = read_seconds, piece_seconds
+        self._start, self._drop = start, drop
         self._waiting: deque[int] = deque()
         self._asked_at = 0.0
-        self.free_at = 0.0
-        self.arriving: dict[int, float] = {}  # cell -> time of arrival, in that order
+        self._demand_end = 0.0
+        self._ahead: int | None = None  # the last read ahead that has begun
+        self._ahead_since, self._ahead_end = 0.0, 0.0  # when it began or goes on, and ends
+        self.arriving: dict[int, float] = {}  # read ahead: cell -> time of arrival, in that order
 
     def wish(self, cells: Iterable[int], now: float) -> None:
-        """Replace the waiting reads by these cells, in this order."""
+        """Replace the waiting reads by these cells, in this order; drop a half-read other one."""
         self._waiting = deque(cells)
         self._asked_at = now
+        half_read = now < self._ahead_since < self._ahead_end
+        if half_read and self._ahead in self.arriving and self._ahead not in self._waiting:
+            del self.arriving[self._ahead]
+            self._drop(self._ahead)
+            self._ahead_end = self._ahead_since
 
     def run_until(self, now: float) -> None:
         """Start waiting reads whose turn comes before `now`."""
         while self._waiting:
-            begin = max(self.free_at, self._asked_at)
+            begin = max(self._demand_end, self._ahead_end, self._asked_at)
             if begin >= now:
                 return
             cell = self._waiting.popleft()
             if self._start(cell):
-                self.free_at = begin + self._read_seconds
-                self.arriving[cell] = self.free_at
+                self._ahead, self._ahead_since = cell, begin
+                self._ahead_end = self.arriving[cell] = begin + self._read_seconds
 
     def arrived(self, now: float) -> list[int]:
         """Return the cells whose reads have ended by `now`, each once."""
@@ -113,7 +144,23 @@ class Link:
             del self.arriving[cell]
         return done
 
+    def hasten(self, cells: Collection[int]) -> None:
+        """Make those of the cells that are read ahead demand, before demand that comes now."""
+        if self._ahead in self.arriving and self._ahead in cells:
+            self._demand_end = max(self._demand_end, self._ahead_end)
+
     def demand(self, now: float) -> float:
-        """Start a read now, or when the running one ends; return the time of its end."""
-        self.free_at = max(now, self.free_at) + self._read_seconds
-        return self.free_at
+        """Read now, after the demand before it and a running piece; return the time of its end."""
+        begin, left = max(now, self._demand_end), self._ahead_end - self._ahead_since
+        if self._ahead_end > begin:  # it is not over
+            done = max(1, ceil((begin - self._ahead_since) / self._piece_seconds))
+            stop = self._ahead_since + done * self._piece_seconds
+            if self._ahead_since <= now:  # else it has yielded already
+                begin = min(stop, self._ahead_end)
+                left = self._ahead_end - begin
+        end = self._demand_end = begin + self._read_seconds
+        if self._ahead_end > begin:
+            self._ahead_since, self._ahead_end = end, end + left
+            if self._ahead in self.arriving:
+                self.arriving[self._ahead] = self._ahead_end
+        return end

@@ -1,8 +1,9 @@
 """Replay a recording against a cache policy, event by event, under the time model of clock.py.
 
 A replay computes no expert: it moves cells between a set and a link. The policies are the same
-objects as in the engine. The engine prefetches only if waiting takes a share of its time, see
-prefetch_gate.py. A replay always prefetches.
+objects as in the engine. The engine prefetches only if waiting takes a share of its time, and only
+wishes that are worth theirs, see prefetch_gate.py. A replay always prefetches. If it is `judged`,
+the same rule weighs the wishes, by the model's times.
 
 One layer in time (expert_store.py does the same with real bytes):
 
@@ -28,6 +29,7 @@ from moeinf.offload.routing.hint_model import HintSource
 from moeinf.offload.routing.trace import Pass, Recording, Tracer
 from moeinf.offload.simulator.clock import Link, TimeModel
 from moeinf.offload.simulator.outcome import Outcome, Token
+from moeinf.offload.store.prefetch_gate import Judge
 
 MakePolicy = Callable[[Setup], Policy]
 Progress = Callable[[int], None]  # passes replayed since the last call; their sum is all of them
@@ -40,6 +42,7 @@ class Conditions:
 
     late: the policy receives the routing after its pass, as from a captured graph.
     collect: finished requests are added to the EAMC.
+    judged: wishes have to be worth their time.
     """
 
     slots: int
@@ -47,6 +50,7 @@ class Conditions:
     hints: HintSource | None = None
     late: bool = False
     collect: bool = True
+    judged: bool = False
 
 
 def weights_for(policy: Policy, running: Pass) -> Sequence[Weights | None]:
@@ -126,16 +130,20 @@ class Replay(Walk):
         shape, time = self._shape, conditions.time
         self.policy = make(Setup(shape, conditions.slots, eamc))
         self.policies = [self.policy]
+        self._ahead: set[int] = set()  # prefetched, neither used nor evicted yet
+        self.judge = time.judge(shape) if conditions.judged else Judge(shape.layers, shape.experts)
         self._dense, self._expert = time.dense_seconds(shape), time.expert_seconds(shape)
-        self._link = Link(time.read_seconds(shape), self._begin_ahead)
+        self._link = Link(
+            time.read_seconds(shape), time.piece_seconds(), self._begin_ahead, self._drop_ahead
+        )
         self._resident: set[int] = set()
         self._pinned: dict[int, None] = {}  # in order of computation
-        self._ahead: set[int] = set()  # prefetched, neither used nor evicted yet
         self._most_wishes = 2 * shape.top_k
 
     def _pass(self, running: Pass, hinted: NDArray[np.int16] | None) -> None:
         policy, late = self.policy, self._conditions.late
         begin, insertions = self._now, policy.insertions
+        self.judge.begin_pass()
         policy.begin_pass(running.rows, running.phase)
         weights = weights_for(policy, running)
         for layer, ids in enumerate(running.ids):
@@ -150,7 +158,7 @@ class Replay(Walk):
                 policy.routed(layer, ids, weights[layer])
                 if hinted is not None and layer + 1 < len(hinted):
                     policy.hinted(layer + 1, hinted[layer + 1])
-            self._layer(cells, len(ids))
+            self._layer(layer, cells)
         if late:
             for layer, ids in enumerate(running.ids):
                 if (ids >= 0).any():
@@ -159,7 +167,7 @@ class Replay(Walk):
         self._token.seconds += self._now - begin
         self._token.insertions += policy.insertions - insertions
 
-    def _layer(self, cells: list[int], rows: int) -> None:
+    def _layer(self, layer: int, cells: list[int]) -> None:
         """Compute the hits, read and compute the misses, then queue the policy's prefetches."""
         resident, start = self._resident, self._now
         hits = [cell for cell in cells if cell in resident]
@@ -169,12 +177,16 @@ class Replay(Walk):
             self._token.hits += len(hits)
             self.outcome.used_ahead += len(self._ahead.intersection(cells))
         if self._ahead:
+            for cell in self._ahead.intersection(cells):
+                self.judge.judged(cell, used=True)
             self._ahead.difference_update(cells)
         self._pinned = dict.fromkeys(hits)
         done = start + len(hits) * self._expert
+        self._link.hasten(misses)
         for cell in misses:
             there = self._link.arriving.pop(cell, None)
             if there is None:
+                self.judge.missed(cell)
                 self._make_room(cell)
                 there = self._link.demand(start)
                 self._read()
@@ -185,6 +197,7 @@ class Replay(Walk):
             done = max(done, there) + self._expert
         if not self._conditions.late:
             wishes = self.policy.prefetch(self._most_wishes)
+            wishes = self.judge.worth(wishes, layer, self._link.arriving)
             self._link.wish([wish.cell for wish in wishes], start)
         self._token.stall_seconds += done - start - len(cells) * self._expert
         self._now = done
@@ -204,7 +217,12 @@ class Replay(Walk):
 
     def _evict(self, victim: int) -> None:
         self._resident.remove(victim)
-        self._ahead.discard(victim)
+        self._drop_ahead(victim)
+
+    def _drop_ahead(self, cell: int) -> None:
+        if cell in self._ahead:
+            self._ahead.remove(cell)
+            self.judge.judged(cell, used=False)
 
     def _begin_ahead(self, cell: int) -> bool:
         """Take a slot for a prefetch that could begin now; return False if it cannot."""
@@ -215,6 +233,7 @@ class Replay(Walk):
             if victim is None:
                 return False
             self._evict(victim)
+            self.judge.displaced(victim)
         self._read()
         self._ahead.add(cell)
         self.outcome.fetched_ahead += self._decoding

@@ -73,7 +73,9 @@ class TieredReplay(Walk):
         self._on_device = shape.expert_bytes / speeds.device_bytes_per_s
         self._on_cpu = shape.expert_bytes / speeds.cpu_bytes_per_s
         self._read = conditions.time.read_seconds(shape)
-        self._link = Link(self._read, self._begin_ahead)
+        self._link = Link(
+            self._read, conditions.time.piece_seconds(), self._begin_ahead, self._drop_ahead
+        )
         self._ahead: set[int] = set()  # read ahead, neither used nor evicted yet
         self._most_wishes = 0 if isinstance(self._policy, Passive) else 2 * shape.top_k
         self._found, self._missed = 0, 0  # of the running pass: experts on the device, and others
@@ -160,6 +162,7 @@ class TieredReplay(Walk):
 
     def _ask(self, now: float) -> float:
         """Give slots to the first misses, while there are slots; then queue the policy's wishes."""
+        self._link.hasten(self._unasked)
         while self._unasked:
             cell = self._unasked[0]
             there = self._link.arriving.pop(cell, None)
@@ -208,8 +211,7 @@ class TieredReplay(Walk):
             return max(now, ended)
         cell = next(iter(self._link.arriving))
         there = self._link.arriving.pop(cell)
-        self._host.release(cell)
-        self._ahead.discard(cell)
+        self._drop_ahead(cell)
         return max(now, there)
 
     def _run(self, cells: Sequence[int], now: float) -> float:
@@ -272,6 +274,10 @@ class TieredReplay(Walk):
         self._token.reads += self._decoding
         self.outcome.fetched_ahead += self._decoding
         return True
+
+    def _drop_ahead(self, cell: int) -> None:
+        self._host.release(cell)
+        self._ahead.discard(cell)
 
     def _below(self, layer: int, ids: Ids) -> Ids:
         """Return ids with -1 for those on the device."""

@@ -199,7 +199,10 @@ class ExpertStore:
         self.abandon()
         if self.host.decoding and self._began:
             waited = self.stats.stall_seconds - self._stalled
-            self._throttle.passed(waited, time.perf_counter() - self._began)
+            seconds = time.perf_counter() - self._began
+            self._throttle.passed(waited, seconds)
+            if self._wishes:
+                self.host.measure(seconds - waited)
         accepted = None if accepted_rows is None else accepted_rows.numpy()
         try:
             for tier in self.above:
@@ -245,7 +248,7 @@ class ExpertStore:
         for cell in hits:
             host.table.pin(cell)
         host.used(routed, hits, routed.events_of(hits))
-        run = self._open = _LayerRun(self, work, hits, misses)
+        run = self._open = _LayerRun(self, layer, work, hits, misses)
         host.decided(begin)
         run.ask()
         return run
@@ -278,8 +281,8 @@ class ExpertStore:
         finally:
             self.host.close()
 
-    def wish(self) -> None:
-        """Queue the host policy's wishes, except experts that a tier above has already.
+    def wish(self, layer: int) -> None:
+        """Queue the host policy's wishes after `layer`, except experts that a tier above has.
 
         A long pass wishes for the next layer's experts instead.
         """
@@ -288,7 +291,7 @@ class ExpertStore:
             return
         if not self._wishes or not self._throttle.open:
             return
-        wishes = self.host.policy.prefetch(self._wishes)
+        wishes = self.host.worth(self.host.policy.prefetch(self._wishes), layer)
         for tier in self.above:
             here = tier.resident(np.array([wish.cell for wish in wishes], np.intp)).tolist()
             wishes = [wish for wish, there in zip(wishes, here, strict=True) if not there]
@@ -331,12 +334,13 @@ class _LayerRun:
     def __init__(
         self,
         store: ExpertStore,
+        layer: int,
         work: Work,
         hits: list[int],
         misses: deque[int],
     ) -> None:
         self._store, self._host = store, store.host
-        self._work = work
+        self._layer, self._work = layer, work
         self._ready = deque(hits)  # resident and pinned
         self._unasked = misses  # without a slot
 
@@ -349,7 +353,7 @@ class _LayerRun:
         for _ in self._host.bring(self._unasked):
             self._unasked.popleft()
         if not self._unasked:
-            self._store.wish()
+            self._store.wish(self._layer)
         self._host.decided(begin)
 
     def result(self) -> Tensor:

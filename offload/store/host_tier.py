@@ -24,11 +24,12 @@ from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.routing.trace import Phase
 from moeinf.offload.store.compute import SlotMath, TorchFfn, by_math
 from moeinf.offload.store.prefetch import ReadAhead
+from moeinf.offload.store.prefetch_gate import Judge
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.routed import Routed
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Experts, Opened
-from moeinf.offload.store.transfer import ExpertReadError, Transfer
+from moeinf.offload.store.transfer import PIECE_BYTES, ExpertReadError, Transfer
 
 _FEW = 4  # reads of a long pass for which experts of later layers leave
 
@@ -62,7 +63,10 @@ class HostTier:
         self._transfer = transfer
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
         self._math = [distinct[layout] for layout in layouts]  # by cell
-        self._ahead = ReadAhead(self.table, transfer, policy, self.stats)
+        self.judge = Judge(len(layouts) // experts, experts)
+        self._ahead = ReadAhead(self.table, transfer, policy, self.stats, self.judge)
+        self._pieces = max(1.0, max(layout.slot_bytes for layout in layouts) / PIECE_BYTES)
+        self._reading = 0, 0.0  # at the last `measure`
         self.coming: dict[
             int, int
         ] = {}  # what a layer waits for: its ticket; the first asked first
@@ -98,6 +102,7 @@ class HostTier:
         self.decoding = self._ahead.decoding = phase == "decode"
         self.pieces, self.table.leaving = (), self.table.cells
         begin = self.clock()
+        self.judge.begin_pass()
         self.policy.begin_pass(rows, phase)
         self.decided(begin)
 
@@ -159,6 +164,16 @@ class HostTier:
         for cell in self.table.present():
             policy.admitted(cell)
 
+    def measure(self, computing: float) -> None:
+        """Tell the judge of wishes about a decode pass of `computing` seconds without waits."""
+        before, (reads, seconds) = self._reading, self._transfer.reading()
+        self._reading = reads, seconds
+        self.judge.measured(computing, reads - before[0], seconds - before[1], self._pieces)
+
+    def worth(self, wishes: Sequence[Wish], layer: int) -> list[Wish]:
+        """Return those that are worth their time, once `layer` has been routed."""
+        return self.judge.worth(wishes, layer, self._ahead.begun)
+
     def wish(self, wishes: Sequence[Wish]) -> None:
         """Read ahead the absent ones of these; they replace the wishes before."""
         self._ahead.wish(wishes)
@@ -179,6 +194,7 @@ class HostTier:
                     break
                 slots.append(table.assign(cell))
                 absent.append(cell)
+                self.judge.missed(cell)
                 ticket = 0
             coming[cell] = ticket
             brought.append(cell)

@@ -6,23 +6,25 @@ Does not know layers, rows or arithmetic, nor the reasons of a policy's wishes.
                ├──its layer asks first──▶ promoted to demand: the same read, waited for
                ├──still queued when the next layer has come──▶ cancelled: its victim, whose bytes
                │                                              nothing has touched, is back
+               ├──half read, and no longer wished for──▶ cancelled, its slot is free
                └──failed──▶ its slot is free; if a layer asks, the read is repeated and judged
 
 So every layer's wishes replace those before, as in the simulator. Only a read that has begun can
-cost another expert its place. The first reads ahead of all, the *warm start*, fill empty slots
-only. They wait at a lower priority than any wish, survive layers, and give way when a slot is
-needed.
+cost another expert its place. prefetch_gate.py is told the outcome of each. The first reads ahead
+of all, the *warm start*, fill empty slots only. They wait at a lower priority than any wish,
+survive layers, and give way when a slot is needed.
 
 Only the engine's thread uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from moeinf.offload.policy.base import Policy, Wish
+from moeinf.offload.store.prefetch_gate import Judge
 from moeinf.offload.store.residency import Residency
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.transfer import Transfer
@@ -47,10 +49,15 @@ class ReadAhead:
     """All reads ahead of one store. `decoding`: whether bytes count for decoding."""
 
     def __init__(
-        self, residency: Residency, transfer: Transfer, policy: Policy, stats: StoreStats
+        self,
+        residency: Residency,
+        transfer: Transfer,
+        policy: Policy,
+        stats: StoreStats,
+        judge: Judge,
     ) -> None:
         self._residency, self._transfer, self._policy = residency, transfer, policy
-        self._stats = stats
+        self._stats, self._judge = stats, judge
         self._flying: dict[int, _Flight] = {}  # by cell, in the order of asking
         self._unused: dict[int, Cause] = {}  # arrived, neither used nor evicted yet
         self.decoding = False
@@ -83,10 +90,16 @@ class ReadAhead:
         if flight is None:
             return None
         self._residency.pin(cell)
+        self._judge.judged(cell, used=True)
         self._transfer.hasten(flight.ticket)
         self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
         self._stats.ahead_bytes_read += self._transfer.bytes_of(cell)
         return flight.ticket
+
+    @property
+    def begun(self) -> Container[int]:
+        """Return the cells in flight; after `settle` their reads have begun."""
+        return self._flying
 
     @property
     def waits_for_use(self) -> bool:
@@ -97,6 +110,7 @@ class ReadAhead:
         """Count a hit of the cell; return why it was read ahead, if this is its first use."""
         cause = self._unused.pop(cell, None)
         if cause is not None:
+            self._judge.judged(cell, used=True)
             self._stats.ahead_bytes_used += self._transfer.bytes_of(cell)
         return cause
 
@@ -104,14 +118,16 @@ class ReadAhead:
         """Free the slot of an unpinned cell that the policy gives up."""
         cause = self._unused.pop(victim, None)
         if cause is not None:
+            self._judge.judged(victim, used=False)
             self._stats.ahead_bytes_wasted += self._transfer.bytes_of(victim)
         self._residency.evict(victim)
         return cause
 
     def wish(self, wishes: Sequence[Wish]) -> None:
         """Ask for absent cells, the most urgent first, until no cell may leave for the next."""
+        self._drop_all_but({wish.cell for wish in wishes})
         flights: dict[int, _Flight] = {}
-        for cell, urgent in wishes:
+        for cell, urgent, _ in wishes:
             if self._residency.has_slot(cell):
                 continue
             flight = _Flight(0, "hinted" if urgent else "predicted", warm=False)
@@ -120,6 +136,7 @@ class ReadAhead:
                 if flight.victim is None:
                     break
                 flight.victim_cause = self.evict(flight.victim)
+                self._judge.displaced(flight.victim)
             self._residency.assign(cell, pinned=False)
             flights[cell] = flight
         self._launch(flights, _WISH)
@@ -155,6 +172,16 @@ class ReadAhead:
             self._residency.give_up(cell, self._transfer.may_write)
         return True
 
+    def _drop_all_but(self, cells: Collection[int]) -> None:
+        """Cancel half-read wishes for other cells: the drive is there for better ones."""
+        for cell, flight in list(self._flying.items()):
+            if flight.warm or cell in cells:
+                continue
+            if self._transfer.cancel(flight.ticket, half_read=True):
+                del self._flying[cell]
+                self._judge.judged(cell, used=False)
+                self._residency.give_up(cell, self._transfer.may_write)
+
     def _launch(self, flights: dict[int, _Flight], priority: float) -> None:
         if not flights:
             return
@@ -172,6 +199,7 @@ class ReadAhead:
             return
         self._residency.restore(victim, slot)
         self._policy.admitted(victim)
+        self._judge.restored(victim)
         if flight.victim_cause is not None:
             self._unused[victim] = flight.victim_cause
             self._stats.ahead_bytes_wasted -= self._transfer.bytes_of(victim)

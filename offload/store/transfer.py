@@ -14,6 +14,8 @@ from moeinf.errors import Failure, problem
 from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
 from moeinf.offload.format.shards import FileRecord
 
+PIECE_BYTES = 512 << 10  # of a read ahead, which yields to demand between two pieces
+
 
 class ExpertReadError(Failure, OSError):
     """Reading an expert's bytes failed. shard: the file, relative to the folder of `model`."""
@@ -53,10 +55,15 @@ class Transfer:
         """Open the queue and add every shard.
 
         model: its name, for errors.
-        busy: number of reads that keep the drive busy; prefetches wait while that many run.
+        busy: number of reads that keep the drive busy; at most so many prefetches run at once.
         """
         self._queue = CopyQueue(
-            pool, readers=readers, direct=direct_io, block_bytes=block_bytes, busy=busy
+            pool,
+            readers=readers,
+            direct=direct_io,
+            block_bytes=block_bytes,
+            busy=busy,
+            piece_bytes=PIECE_BYTES,
         )
         self._pool = pool
         self.telling_seconds = 0.0  # spent in `demand` and `ahead`
@@ -88,12 +95,15 @@ class Transfer:
         return self._submit(cells, slots, priority)
 
     def hasten(self, ticket: int) -> None:
-        """Raise a prefetch to a demand read; it is not read a second time."""
+        """Raise a prefetch to a demand read; no byte of it is read a second time."""
         self._queue.raise_priority(ticket, DEMAND)
 
-    def cancel(self, ticket: int) -> bool:
-        """Cancel a read; return True if it had not begun, so that its slot is unchanged."""
-        return self._queue.cancel(ticket)
+    def cancel(self, ticket: int, half_read: bool = False) -> bool:
+        """Cancel a read; return True if it had not begun, so that its slot is unchanged.
+
+        half_read: also cancel one that has yielded to demand, and return True.
+        """
+        return self._queue.cancel(ticket, half_read)
 
     def ended(self) -> list[tuple[int, Exception | None]]:
         """Return the tickets that ended since the last call, each once, with its error or None.
@@ -102,9 +112,14 @@ class Transfer:
         """
         return self._queue.collect()
 
+    def reading(self) -> tuple[int, float]:
+        """Return the reads that have ended and the seconds inside them, since the queue opened."""
+        counters = self._queue.counters()
+        return counters.reads, counters.read_seconds
+
     def abandon(self, ticket: int) -> None:
         """Cancel a ticket and wait until it has ended; only a hung read may still write."""
-        self._queue.cancel(ticket)
+        self._queue.cancel(ticket, half_read=True)
         # RuntimeError: cancelled, or a reader failed; ValueError: its failure was reported.
         with suppress(OSError, RuntimeError, ValueError):
             self._queue.wait(ticket)

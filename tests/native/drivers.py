@@ -90,7 +90,15 @@ KERNEL_PROGRAMS = tuple(
 LOST_WAKE_UP = Fault(
     "queue/copy_queue_impl.h", "    changed_.notify_all();\n}", "    changed_.notify_one();\n}"
 )
-NO_RESERVE = Fault("queue/copy_queue_life.h", "? live : ahead;", "? live : std::max(live, ahead);")
+NO_RESERVE = Fault(
+    "queue/copy_queue_life.h", "speculative_limit(std::max(1, live))", "std::max(1, live)"
+)
+NEVER_YIELDS = Fault(
+    "queue/copy_queue_life.h", "!closing_ && demand_comes_first()", "!closing_ && false"
+)
+YIELDS_TO_THE_QUEUED = Fault(
+    "queue/copy_queue_life.h", "running.priority == kDemand &&", "false &&"
+)
 NEVER_BUSY = Fault("queue/copy_queue_life.h", "most - static_cast<int>(counters_.running)", "most")
 SILENT_RAISE = Fault("queue/copy_queue_impl.h", "if (priority == kDemand) work_.notify_one();", "")
 SLOT_OF_THE_HUNG = Fault(
@@ -105,6 +113,14 @@ EARLY_DONE = Fault(
     "device/device_slots.cpp",
     "if (!context_->done(flying_.front().second->event)) return false;",
     "",
+)
+INTERLEAVING_FAULTS = (
+    LOST_WAKE_UP,
+    NEVER_BUSY,
+    NEVER_YIELDS,
+    NO_RESERVE,
+    SILENT_RAISE,
+    YIELDS_TO_THE_QUEUED,
 )
 DEVICE_FAULTS = (EARLY_KERNEL, EARLY_COPY, EARLY_DONE)
 PROGRAMS = (
@@ -124,7 +140,7 @@ PROGRAMS = (
     Program("simulate_driver", sanitizer="address"),
     *(Program("simulate_driver", fault=f) for f in (SLOT_OF_THE_HUNG, ONE_LOOK)),
     Program("interleave_driver"),
-    *(Program("interleave_driver", fault=f) for f in (LOST_WAKE_UP, NO_RESERVE, SILENT_RAISE)),
+    *(Program("interleave_driver", fault=f) for f in INTERLEAVING_FAULTS),
     *(Program("device_driver", DEVICE_FILES, fault=f) for f in DEVICE_FAULTS),
 )
 

@@ -1,5 +1,6 @@
-// Reads that hang: they time out with the file's name, and shutdown does not wait for them. Built
-// with ThreadSanitizer and with AddressSanitizer. Takes a folder to write in.
+// Reads that yield between two pieces, whatever comes meanwhile. Reads that hang: they time out with
+// the file's name, and shutdown does not wait for them. Built with ThreadSanitizer and with
+// AddressSanitizer. Takes a folder to write in.
 #include <sys/mman.h>
 
 #include <filesystem>
@@ -9,6 +10,90 @@
 #include "queue_bench.h"
 
 namespace {
+
+// One reader; speculation has read its first of two pieces, and a demand is at the gate.
+struct HalfRead {
+    Bench bench;
+    Ticket half, demand;
+
+    explicit HalfRead(const char* path = "ok", const char* then = "ok", double hang_seconds = 1e9)
+        : bench(1, hang_seconds) {
+        bench.reader.set_gate(true);
+        half = bench.submit(bench.source(1, path), 0, 0.5);
+        bench.reader.await_at_gate(1);
+        demand = bench.submit(bench.source(2, then), 1, kDemand);
+        bench.reader.let_through(1);
+        while (bench.queue->counters().yields == 0) std::this_thread::yield();
+        bench.reader.await_at_gate(1);
+        CHECK((bench.reader.order == std::vector<std::uint64_t>{1, 2}));
+    }
+};
+
+void half_read_tickets() {
+    {
+        HalfRead test;
+        Bench& bench = test.bench;
+        CHECK(!bench.queue->cancel(test.half));  // its slot's old bytes are gone
+        CHECK(!bench.queue->can_submit(0));
+        const Ticket other = bench.submit(bench.source(3), 2, 0.5);
+        bench.reader.set_gate(false);
+        CHECK(bench.wait(test.half) && bench.wait(test.demand) && bench.wait(other));
+        CHECK(bench.reader.pieces == 2 + 1 + 2);  // no piece is read twice
+        CHECK(bench.bytes[17] == std::byte{1} && bench.bytes[kPageBytes + 17] == std::byte{1});
+        CHECK(bench.submit(0, 0, kDemand) == kResident);
+    }
+    {  // raised: it goes on in one call, before a later demand
+        HalfRead test;
+        Bench& bench = test.bench;
+        bench.queue->raise_priority(test.half, kDemand);
+        const Ticket later = bench.submit(bench.source(3), 2, kDemand);
+        bench.reader.let_through(2);
+        CHECK(bench.wait(test.half));
+        CHECK(bench.wait(test.demand) && bench.queue->counters().done == 2);
+        bench.reader.set_gate(false);
+        CHECK(bench.wait(later) && bench.queue->counters().yields == 1);
+    }
+    {  // its second piece cannot be read
+        HalfRead test("late");
+        test.bench.reader.set_gate(false);
+        CHECK(test.bench.failure(test.half)->code == EIO);
+        CHECK(test.bench.queue->can_submit(0) && test.bench.wait(test.demand));
+    }
+    {  // shutdown does not read the rest
+        HalfRead test;
+        std::thread closer([&] { test.bench.queue->close(); });
+        CHECK(test.bench.failure(test.half)->kind == Failure::Kind::kCancelled);
+        test.bench.reader.set_gate(false);
+        closer.join();
+        CHECK(test.bench.wait(test.demand) && test.bench.reader.pieces == 2);
+    }
+    {  // the demand hangs, and with it the only reader: that is no hang of the half-read ticket
+        HalfRead test("ok", "stuck", 0.2);
+        test.bench.reader.stick(true);
+        test.bench.reader.set_gate(false);
+        CHECK(test.bench.failure(test.demand)->message.starts_with("the read has not ended"));
+        CHECK(test.bench.failure(test.half)->message.starts_with("not read"));
+        CHECK(test.bench.queue->can_submit(0));  // nothing writes there
+        test.bench.reader.stick(false);
+    }
+}
+
+// A running speculative read is raised: from then on it is demand, which does not yield and before
+// which other speculation yields.
+void a_running_read_is_raised() {
+    Bench bench(2);
+    bench.reader.set_gate(true);
+    const Ticket raised = bench.submit(bench.source(1), 0, 0.5);
+    bench.reader.await_at_gate(1);
+    bench.queue->raise_priority(raised, kDemand);
+    const Ticket later = bench.submit(bench.source(2), 1, 0.5);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(bench.queue->counters().running == 1);  // speculation waits for it
+    const Ticket demand = bench.submit(bench.source(3), 2, kDemand);
+    bench.reader.set_gate(false);
+    CHECK(bench.wait(raised) && bench.wait(demand) && bench.wait(later));
+    CHECK(bench.reader.order.back() == 2 && bench.queue->counters().yields == 0);
+}
 
 // A read hangs: its waiter gets an error, its slot stays reserved, and other reads continue.
 void a_hung_read_is_given_up() {
@@ -141,6 +226,8 @@ void destroyed_while_a_read_hangs(const std::string& folder) {
 }  // namespace
 
 int main(int, char** arguments) {
+    half_read_tickets();
+    a_running_read_is_raised();
     a_hung_read_is_given_up();
     a_hung_speculation_gives_up_its_place();
     a_hung_read_comes_back();

@@ -14,7 +14,10 @@ using namespace moeinf;
 using world::the_world;
 
 constexpr std::size_t kSlots = 4;
-constexpr std::size_t kSlotBytes = kPageBytes;
+constexpr std::size_t kSlotBytes = 2 * kPageBytes;
+constexpr std::size_t kTwoPieces = kPageBytes + 1;  // of speculation
+
+constexpr std::uint64_t kDemanded = 9;
 
 struct Choice {
     std::size_t chosen, of;
@@ -61,30 +64,41 @@ struct Reader {
     Copier* copier = nullptr;
     int reading[kSlots] = {};
     int at_once = 0, most_at_once = 0;
-    std::vector<std::uint64_t> order;
+    std::vector<std::uint64_t> order;  // of every piece
     bool open = false;
+    std::uint64_t speculative = 0;  // the source whose later pieces must not meet demand
+    bool demand_queued = false;     // set by the scene
+    int demands_reading = 0;
     world::Mutex mutex;
     world::Sync::Condition gate;
 
-    void read(const Source& source, std::byte* slot) {
+    void read(const Source& source, std::size_t from, std::size_t bytes, std::byte* slot) {
         const auto index = static_cast<std::size_t>(slot - copier->at[0].bytes) / kSlotBytes;
         const std::uint64_t id = source.offset / kPageBytes;
         CHECK(reading[index]++ == 0);
+        CHECK(from == 0 || order_has(id));
+        if (id == speculative && from > 0) CHECK(!demand_queued && demands_reading == 0);
+        if (id == kDemanded) demand_queued = false;
+        demands_reading += id == kDemanded;
         order.push_back(id);
         most_at_once = std::max(most_at_once, ++at_once);
         if (source.path == "held") {
             world::Lock lock(mutex);
             while (!open) gate.wait(lock);
         }
-        slot[0] = static_cast<std::byte>(id);
+        slot[from] = static_cast<std::byte>(id);
         the_world.step();
-        slot[1] = static_cast<std::byte>(id);
+        slot[from + bytes - 1] = static_cast<std::byte>(id);
         --reading[index];
+        demands_reading -= id == kDemanded;
         --at_once;
         if (source.path == "bad") throw Failed(Failure::Kind::kIo, EIO, "bad", "no luck");
     }
-    std::uint32_t checksum(const Source&, const std::byte* slot) {
-        CHECK(slot[0] == slot[1]);
+    bool order_has(std::uint64_t id) const {
+        return std::find(order.begin(), order.end(), id) != order.end();
+    }
+    std::uint32_t checksum(const Source& source, const std::byte* slot) {
+        CHECK(slot[0] == slot[source.bytes - 1]);
         return static_cast<std::uint32_t>(slot[0]);
     }
     void forget(const Source&) { CHECK(false); }
@@ -110,7 +124,7 @@ struct Scene {
     std::vector<world::Sync::Thread> others;  // clients besides the main one
 
     explicit Scene(int readers, int busy = kMaxReaders)
-        : queue({kSlots, kSlotBytes, readers, 1e9, busy}, reader, copier, clock) {
+        : queue({kSlots, kSlotBytes, readers, 1e9, busy, kPageBytes}, reader, copier, clock) {
         reader.copier = &copier;
         if (readers == 1) return;  // else its start adds more interleavings
         exploring = false;
@@ -118,8 +132,8 @@ struct Scene {
         exploring = true;
     }
 
-    SourceId source(std::uint64_t id, const char* path = "ok") {
-        return queue.add_source({path, id * kPageBytes, 2, static_cast<std::uint32_t>(id)});
+    SourceId source(std::uint64_t id, const char* path = "ok", std::size_t bytes = 2) {
+        return queue.add_source({path, id * kPageBytes, bytes, static_cast<std::uint32_t>(id)});
     }
     void also(std::function<void()> body) { others.push_back({&the_world.add(std::move(body))}); }
     void await_others() {
@@ -212,14 +226,58 @@ void demand_overtakes_running_reads() {
 }
 
 // One read keeps the drive busy. Speculation that comes while demand runs is started when the
-// demand ends, although no wake-up was sent for it. The two never share the drive.
+// demand ends, although no wake-up was sent for it. No two reads share the drive.
 void speculation_waits_for_demand() {
     Scene s(2, 1);
     const Ticket demand = s.queue.submit(s.source(2), 0, kDemand);
-    s.also([&s, source = s.source(4)] { CHECK(s.wait(s.queue.submit(source, 1, 0.5)) == 'd'); });
-    CHECK(s.wait(demand) == 'd');
-    s.await_others();
+    const SourceId sources[] = {s.source(4), s.source(6)};
+    const std::size_t slots[] = {1, 2};
+    const auto speculative = s.queue.submit(sources, slots, 0.5);
+    CHECK(s.wait(demand) == 'd' && s.queue.wait(speculative, forever));
     CHECK(s.reader.most_at_once == 1);
+    s.check_end();
+}
+
+// A demand comes at any time of a speculative read of two pieces, in the only reader or beside it:
+// it waits for one piece at most, and no second piece is read while it is queued or read.
+void demand_waits_for_a_piece(int readers) {
+    Scene s(readers);
+    const SourceId demanded = s.source(kDemanded);
+    s.reader.speculative = 2;
+    const Ticket read_ahead = s.queue.submit(s.source(2, "ok", kTwoPieces), 0, 0.5);
+    const Ticket demand = s.queue.submit(demanded, 1, kDemand);
+    s.reader.demand_queued = !s.reader.order_has(kDemanded);
+    CHECK(s.wait(demand) == 'd' && s.wait(read_ahead) == 'd');
+    CHECK(s.reader.order.size() == 3);
+    CHECK(s.copier.at[0].bytes[kPageBytes] == std::byte{2});
+    s.check_end();
+}
+void demand_waits_for_a_piece_of_its_reader() { demand_waits_for_a_piece(1); }
+void demand_waits_for_a_piece_of_another() { demand_waits_for_a_piece(2); }
+
+// A speculative read that yields is raised, or cancelled, at any time. It is read once; a part of
+// it only when the queue closes.
+void a_half_read_is_raised_or_cancelled() {
+    Scene s(1);
+    const Ticket read_ahead = s.queue.submit(s.source(2, "ok", kTwoPieces), 0, 0.5);
+    const Ticket demand = s.queue.submit(s.source(kDemanded), 1, kDemand);
+    s.queue.raise_priority(read_ahead, kDemand);
+    const bool cancelled = s.queue.cancel(read_ahead);
+    CHECK(s.wait(demand) == 'd');
+    const char end = s.wait(read_ahead);
+    CHECK(end == (cancelled ? 'c' : 'd'));
+    CHECK(s.reader.order_has(2) != cancelled);
+    s.check_end();
+}
+
+void a_half_read_meets_shutdown() {
+    Scene s(1);
+    const Ticket read_ahead = s.queue.submit(s.source(2, "ok", kTwoPieces), 0, 0.5);
+    const Ticket demand = s.queue.submit(s.source(kDemanded), 1, kDemand);
+    CHECK(s.queue.close());
+    const char end = s.wait(read_ahead);
+    CHECK(end == 'c' || (end == 'd' && s.copier.at[0].bytes[kPageBytes] == std::byte{2}));
+    CHECK(s.wait(demand) != 'f');
     s.check_end();
 }
 
@@ -255,6 +313,10 @@ constexpr Named kScenes[] = {
     {"raise_overtakes_a_running_read", raise_overtakes_a_running_read},
     {"demand_overtakes_running_reads", demand_overtakes_running_reads},
     {"speculation_waits_for_demand", speculation_waits_for_demand},
+    {"demand_waits_for_a_piece_of_its_reader", demand_waits_for_a_piece_of_its_reader},
+    {"demand_waits_for_a_piece_of_another", demand_waits_for_a_piece_of_another},
+    {"a_half_read_is_raised_or_cancelled", a_half_read_is_raised_or_cancelled},
+    {"a_half_read_meets_shutdown", a_half_read_meets_shutdown},
     {"resident_or_not", resident_or_not},
 };
 

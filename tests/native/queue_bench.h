@@ -44,40 +44,46 @@ struct Clock {
 };
 
 constexpr std::size_t kSlots = 96;
-constexpr std::size_t kSlotBytes = kPageBytes;
+constexpr std::size_t kSlotBytes = 2 * kPageBytes;  // speculation reads two pieces
 
 // A source's path gives its read's outcome: ok, io, int (throws one), std, flip (wrong once), wrong
-// (always), stuck (while the reader is). Reads wait at the gate while it is shut.
+// (always), late (its second piece throws), stuck (while the reader is). Reads wait at the gate
+// while it is shut.
 struct Reader {
     std::mutex mutex;
     std::condition_variable moved;
     bool shut = false, stuck = false;
-    int at_gate = 0;
-    std::vector<std::uint64_t> order;  // offsets, as read
+    int at_gate = 0, may_pass = 0;
+    std::vector<std::uint64_t> order;  // offsets, as begun
+    int pieces = 0;                    // calls of read
     std::atomic<int> forgets{0};
     std::atomic<bool> slot_busy[kSlots] = {};
     std::byte* base = nullptr;
 
-    void read(const Source& source, std::byte* slot) {
+    void read(const Source& source, std::size_t from, std::size_t bytes, std::byte* slot) {
         auto& busy = slot_busy[static_cast<std::size_t>(slot - base) / kSlotBytes];
         CHECK(!busy.exchange(true));  // never two reads into one slot
         {
             std::unique_lock lock(mutex);
-            order.push_back(source.offset / kPageBytes);
+            if (from == 0) order.push_back(source.offset / kPageBytes);
+            ++pieces;
             ++at_gate;
             moved.notify_all();
-            while (shut || (stuck && source.path == "stuck")) moved.wait(lock);
+            while ((shut && may_pass == 0) || (stuck && source.path == "stuck")) moved.wait(lock);
+            if (shut) --may_pass;
             --at_gate;
         }
         const auto value = static_cast<std::byte>(source.offset / kPageBytes);
-        std::fill(slot, slot + source.bytes, value);  // unlocked: ThreadSanitizer watches the bytes
+        std::fill(slot + from, slot + from + bytes, value);  // unlocked: ThreadSanitizer watches the bytes
         CHECK(busy.exchange(false));
+        if (source.path == "late" && from > 0) throw Failed(Failure::Kind::kIo, EIO, "late", "no");
         if (source.path == "io") throw Failed(Failure::Kind::kIo, EIO, "io", "no luck");
         if (source.path == "int") throw 7;
         if (source.path == "std") throw std::bad_alloc();
     }
     std::uint32_t checksum(const Source& source, const std::byte* slot) {
         const bool wrong = source.path == "wrong" || (source.path == "flip" && forgets == 0);
+        CHECK(slot[0] == slot[source.bytes - 1]);
         return static_cast<std::uint32_t>(slot[0]) + (wrong ? 1 : 0);
     }
     void forget(const Source&) { ++forgets; }
@@ -85,6 +91,11 @@ struct Reader {
     void set_gate(bool value) {
         const std::lock_guard lock(mutex);
         shut = value;
+        moved.notify_all();
+    }
+    void let_through(int count) {
+        const std::lock_guard lock(mutex);
+        may_pass += count;
         moved.notify_all();
     }
     void stick(bool value) {
@@ -119,7 +130,7 @@ struct Bench {
 
     explicit Bench(int readers, double hang_seconds = 1e9, int busy = kMaxReaders) {
         reader.base = bytes.data();
-        const QueueShape shape{kSlots, kSlotBytes, readers, hang_seconds, busy};
+        const QueueShape shape{kSlots, kSlotBytes, readers, hang_seconds, busy, kPageBytes};
         queue.emplace(shape, reader, copier, clock);
     }
     SourceId source(std::uint64_t tag, const char* path = "ok") {

@@ -13,7 +13,7 @@ namespace {
 using namespace moeinf;
 using world::the_world;
 
-constexpr std::size_t kSlotBytes = kPageBytes;
+constexpr std::size_t kSlotBytes = 2 * kPageBytes;  // speculation reads two pieces
 constexpr double kHang = 2.0;
 
 std::uint64_t seed_of_this_run = 0;
@@ -26,7 +26,7 @@ bool one_in(unsigned n) {
 struct Coverage {
     std::uint64_t schedules = 0, tickets = 0, done = 0, failed = 0, cancelled = 0, resident = 0,
                   hung = 0, allocations_failed = 0, copies_failed = 0, closed_hanging = 0,
-                  rereads = 0, frozen = 0;
+                  rereads = 0, frozen = 0, yields = 0;
 } covered;
 
 // The standard allocator, with failures on request.
@@ -100,13 +100,14 @@ struct Copier {
 };
 
 struct Reader {
-    void read(const Source& source, std::byte* slot) {
+    void read(const Source& source, std::size_t from, std::size_t bytes, std::byte* slot) {
         const auto id = source.offset / kPageBytes;
         const Alone alone(static_cast<std::size_t>(slot - Copier::base()) / kSlotBytes);
         const Fault fault = machine->kind[id].first;
-        slot[0] = value_of(id);
+        if (from > 0) CHECK(slot[0] == value_of(id));
+        slot[from] = value_of(id);
         the_world.step();
-        std::fill(slot, slot + source.bytes, value_of(id));
+        std::fill(slot + from, slot + from + bytes, value_of(id));
         if (fault == kSlow) the_world.sleep(0.3);
         if (fault == kHangs) the_world.sleep(kHang * 3);
         if (fault == kShort) throw Failed(Failure::Kind::kCorrupt, ENODATA, source.path, "short");
@@ -296,6 +297,7 @@ struct Play {
         counters = queue->counters();
         CHECK(counters.submitted == known.size());
         CHECK(counters.undelivered == 0 && counters.waiting == 0);
+        covered.yields += counters.yields;
         queue.reset();
         for (const int busy : machine->busy) CHECK(busy == 0);
     }
@@ -309,8 +311,9 @@ struct Play {
         const bool memory_fails = one_in(3);
         const int readers = 1 + static_cast<int>(dice() % 4);
         try {
-            queue = std::make_unique<Queue>(QueueShape{slots, kSlotBytes, readers, kHang}, reader,
-                                            copier, clock);
+            queue = std::make_unique<Queue>(
+                QueueShape{slots, kSlotBytes, readers, kHang, kMaxReaders, kPageBytes}, reader,
+                copier, clock);
         } catch (const std::bad_alloc&) {
             return;  // its threads have exited; otherwise the world would not end
         }
@@ -369,4 +372,5 @@ int main(int, char** arguments) {
     print("closed_hanging", covered.closed_hanging);
     print("rereads", covered.rereads);
     print("frozen", covered.frozen);
+    print("yields", covered.yields);
 }

@@ -14,11 +14,13 @@ from tests.native.drivers import (
     KERNEL_PROGRAMS,
     LOST_WAKE_UP,
     NEVER_BUSY,
+    NEVER_YIELDS,
     NO_RESERVE,
     ONE_LOOK,
     PROGRAMS,
     SILENT_RAISE,
     SLOT_OF_THE_HUNG,
+    YIELDS_TO_THE_QUEUED,
     Drivers,
     Fault,
     Program,
@@ -26,7 +28,7 @@ from tests.native.drivers import (
 
 SCHEDULES = 12_000
 SOME_SCHEDULES = 3_000
-SCENES = 7
+SCENES = 11
 KERNEL_PATHS = ("portable", "avx2", "")  # "": the fastest one
 KERNEL_RESULTS = 8 * 9 + 1  # formats, activations times counts, and the router
 
@@ -116,13 +118,18 @@ def test_every_interleaving(drivers: Drivers):
         pytest.param(NO_RESERVE, "demand_overtakes_running_reads", id="no-reader-for-demand"),
         pytest.param(NEVER_BUSY, "speculation_waits_for_demand", id="speculation-shares-the-drive"),
         pytest.param(SILENT_RAISE, "raise_overtakes_a_running_read", id="raise-wakes-nobody"),
+        pytest.param(NEVER_YIELDS, "demand_waits_for_a_piece_of_its_reader", id="never-yields"),
+        pytest.param(
+            YIELDS_TO_THE_QUEUED, "demand_waits_for_a_piece_of_another", id="shares-with-demand"
+        ),
     ],
 )
 def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
     """A mutated core deadlocks or fails a check in some interleaving, which the driver prints."""
     ended = drivers.run(Program("interleave_driver", fault=fault), scene)
     assert ended.returncode != 0
-    assert re.search(r"not true: .*(everybody waits|order.size|most_at_once)", ended.stderr)
+    checks = "everybody waits|order.size|most_at_once|!demand_queued"
+    assert re.search(rf"not true: .*({checks})", ended.stderr)
     assert re.search(rf"^scene {scene}, choices( \d+)+$", ended.stderr, re.MULTILINE)
 
 

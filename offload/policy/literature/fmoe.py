@@ -115,7 +115,12 @@ class Fmoe(Ranked):
     def prefetch(self, most: int) -> Sequence[Wish]:
         found = [one for wishes in self._wishes.values() for one in wishes]
         found.sort(key=lambda one: -one[0])
-        return [Wish(cell, False) for _, cell in found if self.is_absent(cell)][:most]
+        used, top_k = self._chances.ravel(), self.setup.shape.top_k  # a gate's shares sum to 1
+        return [
+            Wish(cell, False, min(1.0, top_k * float(used[cell])))
+            for _, cell in found
+            if self.is_absent(cell)
+        ][:most]
 
     def _follow(self, row: int, layer: int, chosen: NDArray[np.integer[Any]]) -> None:
         """Add a layer of a row's trajectory to its products with all maps."""

@@ -58,7 +58,7 @@ class Foresight(Ranked):
             likely = np.flatnonzero(row >= WORTH)
             for expert in likely[np.argsort(-row[likely], kind="stable")].tolist():
                 if self.is_absent(first + expert):
-                    wishes.append(Wish(first + expert, False))
+                    wishes.append(Wish(first + expert, False, min(1.0, float(row[expert]))))
         return wishes[:most]
 
 

@@ -207,20 +207,21 @@ class PlainAdaptive:
         self.kept.add(cell)
         self.insertions += 1
 
-    def wishes(self, most: int) -> list[tuple[int, bool]]:
+    def wishes(self, most: int) -> list[tuple[int, bool, float]]:
         def absent(cell: int) -> bool:
             return cell not in self.kept and cell not in self.staged
 
         def by_score(cells: list[int]) -> list[int]:
             return sorted(cells, key=self.score, reverse=True)
 
-        found: list[tuple[int, bool]] = []
+        found: list[tuple[int, bool, float]] = []
         for layer in sorted(self.hints):
             if layer > self.layer:
                 for cell in by_score([c for c in self.hints[layer] if absent(c)]):
                     kind = bisect(SURPRISE, self.score(cell))
-                    if self.right[kind] / self.seen[kind] >= self.knobs.worth:
-                        found.append((cell, True))
+                    right = self.right[kind] / self.seen[kind]
+                    if right >= self.knobs.worth:
+                        found.append((cell, True, right))
         if len(found) >= most:
             return found[:most]
         following = self.layer + 1
@@ -237,5 +238,5 @@ class PlainAdaptive:
             if cell not in noted:
                 noted.append(cell)
         if self.lookahead[0] / self.lookahead[1] >= float(F(self.knobs.sure)):
-            found += [(cell, False) for cell in sure]
+            found += [(cell, False, float(self.score(cell))) for cell in sure]
         return found[:most]

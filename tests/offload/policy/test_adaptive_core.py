@@ -84,7 +84,7 @@ class Pair:
                 self.fetch(cell, cells)
             wishes = self.native.wishes(6)
             assert wishes == self.plain.wishes(6)
-            for cell, _urgent in wishes[:2]:
+            for cell, _urgent, _probability in wishes[:2]:
                 self.fetch(cell, cells)
             if layer == 1 and self.resident:  # a read that has failed
                 for policy in (self.native, self.plain):
@@ -252,5 +252,5 @@ def test_lookahead_stops_while_it_is_wrong_more_often_than_not() -> None:
         policy.routed(0, np.array([[1]]))
         asked.append(policy.wishes(4))
         policy.routed(1, np.array([[1 + token % 7]]))
-    assert asked[0] == [(8, False)]
+    assert asked[0] == [(8, False, pytest.approx(0.6))]
     assert asked[-1] == []

@@ -1,8 +1,8 @@
 """Compare replays with outcomes recorded before the policies were optimised.
 
 The recording is real routing, cut into requests of ten tokens each, so that the EAMC fills. The
-outcomes are those of commit 47deca1, for `eamc` with stable sorts. numpy's default sorts order ties
-by the processor's vector width, and ties are frequent.
+outcomes are those of commit 47deca1, for `eamc` with stable sorts and reads ahead that yield.
+numpy's default sorts order ties by the processor's vector width, and ties are frequent.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ RECORDED = {
     ("lru", 0.2): (25285, 9275, 9275, 0, 0, 4992061440),
     ("lfu", 0.05): (12502, 22058, 22058, 0, 0, 14104716288),
     ("lfu", 0.2): (25658, 8902, 8902, 0, 0, 4742648832),
-    ("eamc", 0.05): (11011, 28455, 28454, 5162, 1050, 16417199514),
-    ("eamc", 0.2): (24702, 15225, 15224, 5479, 1413, 6360730931),
+    ("eamc", 0.05): (10998, 27682, 27211, 4377, 947, 15698040218),
+    ("eamc", 0.2): (24666, 14729, 13770, 4972, 1186, 5754669739),
     ("adaptive", 0.05): (13031, 21529, 5881, 0, 0, 13702170624),
     ("adaptive", 0.2): (26442, 8118, 8087, 0, 0, 4257251328),
     ("belady", 0.05): (19797, 14763, 14763, 0, 0, 8739345408),

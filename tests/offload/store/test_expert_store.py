@@ -365,7 +365,7 @@ def test_reads_that_fail_in_any_way_leave_no_slot_behind(
             raise failures.pop()(f"ticket {ticket}")
 
     store.host._transfer._queue = SimpleNamespace(  # type: ignore[assignment]
-        wait=fails, cancel=lambda _ticket: False,
+        wait=fails, cancel=lambda _ticket, half_read=False: False,
         **{name: getattr(queue, name) for name in ("submit_many", "can_submit", "collect")},
     )  # fmt: skip
     x, ids, weights = routing(2, 1)

@@ -1,8 +1,11 @@
-"""Test that prefetching stops without waits, and starts again with them."""
+"""Test that prefetching stops without waits, starts with them, and that each wish is weighed."""
 
 from __future__ import annotations
 
-from moeinf.offload.store.prefetch_gate import Throttle
+import pytest
+
+from moeinf.offload.policy.base import Wish
+from moeinf.offload.store.prefetch_gate import Judge, Throttle, Times
 
 
 def test_open_until_a_token_has_shown_that_nothing_waits() -> None:
@@ -33,4 +36,96 @@ def test_the_share_is_of_the_last_tokens() -> None:
 def test_none_is_always_open() -> None:
     throttle = Throttle(0.0)
     throttle.passed(0.0, 1.0)
+    assert throttle.open
+
+
+def accepted(judge: Judge, probability: float, cell: int = 4, layer: int = 0) -> bool:
+    return bool(judge.worth([Wish(cell, True, probability)], layer))
+
+
+@pytest.mark.parametrize(
+    ("times", "least"),
+    [
+        (Times(read=10.0, piece=2.0, layer=20.0), 1.5 / 11.5),  # p·10 > (1 - p)·(0.5·1 + 0.1·10)
+        (
+            Times(read=10.0, piece=2.0, layer=2.0),
+            6 / 8,
+        ),  # 2 of the 10 fit before the layer; five are cut
+        (Times(read=10.0, piece=10.0, layer=20.0), 3.5 / 13.5),  # a read that cannot be cut
+    ],
+)
+def test_a_wish_has_to_be_worth_its_time(times: Times, least: float) -> None:
+    for probability in (least - 0.01, least + 0.01):
+        judge = Judge(4, 4, times)
+        assert accepted(judge, probability) == (probability > least)
+
+
+def test_more_slack_for_a_later_layer() -> None:
+    """Cell 4 is of layer 1. After layer 1 it comes again after three more layers."""
+    judge = Judge(4, 4, Times(read=10.0, piece=2.0, layer=2.0))
+    assert not accepted(judge, 0.55, layer=0)
+    assert accepted(judge, 0.55, layer=2)
+    assert accepted(judge, 0.55, layer=1)
+    assert not accepted(judge, 0.55, layer=0)
+    assert judge.worth([Wish(4, True, 0.55)], 0, begun={4})  # a read that has begun goes on
+
+
+def test_claims_that_do_not_come_true_are_corrected_and_tried_again() -> None:
+    judge = Judge(4, 4, Times(read=10.0, piece=2.0, layer=20.0))
+    reads = 0
+    while accepted(judge, 1.0):
+        judge.judged(4, used=False)
+        reads += 1
+        assert reads < 200
+    passes = 0
+    while not accepted(judge, 1.0):
+        judge.begin_pass()
+        passes += 1
+        assert passes < 100
+    assert passes >= 1
+    for _ in range(300):
+        judge.judged(4, used=True)
+        assert accepted(judge, 0.9)
+
+
+def test_victims_that_are_missed_make_reads_dearer() -> None:
+    judge = Judge(4, 4, Times(read=10.0, piece=2.0, layer=20.0))
+    assert accepted(judge, 0.3)
+    for _ in range(200):
+        judge.displaced(9)
+        judge.missed(9)
+        judge.begin_pass()
+    assert not accepted(judge, 0.3)
+    for _ in range(400):
+        judge.displaced(9)
+        judge.begin_pass()
+        judge.begin_pass()
+    judge.missed(9)  # long after
+    assert accepted(judge, 0.3)
+
+
+def test_the_times_are_measured() -> None:
+    """Until a read has ended, all is worth it. A slow drive then needs surer wishes."""
+    judge = Judge(4, 4)
+    assert accepted(judge, 0.01)
+    judge.measured(computing=4.0, reads=0, reading=0.0, pieces=5)
+    assert judge.times is None
+    judge.measured(computing=4.0, reads=2, reading=1.0, pieces=5)
+    assert judge.times == Times(read=0.5, piece=0.1, layer=1.0)
+    assert accepted(judge, 0.3)
+    for _ in range(200):
+        judge.measured(computing=4.0, reads=2, reading=80.0, pieces=5)
+    assert judge.times.read == pytest.approx(40, rel=1e-3)
+    assert not accepted(judge, 0.3)
+    assert accepted(judge, 0.97)
+
+
+def test_a_drive_that_is_slow_for_all_opens_the_throttle() -> None:
+    """Waiting opens it, also when reads ahead are no use: the judge and the queue bound those."""
+    throttle = Throttle(0.05)
+    for _ in range(100):
+        throttle.passed(0.0001, 0.02)
+    assert not throttle.open
+    for _ in range(5):
+        throttle.passed(0.02, 0.04)  # another program reads the drive
     assert throttle.open

@@ -1,0 +1,98 @@
+"""Reads ahead that have yielded to demand: dropped when no longer wished for, used otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from moeinf.offload.policy.base import Setup, Wish
+from moeinf.offload.policy.lru import Lru
+from moeinf.offload.routing.trace import RoutingShape
+from moeinf.offload.store.prefetch import ReadAhead
+from moeinf.offload.store.prefetch_gate import Judge
+from moeinf.offload.store.residency import Residency
+from moeinf.offload.store.stats import StoreStats
+from tests.fakes import AtOnce
+
+SHAPE = RoutingShape(layers=2, experts=4, top_k=1)
+
+
+class Yielding(AtOnce):
+    """A `Transfer` whose reads ahead have all yielded after their first piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cancelled: list[int] = []
+        self.hastened: list[int] = []
+
+    def ahead(self, cells: Sequence[int], slots: Sequence[int], priority: float) -> list[int]:
+        return self.demand(cells, slots)
+
+    def hasten(self, ticket: int) -> None:
+        self.hastened.append(ticket)
+
+    def cancel(self, ticket: int, half_read: bool = False) -> bool:
+        self.cancelled += [ticket] * half_read
+        return half_read
+
+
+@pytest.fixture
+def transfer() -> Yielding:
+    return Yielding()
+
+
+@pytest.fixture
+def residency() -> Residency:
+    return Residency(3, 8)
+
+
+@pytest.fixture
+def judge() -> Judge:
+    return Judge(2, 4)
+
+
+@pytest.fixture
+def ahead(transfer: Yielding, residency: Residency, judge: Judge) -> ReadAhead:
+    policy = Lru(Setup(SHAPE, 3))
+    return ReadAhead(residency, transfer, policy, StoreStats(), judge)  # type: ignore[arg-type]
+
+
+def test_a_half_read_expert_stays_while_it_is_wished_for(
+    ahead: ReadAhead, residency: Residency, transfer: Yielding
+) -> None:
+    ahead.wish([Wish(4, True), Wish(5, True)])
+    ahead.settle()
+    assert 4 in ahead.begun
+    ahead.wish([Wish(5, True), Wish(6, True)])
+    assert transfer.cancelled == [1]
+    assert [residency.has_slot(cell) for cell in (4, 5, 6)] == [False, True, True]
+    assert residency.free == 1
+
+
+def test_its_layer_makes_it_demand(
+    ahead: ReadAhead, residency: Residency, transfer: Yielding
+) -> None:
+    ahead.wish([Wish(4, True)])
+    ahead.settle()
+    assert ahead.take(4) == 1
+    assert (transfer.hastened, transfer.cancelled) == ([1], [])
+    ahead.wish([])  # it is no read ahead any more
+    assert residency.has_slot(4)
+
+
+def test_a_dropped_read_counts_as_a_wrong_claim(ahead: ReadAhead, judge: Judge) -> None:
+    before = judge._came.value
+    ahead.wish(judge.worth([Wish(4, True)], 0))  # nothing is measured: it is worth it
+    judge._claims[4] = 1.0
+    ahead.settle()
+    ahead.wish([])
+    assert judge._came.value < before
+
+
+def test_the_warm_start_is_not_dropped(ahead: ReadAhead, residency: Residency) -> None:
+    assert ahead.warm([4, 5]) == 2
+    ahead.settle()
+    ahead.wish([])
+    assert residency.has_slot(4)
+    assert residency.has_slot(5)
