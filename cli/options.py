@@ -62,6 +62,17 @@ def _miss(text: str) -> Miss:
     raise typer.BadParameter(f"{text!r} is not one of {', '.join(MISSES)}")
 
 
+def _cache_aware(text: str) -> float:
+    """Return LAMBDA of cache-aware=LAMBDA; the configuration checks its range."""
+    name, _, value = str(text).partition("=")
+    try:
+        if name == "cache-aware":
+            return float(value)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"{text!r} is not cache-aware=LAMBDA, as cache-aware=0.2")
+
+
 def policy_name(text: str) -> str:
     """Return the name if a policy has it. Raises BadParameter."""
     if text not in POLICY_NAMES:
@@ -176,6 +187,16 @@ SkipBelow = Annotated[
         show_default=False,
     ),
 ]
+Route = Annotated[
+    float | None,
+    typer.Option(
+        "--route",
+        parser=_cache_aware,
+        metavar="cache-aware=LAMBDA",
+        help="Lossy: prefer experts in memory by this part of the range of a router's logits: 0.2.",
+        show_default=False,
+    ),
+]
 KeepAlive = Annotated[
     float | None,
     typer.Option(
@@ -227,6 +248,7 @@ def engine_config(
     reproducible: bool = False,
     prefix_cache: bool = False,
     skip_below: float = 0.0,
+    cache_aware: float = 0.0,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -239,6 +261,7 @@ def engine_config(
         device_memory=device_memory,
         miss=miss,
         skip_below=skip_below,
+        cache_aware=cache_aware,
         libcuda=settings.libcuda,
         reproducible=reproducible,
         prefix=settings.prefix if prefix_cache else None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from moeinf.errors import InvalidInput
 from moeinf.offload.gpu_tier.miss_split import Miss
 from moeinf.offload.policy.names import DEFAULT_POLICY
 from moeinf.runtime.invalid import InvalidValue
@@ -241,6 +242,8 @@ class EngineConfig:
                (offload/gpu_tier/layer_runner.py)
     skip_below lossy: a decoded token does without an absent expert below this share of its gate
                weights (offload/store/skipping.py); 0: never
+    cache_aware  lossy: a decoded token prefers experts in memory by this part of the range of its
+               logits (models/layers/cache_aware.py); 0: never
     libcuda    the driver's library, if the system does not find it
     window     tokens of a prompt that go through a layer before the next layer, rounded down to
                chunks of PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
@@ -260,6 +263,7 @@ class EngineConfig:
     device_memory: MemorySize | None = None
     miss: Miss = "auto"
     skip_below: float = 0.0
+    cache_aware: float = 0.0
     libcuda: str | None = None
     window: int | None = None
     reproducible: bool = False
@@ -276,5 +280,31 @@ class EngineConfig:
             raise InvalidValue(
                 f"--skip-below: {self.skip_below} is invalid (expected at least 0, less than 1)"
             )
-        if self.skip_below and self.device == "cuda":
-            raise InvalidValue("--skip-below cannot be combined with --device cuda")
+        if not 0 <= self.cache_aware <= 1:
+            raise InvalidValue(
+                f"--route: cache-aware={self.cache_aware} is invalid (expected from 0 to 1)"
+            )
+        for option in lossy_options(self.lossy):
+            if self.device == "cuda":
+                raise InvalidValue(f"{option} cannot be combined with --device cuda")
+            if self.reproducible:
+                raise LossyReproducible(f"{option} cannot be combined with --reproducible")
+
+    @property
+    def lossy(self) -> Mapping[str, float]:
+        """The options by which residency chooses the result, by field; empty: none is set."""
+        found = {"skip_below": self.skip_below, "cache_aware": self.cache_aware}
+        return found if any(found.values()) else {}
+
+
+def lossy_options(lossy: Mapping[str, float]) -> list[str]:
+    """Return the lossy options that are set, as on the command line."""
+    words = {"skip_below": "--skip-below {:g}", "cache_aware": "--route cache-aware={:g}"}
+    return [words[name].format(value) for name, value in lossy.items() if value]
+
+
+class LossyReproducible(InvalidInput):
+    """A lossy option cannot be combined with --reproducible: its result depends on the cache."""
+
+    code = "lossy_reproducible"
+    hint = "the same command without --reproducible, or without the lossy option"

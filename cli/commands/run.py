@@ -33,6 +33,7 @@ from moeinf.cli.options import (
     PolicyName,
     Quiet,
     Reproducible,
+    Route,
     SkipBelow,
     Source,
     Target,
@@ -64,6 +65,7 @@ def run(
     miss: OnMiss = "auto",
     policy: PolicyName = DEFAULT_POLICY,
     skip_below: SkipBelow = 0.0,
+    route: Route = None,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0: all.")] = None,
@@ -145,6 +147,7 @@ def run(
         reproducible=reproducible,
         prefix_cache=not no_prefix_cache,
         skip_below=skip_below,
+        cache_aware=route or 0.0,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -174,7 +177,7 @@ def run(
         "--policy": None if policy == DEFAULT_POLICY else policy,
         "--no-trace": no_trace or None, "--reproducible": reproducible or None,
         "--no-prefix-cache": no_prefix_cache or None,
-        "--skip-below": skip_below or None,
+        "--skip-below": skip_below or None, "--route": route or None,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

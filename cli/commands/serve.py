@@ -19,6 +19,7 @@ from moeinf.cli.options import (
     PolicyName,
     Quiet,
     Reproducible,
+    Route,
     SkipBelow,
     Threads,
     engine_config,
@@ -61,6 +62,7 @@ def serve(
     ctx: Context = None,
     policy: PolicyName = DEFAULT_POLICY,
     skip_below: SkipBelow = 0.0,
+    route: Route = None,
     threads: Threads = None,
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
@@ -108,6 +110,7 @@ def serve(
         reproducible=reproducible,
         prefix_cache=not no_prefix_cache,
         skip_below=skip_below,
+        cache_aware=route or 0.0,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

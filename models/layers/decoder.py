@@ -249,7 +249,7 @@ class Decoder:
             embedding,
             config.embedding_scale,
             Rope(config.rope, rope_dim, embedding.device),
-            _looking_ahead([_tuned(block, parts) for block in blocks]),
+            _sparse_tuned(_looking_ahead([_tuned(block, parts) for block in blocks]), parts),
             parts.tuned(_final_norm(config, parts)),
             parts.linear(head, config.vocab, config.hidden, config.head_bias),
             self._cache,
@@ -374,6 +374,14 @@ def _looking_ahead(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
             block = replace(block, ffn=replace(block.ffn, ahead=following))
         linked.append(block)
     return tuple(reversed(linked))
+
+
+def _sparse_tuned(blocks: Sequence[Layer], parts: Parts) -> tuple[Layer, ...]:
+    """Let the loader tune whole MoE layers; hints keep the routers that they have."""
+    return tuple(
+        replace(block, ffn=parts.tuned(block.ffn)) if isinstance(block.ffn, SparseFfn) else block
+        for block in blocks
+    )
 
 
 def ignores_buffers(name: str, config: HasBody) -> bool:

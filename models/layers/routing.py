@@ -29,13 +29,27 @@ class SoftmaxRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, the largest first."""
-        scores = functional.linear(x.float(), self.weight.float()).softmax(-1)  # [T, E]
+        scores = self.judge(x)[1]
+        weights, ids = scores.topk(self.top_k, dim=-1)  # [T, K] each
+        return ids, self._mixed(weights)
+
+    def judge(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See cache_aware.Judge: the choice is by logits."""
+        logits = functional.linear(x.float(), self.weight.float())  # [T, E]
+        scores = logits.softmax(-1)
         if self.groups is not None:
             scores = limit_to_groups(scores, *self.groups)
-        weights, ids = scores.topk(self.top_k, dim=-1)  # [T, K] each
+            logits = logits.masked_fill(scores == 0, -torch.inf)
+        return logits, scores
+
+    def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """See cache_aware.Judge."""
+        return self._mixed(scores.gather(1, ids))
+
+    def _mixed(self, weights: Tensor) -> Tensor:
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return ids, weights * self.scale
+        return weights * self.scale
 
 
 @dataclass(frozen=True)
@@ -48,9 +62,17 @@ class TopSoftmaxRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, the largest first."""
-        logits = functional.linear(x.float(), self.weight.float(), self.bias.float())  # [T, E]
-        best, ids = logits.topk(self.top_k, dim=-1)  # [T, K] each
+        best, ids = self.judge(x)[0].topk(self.top_k, dim=-1)  # [T, K] each
         return ids, best.softmax(-1)
+
+    def judge(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See cache_aware.Judge: the choice is by biased logits."""
+        logits = functional.linear(x.float(), self.weight.float(), self.bias.float())  # [T, E]
+        return logits, logits
+
+    def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """See cache_aware.Judge."""
+        return scores.gather(1, ids).softmax(-1)
 
 
 def limit_to_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
@@ -85,15 +107,24 @@ class SigmoidRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map x [T, D] to ids [T, K] int64 and weights [T, K] float32, in the order of choice."""
+        choice, scores = self.judge(x)
+        ids = choice.topk(self.top_k, dim=-1).indices  # [T, K]
+        return ids, self.weigh(scores, ids)
+
+    def judge(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See cache_aware.Judge: the choice is by score plus bias."""
         scores = functional.linear(x.float(), self.weight.float()).sigmoid()  # [T, E]
         choice = scores + self.bias.float()
         if self.groups is not None:
             choice = drop_groups(choice, *self.groups)
-        ids = choice.topk(self.top_k, dim=-1).indices  # [T, K]
+        return choice, scores
+
+    def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """See cache_aware.Judge."""
         weights = scores.gather(1, ids)
         if self.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return ids, weights * self.scale
+        return weights * self.scale
 
 
 def drop_groups(choice: Tensor, groups: int, kept: int) -> Tensor:

@@ -98,6 +98,16 @@ class HostTier:
     def resident(self, cells: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         return self.table.resident(cells)
 
+    def preferred(self, layer: int) -> NDArray[np.bool_] | None:
+        """Return which experts [E] of a layer are here, if the pass decodes and some are absent.
+
+        A lossy choice prefers them; see models/layers/cache_aware.py.
+        """
+        if not self.decoding or self.all_fit:
+            return None
+        self.settle()
+        return self.resident(layer * self.experts + np.arange(self.experts))
+
     def begin_pass(self, rows: NDArray[np.int64], phase: Phase) -> None:
         self.decoding = self._ahead.decoding = phase == "decode"
         self.pieces, self.table.leaving = (), self.table.cells

@@ -16,6 +16,7 @@ class StoreStats:
     decode_events: int = 0
     decode_hits: int = 0
     decode_events_skipped: int = 0  # lossy: absent and light, so not computed; not in decode_events
+    decode_events_rerouted: int = 0  # lossy: of an expert that is not among the router's best
     prefill_events: int = 0
     prefill_hits: int = 0
     loads: int = 0  # experts read into a slot
@@ -58,6 +59,12 @@ class StoreStats:
         """Share of decode events that a lossy option dropped; None before the first."""
         events = self.decode_events + self.decode_events_skipped
         return self.decode_events_skipped / events if events else None
+
+    @property
+    def rerouted_share(self) -> float | None:
+        """Share of decode events of experts that a lossy option chose; None before the first."""
+        events = self.decode_events + self.decode_events_skipped
+        return self.decode_events_rerouted / events if events else None
 
     @property
     def decode_hits_cached(self) -> int:

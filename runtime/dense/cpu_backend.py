@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moeinf.models.base import Piece
 from moeinf.runtime.dense import cpu_linear
 from moeinf.runtime.dense.cpu_fused import tuned
 
@@ -15,4 +16,7 @@ class CpuMath:
     tiled_linear = staticmethod(cpu_linear.tiled_linear)
     plain_linear = staticmethod(cpu_linear.plain_linear)
     tiled_embedding = staticmethod(cpu_linear.tiled_embedding)
-    tuned = staticmethod(tuned)
+
+    def tuned(self, piece: Piece) -> Piece:
+        """See models.base.Parts.tuned."""
+        return tuned(piece)

@@ -51,7 +51,7 @@ class NativeRouter:
     """SoftmaxRouter for few rows. A row's result does not depend on the others, unlike torch's."""
 
     def __init__(self, torch_router: SoftmaxRouter) -> None:
-        self._torch, weight = torch_router, torch_router.weight
+        self.torch_router, weight = torch_router, torch_router.weight
         groups, kept = torch_router.groups or (1, 1)
         experts, hidden = weight.shape
         self._top_k = torch_router.top_k
@@ -62,7 +62,7 @@ class NativeRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if len(x) > MOST_ROWS or x.dtype != torch.bfloat16:
-            return self._torch(x)
+            return self.torch_router(x)
         x = x.contiguous()
         ids = torch.empty(len(x), self._top_k, dtype=torch.int64)
         weights = torch.empty(len(x), self._top_k)

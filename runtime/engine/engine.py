@@ -134,7 +134,7 @@ class Engine:
                 vocab_size=weights.model.vocab_size,
                 reads_sources=isinstance(weights.model, EncoderDecoder),
                 digest=manifest.digest,
-                skip_below=config.skip_below,
+                lossy=config.lossy,
                 choices=(*plan.placement.notes, *tiers.choices, *warmed),
                 load_seconds=time.perf_counter() - start,
                 peak_bytes=plan.peak_bytes,
@@ -142,7 +142,8 @@ class Engine:
             )
             if plan.traced:
                 Library(settings).used(manifest.model)
-            tracing = RequestTracing(tiers.store, manifest, tiers.eamc, plan.notes)
+            eamc = None if config.cache_aware else tiers.eamc  # a lossy choice is not the model's
+            tracing = RequestTracing(tiers.store, manifest, eamc, plan.notes)
             engine = cls(
                 info, text, tiers, weights, prefixes, tracing, plan.notes, opened.pop_all()
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeinf.runtime.config import PREFILL_CHUNK
@@ -28,7 +29,7 @@ class EngineInfo:
     vocab_size: int
     reads_sources: bool  # an encoder-decoder: a state needs a source before `extend`
     digest: str  # of the model's files; see Manifest.digest
-    skip_below: float = 0.0  # not 0: lossy, see EngineConfig
+    lossy: Mapping[str, float] = field(default_factory=dict)  # see EngineConfig.lossy
     choices: tuple[str, ...] = ()
     load_seconds: float = 0.0
     peak_bytes: int = 0  # of the whole process, imports included

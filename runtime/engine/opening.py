@@ -21,8 +21,9 @@ from moeinf.native import (
 )
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.store.expert_store import ExpertStore
-from moeinf.runtime.config import EngineConfig, Settings
+from moeinf.runtime.config import EngineConfig, Settings, lossy_options
 from moeinf.runtime.eamc.collection_file import EamcState
+from moeinf.runtime.engine.cache_routing import CacheAwareMath, check_route
 from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel, check_small_files, load_model, open_store
@@ -78,9 +79,11 @@ def plan_engine(
 ) -> Plan:
     """Place the model beside the live engines and register it among them, in one step.
 
-    Raises DoesNotFit, BadContext and DamagedModel, and NoSuchModel if the model disappears
-    meanwhile.
+    Raises DoesNotFit, BadContext, CannotRoute and DamagedModel, and NoSuchModel if the model
+    disappears meanwhile.
     """
+    if config.cache_aware:
+        check_route(manifest)
     keep_code_caches_small()
     keep_heap_small()
     placements: list[Placement] = []
@@ -104,10 +107,8 @@ def plan_engine(
     torch.set_num_threads(placement.threads)
     set_compute_threads(placement.threads)
     check_small_files(folder, manifest)
-    if config.skip_below:
-        notes.append(
-            f"lossy: --skip-below {config.skip_below:g} drops absent experts of low weight"
-        )
+    for option in lossy_options(config.lossy):
+        notes.append(f"lossy: with {option}, what is in memory changes the result")
     for fallback in placement.fallbacks:
         notes.append(fallback)
     peak = before_bytes + placement.peak_bytes
@@ -186,6 +187,8 @@ def _past_requests(eamc: EamcState, plan: Plan) -> Eamc | None:
 def load_weights(plan: Plan, tiers: Tiers, opened: ExitStack) -> LoadedModel:
     """Read the dense weights. Raises DamagedModel, OutOfDeviceMemory."""
     inside = None if tiers.gpu is None else tiers.gpu.dense_math
+    if plan.config.cache_aware:
+        inside = CacheAwareMath(tiers.store, plan.config.cache_aware)
     with _room_for("dense weights", tiers.gpu):
         model = load_model(plan.folder, plan.manifest, plan.config, tiers.reading, inside)
     weights = LoadedModel(model)

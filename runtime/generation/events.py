@@ -6,7 +6,7 @@ It imports nothing heavy: a server reads this before torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -59,7 +59,7 @@ class Ended:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     request: int = -1  # its number with the engine; -1: it has not begun
-    skip_below: float = 0.0  # not 0: a lossy option chose the result, see EngineConfig
+    lossy: Mapping[str, float] = field(default_factory=dict)  # see EngineConfig.lossy
     counted: bool = False  # its routing is recorded: all of its prompt was read
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,7 +71,10 @@ class Running:
         )
 
     def ended(
-        self, reason: Literal["stop", "length", "cancelled"], load_seconds: float, skip_below: float
+        self,
+        reason: Literal["stop", "length", "cancelled"],
+        load_seconds: float,
+        lossy: Mapping[str, float],
     ) -> Ended:
         """Return the last event of the request."""
         return Ended(
@@ -83,7 +86,7 @@ class Running:
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             request=self.number,
-            skip_below=skip_below,
+            lossy=lossy,
             counted=self.prefilled,
         )
 

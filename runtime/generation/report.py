@@ -36,14 +36,12 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
 
 
 def lossy(engine: Engine, store: StoreStats) -> dict[str, Any] | None:
-    """Return the lossy option and the share of decode events that it dropped; None: exact."""
-    if not engine.info.skip_below:
+    """Return the lossy options and the shares of decode events that they changed; None: exact."""
+    if not engine.info.lossy:
         return None
-    share = store.skipped_share
-    return {
-        "skip_below": engine.info.skip_below,
-        "skipped_share": None if share is None else round(share, 4),
-    }
+    shares = {"skipped_share": store.skipped_share, "rerouted_share": store.rerouted_share}
+    rounded = {name: None if share is None else round(share, 4) for name, share in shares.items()}
+    return {**engine.info.lossy, **rounded}
 
 
 def on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] | None:

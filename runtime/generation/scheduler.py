@@ -359,7 +359,7 @@ class Scheduler:
             with suppress(Exception):  # the tokenizer's; nothing is lost
                 if rest := one.answer.rest():
                     one.request.emit(Piece(rest))
-        ended = one.ended(reason, self._engine.info.load_seconds, self._engine.info.skip_below)
+        ended = one.ended(reason, self._engine.info.load_seconds, self._engine.info.lossy)
         try:
             self._leave(one, ended)
         finally:  # a fault of ours must not keep a client waiting

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moeinf.errors import InvalidInput
+from moeinf.offload.store.stats import StoreStats
 from moeinf.runtime.checkpoints.finite import check_logits
 from moeinf.runtime.engine.engine import Engine
 
@@ -38,10 +39,27 @@ class CannotCompare(InvalidInput, ValueError):
 
 
 @dataclass(frozen=True)
-class Score:
-    """The result of an evaluation. Without a reference the next three fields have no value.
+class Speed:
+    """The speed of a model that decoded the text. A model without routed events has no shares."""
 
-    tokens_per_s, bytes_read_per_token and skipped_share have values where tokens were decoded.
+    tokens_per_s: float
+    bytes_read_per_token: int
+    hit_rate: float | None
+    skipped_share: float | None
+    rerouted_share: float | None
+
+    @classmethod
+    def of(cls, store: StoreStats, seconds: float, tokens: int) -> Speed:
+        """Return the speed of `tokens` tokens, one per pass, that took `seconds`."""
+        read, hits = store.bytes_read // tokens, store.hit_rate
+        return cls(tokens / seconds, read, hits, store.skipped_share, store.rerouted_share)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of an evaluation. Without a reference its three fields have no value.
+
+    speed and reference_speed have values where tokens were decoded.
     """
 
     tokens: int  # predicted
@@ -49,16 +67,15 @@ class Score:
     reference_perplexity: float | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
-    tokens_per_s: float | None = None
-    bytes_read_per_token: int | None = None
-    skipped_share: float | None = None
+    speed: Speed | None = None
+    reference_speed: Speed | None = None
 
 
 class _Sums:
     def __init__(self) -> None:
         self.tokens = self.agreed = 0
         self.loss = self.reference_loss = self.kl = 0.0
-        self.seconds = 0.0  # of the model's passes
+        self.seconds = [0.0, 0.0]  # of the passes of the model and of the reference
 
     def add(self, logits: Tensor, reference: Tensor | None, targets: Tensor) -> None:
         """Add rows to the sums. logits and reference: [n, V] float32; targets: [n]."""
@@ -100,7 +117,7 @@ def evaluate(
         raise CannotCompare("the text has fewer than two tokens")
     engines = [engine] if reference is None else [engine, reference]
     window = min(WINDOW, *(one.info.context for one in engines))
-    sums, before = _Sums(), engine.store.stats.copy()
+    sums, before = _Sums(), [one.store.stats.copy() for one in engines]
     begin = engine.tokenizer.token_id(engine.tokenizer.bos) if engine.tokenizer.bos else None
     with counting(len(ids)) as advance:
         for piece in _pieces(ids, begin, window):
@@ -116,13 +133,11 @@ def evaluate(
         )
     if not decode:
         return score
-    store = engine.store.stats.since(before)
-    return replace(
-        score,
-        tokens_per_s=count / sums.seconds,
-        bytes_read_per_token=store.bytes_read // count,
-        skipped_share=store.skipped_share,
-    )
+    speeds = [
+        Speed.of(one.store.stats.since(start), seconds, count)
+        for one, start, seconds in zip(engines, before, sums.seconds, strict=False)
+    ]
+    return replace(score, speed=speeds[0], reference_speed=None if reference is None else speeds[1])
 
 
 def _pieces(ids: Sequence[int], begin: int | None, most: int) -> Iterator[Sequence[int]]:
@@ -141,14 +156,11 @@ def _score_window(
     for first in range(0, len(ids) - 1, most):
         rows = ids[first : min(first + most, len(ids) - 1)]
         targets = torch.tensor(ids[first + 1 : first + 1 + len(rows)])
-        start = time.perf_counter()
-        found = [engines[0].all_logits(states[0], rows)]
-        sums.seconds += time.perf_counter() - start
-        found += [
-            engine.all_logits(state, rows)
-            for engine, state in zip(engines[1:], states[1:], strict=True)
-        ]
-        for logits in found:
-            check_logits(logits.numpy())
+        found = []
+        for number, (engine, state) in enumerate(zip(engines, states, strict=True)):
+            start = time.perf_counter()
+            found.append(engine.all_logits(state, rows))
+            sums.seconds[number] += time.perf_counter() - start
+            check_logits(found[-1].numpy())
         sums.add(found[0], found[1] if len(found) > 1 else None, targets)
         advance(len(rows))

@@ -83,7 +83,7 @@ def place(
     Raises DoesNotFit when the experts get less than min_memory_bytes, BadContext,
     DeviceUnavailable, DeviceDoesNotFit.
     """
-    wanted = "cpu" if config.skip_below else config.device  # a lossy option reads the host's slots
+    wanted = "cpu" if config.lossy else config.device  # a lossy option reads the host's slots
     processor = choose_processor(wanted, config.device_memory, config.libcuda)
     notes, fallbacks = [str(processor)], list[str]()
     slots = manifest.slots

@@ -66,5 +66,6 @@ def _identity(
         "context": None if manifest.usual_context is None else placement.context,
         "threads": placement.threads if config.reproducible else None,
         "reproducible": config.reproducible,
+        "lossy": dict(config.lossy),
     }
     return blake2b(msgspec.json.encode(about), digest_size=KEY_BYTES).digest()

@@ -135,4 +135,4 @@ def usage_of(ended: Ended) -> dict[str, Any]:
 
 def lossy_of(ended: Ended) -> dict[str, Any]:
     """Return the field of both APIs that names a lossy option; empty for exact answers."""
-    return {"lossy": {"skip_below": ended.skip_below}} if ended.skip_below else {}
+    return {"lossy": dict(ended.lossy)} if ended.lossy else {}

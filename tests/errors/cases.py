@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
     "bad_context": lambda _: [*RUN, "--ctx", "9999"],
     "prompt_too_long": lambda _: ["run", "demo", "x" * 600],
     "bad_language": lambda _: [*RUN, "--tgt", "fra_Latn"],
+    "lossy_reproducible": lambda _: [*RUN, "--skip-below", "0.03", "--reproducible"],
     "does_not_fit": lambda _: [*RUN, "--memory", "1%"],
     "device_unavailable": lambda _: ON_GPU,
     "other_shape": lambda _: ["bench", "demo", "--replay", str(ROUTES)],
@@ -155,6 +156,13 @@ def _(place: Place) -> list[str]:
 def _(place: Place) -> list[str]:
     (place.own_demo() / "manifest.json").write_text("{}")
     return RUN
+
+
+@case("cannot_route")
+def _(place: Place) -> list[str]:
+    manifest = place.own_demo() / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "top_k": 1}))
+    return [*RUN, "--route", "cache-aware=0.2"]
 
 
 @case("newer_model")

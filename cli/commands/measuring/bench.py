@@ -19,6 +19,7 @@ from moeinf.cli.options import (
     Model,
     OnMiss,
     Quiet,
+    Route,
     SkipBelow,
     Threads,
     Usage,
@@ -78,6 +79,7 @@ def bench(
     miss: OnMiss = "auto",
     policies: Policies = DEFAULT_POLICY,
     skip_below: SkipBelow = 0.0,
+    route: Route = None,
     prompt_tokens: PromptTokens = 128,
     new_tokens: NewTokens = 64,
     rounds: Rounds = None,
@@ -96,6 +98,8 @@ def bench(
     out, settings = Output(json=json, quiet=quiet), read_environment()
     names = [policy_name(name) for name in policies.split(",")]
     recording = _recording(replay, hints, take)
+    if recording is not None and route:
+        raise Usage("--route cannot be combined with --replay: a replay forces the routing")
     manifest, folder = ensure(model, settings, out)
     load = _workload(manifest, recording, take, prompt_tokens, new_tokens, rounds, hints)
     traced = recording is None  # forced routing is not the model's own
@@ -110,6 +114,7 @@ def bench(
         device_memory=device_memory,
         miss=miss,
         skip_below=skip_below,
+        cache_aware=route or 0.0,
     )
     configs = [replace(config, policy=name) for name in names]
     runs = [_run(manifest, folder, one, settings, load, out) for one in configs]

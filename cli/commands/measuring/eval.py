@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from moeinf.cli.options import (
     Memory,
     Model,
     Quiet,
+    Route,
     SkipBelow,
     Threads,
     Usage,
@@ -22,8 +23,11 @@ from moeinf.cli.options import (
 )
 from moeinf.cli.output import Output
 from moeinf.offload.policy.names import DEFAULT_POLICY
-from moeinf.runtime.config import read_environment
+from moeinf.runtime.config import EngineConfig, lossy_options, read_environment
 from moeinf.runtime.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from moeinf.runtime.jobs.evaluate import Speed
 
 _MOST_BYTES = 256 << 20  # of a text
 
@@ -41,6 +45,7 @@ def evaluate_text(
         bool, typer.Option("--decode", help="One token per pass, as an answer; adds its speed.")
     ] = False,
     skip_below: SkipBelow = 0.0,
+    route: Route = None,
     memory: Memory = None,
     threads: Threads = None,
     json: Json = False,
@@ -50,9 +55,10 @@ def evaluate_text(
 
     The text is read in windows of at most 512 tokens; a begin-of-text token starts a new window. KL
     divergence is that of the model from the one that --against names, usually itself as bf16.
-    A lossy option implies --decode and does not apply to the other model.
+    A lossy option implies --decode, and does not apply to the other model: without --against that
+    is the same model.
 
-    Example: moeinf eval demo --file text.txt
+    Example: moeinf eval demo --file text.txt --memory 30% --route cache-aware=0.2
     """
     from moeinf.runtime.engine.engine import Engine  # these import torch
     from moeinf.runtime.jobs.evaluate import WINDOW, evaluate
@@ -60,8 +66,9 @@ def evaluate_text(
     out, settings = Output(json=json, quiet=quiet), read_environment()
     text = _text(file)
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
-    lossy = replace(config, skip_below=skip_below)
-    decode = decode or skip_below > 0
+    lossy = replace(config, skip_below=skip_below, cache_aware=route or 0.0)
+    if lossy.lossy:
+        decode, against = True, against or model
     with ExitStack() as opened:
         engines = [
             opened.enter_context(Engine.open(*ensure(name, settings, out), how, settings))
@@ -80,24 +87,44 @@ def evaluate_text(
     for note in notes:
         out.note(note)
     if json:
-        out.document(
-            {"model": model, "against": against, "skip_below": skip_below, **asdict(score)}
-        )
+        lossy_or_null = dict(lossy.lossy) or None
+        out.document({"model": model, "against": against, "lossy": lossy_or_null, **asdict(score)})
         return
-    rows = [("tokens", str(score.tokens)), ("perplexity", f"{score.perplexity:.4f}")]
-    if score.reference_perplexity is not None:
+    rows = [("tokens", str(score.tokens), "")]
+    rows += [("perplexity", f"{score.perplexity:.4f}", _or_nothing(score.reference_perplexity))]
+    if score.kl_divergence is not None:
         rows += [
-            ("perplexity of the other", f"{score.reference_perplexity:.4f}"),
-            ("KL divergence", f"{score.kl_divergence:.5f} nats per token"),
-            ("top-1 agreement", f"{score.top1_agreement:.2%}"),
+            ("KL divergence", f"{score.kl_divergence:.5f} nats per token", ""),
+            ("top-1 agreement", f"{score.top1_agreement:.2%}", ""),
         ]
-    if score.tokens_per_s is not None:
-        rows += [
-            ("decode rate", f"{score.tokens_per_s:.2f} tokens/s"),
-            ("read", f"{format_bytes(score.bytes_read_per_token or 0)} per token"),
-            ("experts skipped", f"{score.skipped_share or 0:.2%}"),
-        ]
-    out.fields(rows)
+    if score.speed is not None:
+        speeds = [score.speed, score.reference_speed]
+        rows += list(zip(_SPEEDS, *map(_speed_words, speeds), strict=True))
+    if against is None:
+        out.fields([(name, value) for name, value, _ in rows])
+    else:
+        out.table(("", _title(model, lossy), _title(against, config)), rows)
+
+
+_SPEEDS = ("decode rate", "hit rate", "read", "experts skipped", "experts rerouted")
+
+
+def _speed_words(speed: Speed | None) -> list[str]:
+    """Return what is shown for each of _SPEEDS."""
+    if speed is None:
+        return [""] * len(_SPEEDS)
+    shares = (speed.hit_rate, speed.skipped_share, speed.rerouted_share)
+    hits, skipped, rerouted = ("-" if share is None else f"{share:.2%}" for share in shares)
+    read = f"{format_bytes(speed.bytes_read_per_token)} per token"
+    return [f"{speed.tokens_per_s:.2f} tokens/s", hits, read, skipped, rerouted]
+
+
+def _title(model: str, config: EngineConfig) -> str:
+    return " ".join([model, *lossy_options(config.lossy)])
+
+
+def _or_nothing(perplexity: float | None) -> str:
+    return "" if perplexity is None else f"{perplexity:.4f}"
 
 
 def _text(file: Path) -> str:
