@@ -223,6 +223,19 @@ class Counters:
     def read_seconds(self) -> float:
         """Time inside reads, summed over the reader threads (checksums not included)."""
 
+    @property
+    def whole_calls(self) -> int:
+        """Reads of all of a source in one call."""
+
+    @property
+    def whole_seconds(self) -> float: ...
+    @property
+    def piece_calls(self) -> int:
+        """Reads of one piece of a read ahead."""
+
+    @property
+    def piece_seconds(self) -> float: ...
+
 @final
 class CopyQueue:
     """Reads sources into slots, most urgent first, oldest first among equals.

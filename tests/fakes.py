@@ -27,6 +27,7 @@ from moeinf.models.base import (
     Role,
 )
 from moeinf.models.layers.moe import ResidentExperts
+from moeinf.offload.store.prefetch_gate import Calls
 
 
 class DictParts:
@@ -228,8 +229,8 @@ class AtOnce:
     def cancel(self, ticket: int, half_read: bool = False) -> bool:
         return False
 
-    def reading(self) -> tuple[int, float]:
-        return 0, 0.0
+    def calls(self) -> Calls:
+        return Calls()
 
     def may_write(self, slot: int) -> bool:
         return False

@@ -159,7 +159,11 @@ void bind_counters(py::module_& m) {
         .def_readonly("reads", &Counters::reads)
         .def_readonly("bytes_read", &Counters::bytes_read)
         .def_readonly("yields", &Counters::yields)
-        .def_readonly("read_seconds", &Counters::read_seconds);
+        .def_readonly("read_seconds", &Counters::read_seconds)
+        .def_readonly("whole_calls", &Counters::whole_calls)
+        .def_readonly("whole_seconds", &Counters::whole_seconds)
+        .def_readonly("piece_calls", &Counters::piece_calls)
+        .def_readonly("piece_seconds", &Counters::piece_seconds);
 }
 
 void bind_copy_queue(py::module_& m) {

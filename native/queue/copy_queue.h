@@ -158,6 +158,9 @@ struct Counters {
     std::uint64_t bytes_read = 0;   // of those reads
     std::uint64_t yields = 0;       // times that speculation has stopped between two pieces
     double read_seconds = 0;        // inside all reads, summed over the reader threads
+    // Calls that read all of a source, or one piece; and the time inside them.
+    std::uint64_t whole_calls = 0, piece_calls = 0;
+    double whole_seconds = 0, piece_seconds = 0;
 };
 
 // The operations of a Reader; several threads call it at once, each with its own slot.
@@ -286,6 +289,8 @@ class CopyQueueCore {
         FailurePtr failure = nullptr;
         std::uint64_t reads = 0;
         double seconds = 0;
+        std::uint64_t whole_calls = 0, piece_calls = 0;
+        double whole_seconds = 0, piece_seconds = 0;
     };
     struct Running {
         Ticket ticket = 0;

@@ -280,7 +280,15 @@ MOEINF_QUEUE void MOEINF_CORE::transfer(const Source& source, std::size_t slot, 
             if (attempt > 0) reader_.forget(source);
             started = clock_.seconds();
             reader_.read(source, from, bytes, landing);
-            so_far.seconds += clock_.seconds() - std::exchange(started, nothing_runs);
+            const double took = clock_.seconds() - std::exchange(started, nothing_runs);
+            so_far.seconds += took;
+            if (bytes == source.bytes) {
+                ++so_far.whole_calls;
+                so_far.whole_seconds += took;
+            } else if (bytes == shape_.piece_bytes) {
+                ++so_far.piece_calls;
+                so_far.piece_seconds += took;
+            }
             so_far.read_bytes = from + bytes;
             so_far.ended = so_far.read_bytes == source.bytes;
             if (!so_far.ended) return;

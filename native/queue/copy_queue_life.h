@@ -124,6 +124,10 @@ MOEINF_QUEUE void MOEINF_CORE::serve(Running& running) {
         counters_.reads += transferred.reads;
         counters_.bytes_read += transferred.reads * source.bytes;
         counters_.read_seconds += transferred.seconds;
+        counters_.whole_calls += transferred.whole_calls;
+        counters_.whole_seconds += transferred.whole_seconds;
+        counters_.piece_calls += transferred.piece_calls;
+        counters_.piece_seconds += transferred.piece_seconds;
         if (transferred.ended && !transferred.failure) slots_[slot].holds = running.source;
         if (running.hung) {  // watch() has ended the ticket; its record may be gone
             --counters_.hung;

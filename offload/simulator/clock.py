@@ -60,7 +60,8 @@ class TimeModel:
         """Return what weighs wishes by these times; a layer computes its K experts."""
         read = self.read_seconds(shape)
         layer = self.dense_seconds(shape) + shape.top_k * self.expert_seconds(shape)
-        times = Times(read, min(read, self.piece_seconds()), layer)
+        piece = min(read, self.piece_seconds())
+        times = Times(read, piece, layer, read / piece)
         return Judge(shape.layers, shape.experts, times)
 
 

@@ -66,7 +66,6 @@ class HostTier:
         self.judge = Judge(len(layouts) // experts, experts)
         self._ahead = ReadAhead(self.table, transfer, policy, self.stats, self.judge)
         self._pieces = max(1.0, max(layout.slot_bytes for layout in layouts) / PIECE_BYTES)
-        self._reading = 0, 0.0  # at the last `measure`
         self.coming: dict[
             int, int
         ] = {}  # what a layer waits for: its ticket; the first asked first
@@ -176,9 +175,7 @@ class HostTier:
 
     def measure(self, computing: float) -> None:
         """Tell the judge of wishes about a decode pass of `computing` seconds without waits."""
-        before, (reads, seconds) = self._reading, self._transfer.reading()
-        self._reading = reads, seconds
-        self.judge.measured(computing, reads - before[0], seconds - before[1], self._pieces)
+        self.judge.measured(computing, self._transfer.calls(), self._pieces)
 
     def worth(self, wishes: Sequence[Wish], layer: int) -> list[Wish]:
         """Return those that are worth their time, once `layer` has been routed."""

@@ -8,10 +8,13 @@ worth their bytes, even with good predictions. The share is computed from decaye
 short noise neither starts nor ends prefetching.
 
 `Judge` weighs each wish. If it is right, with probability p, its layer waits less: by the whole
-read, or by what fits before the layer. If it is wrong, the demands that come meanwhile wait, each
-for half a piece, which the queue does not interrupt. And its victim may have to be read again:
+read, or by what fits before the layer, less the latency of one more call. (Where other programs
+keep a drive busy, a piece waits about as long as a whole expert.) If it is wrong, the demands that
+come meanwhile wait, each for half a piece, which the queue does not interrupt. And its victim may
+have to be read again:
 
-    p · min(read, layers until its own · layer)  >  (1 - p) · (delay + regret · read)
+    p · (min(read, layers until its own · layer) - call)  >  (1 - p) · (delay + regret · read)
+    call = (pieces · piece - read) / (pieces - 1)
     delay = piece / 2 · min(pieces of the read, layers that it lasts)
 
 p is the policy's claim times the share of such claims that came true. regret is the share of
@@ -31,6 +34,7 @@ _OUTCOMES = 0.99  # decay per outcome: some 100 count
 _FADE = 0.995  # per pass: some 200 passes without an outcome forget the earlier ones
 _PRIOR = 8.0  # claims that came true, before the first outcome
 _REGRET = 0.1  # before the first victim
+_PIECES = 4.0  # pieces as fast as their part of a read, before the first is measured
 
 
 class Throttle:
@@ -52,11 +56,31 @@ class Throttle:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds to read an expert, to read one piece of it, and to compute a layer without waits."""
+    """Seconds of calls that read an expert, or a piece of it, and of a layer without waits.
+
+    pieces: of an expert, at least 1.
+    """
 
     read: float
     piece: float
     layer: float
+    pieces: float = 1.0
+
+    @property
+    def call(self) -> float:
+        """The latency of a call, which every further piece costs."""
+        more = self.pieces * self.piece - self.read
+        return max(0.0, more / (self.pieces - 1)) if self.pieces > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Counts and seconds of the calls that read whole experts, and pieces of them."""
+
+    whole: int = 0
+    whole_seconds: float = 0.0
+    pieces: int = 0
+    piece_seconds: float = 0.0
 
 
 class _Share:
@@ -91,19 +115,30 @@ class Judge:
         self._came, self._regret = _Share(1.0), _Share(_REGRET)
         self._claims: dict[int, float] = {}  # by cell, of wishes found worth it
         self._victims: tuple[set[int], set[int]] = set(), set()  # of the last pass, of this one
-        self._measured = [0.0, 0.0, 0.0, 0.0]  # decayed: layers, their seconds; reads, theirs
+        self._measured = [0.0] * 6  # decayed: layers, whole reads, pieces; each with its seconds
+        self._calls = Calls()
 
-    def measured(self, computing: float, reads: int, reading: float, pieces: float) -> None:
-        """Add a decode pass: seconds without waits; reads that ended, seconds inside them.
+    def measured(self, computing: float, calls: Calls, pieces: float) -> None:
+        """Add a decode pass: its seconds without waits, and the calls since the queue opened.
 
-        pieces: number of pieces of an expert, at least 1.
+        pieces: number of pieces of an expert, at least 1. Without new pieces, the time of one moves
+        back to its part of a read, so that a drive that was busy is tried again.
         """
-        new = (self._layers, computing, reads, reading)
+        before, self._calls = self._calls, calls
+        new = (
+            self._layers,
+            computing,
+            calls.whole - before.whole,
+            calls.whole_seconds - before.whole_seconds,
+            calls.pieces - before.pieces,
+            calls.piece_seconds - before.piece_seconds,
+        )
         self._measured = [a * _MEMORY + b for a, b in zip(self._measured, new, strict=True)]
-        layers, computing, count, reading = self._measured
-        if count:
-            read = reading / count
-            self.times = Times(read, read / pieces, computing / layers)
+        layers, computing, whole, reading, parts, piecing = self._measured
+        if whole:
+            read = reading / whole
+            piece = (piecing + _PIECES * read / pieces) / (parts + _PIECES)
+            self.times = Times(read, piece, computing / layers, pieces)
 
     def worth(self, wishes: Sequence[Wish], layer: int, begun: Container[int] = ()) -> list[Wish]:
         """Return those that are worth reading once `layer` has been routed, in their order.
@@ -148,7 +183,8 @@ class Judge:
         right = wish.probability * self._came.value
         delay = times.read / 2 * min(1.0, times.piece / times.layer)
         wrong = delay + self._regret.value * times.read
-        if right * min(times.read, ahead * times.layer) <= (1 - right) * wrong:
+        gain = min(times.read, ahead * times.layer) - times.call
+        if right * gain <= (1 - right) * wrong:
             return False
         self._claims[wish.cell] = wish.probability
         return True

@@ -13,6 +13,7 @@ from pathlib import Path
 from moeinf.errors import Failure, problem
 from moeinf.native import DEMAND, MAX_READERS, CopyQueue, SlotPool
 from moeinf.offload.format.shards import FileRecord
+from moeinf.offload.store.prefetch_gate import Calls
 
 PIECE_BYTES = 512 << 10  # of a read ahead, which yields to demand between two pieces
 
@@ -112,10 +113,10 @@ class Transfer:
         """
         return self._queue.collect()
 
-    def reading(self) -> tuple[int, float]:
-        """Return the reads that have ended and the seconds inside them, since the queue opened."""
-        counters = self._queue.counters()
-        return counters.reads, counters.read_seconds
+    def calls(self) -> Calls:
+        """Return the calls that have read, since the queue opened."""
+        n = self._queue.counters()
+        return Calls(n.whole_calls, n.whole_seconds, n.piece_calls, n.piece_seconds)
 
     def abandon(self, ticket: int) -> None:
         """Cancel a ticket and wait until it has ended; only a hung read may still write."""

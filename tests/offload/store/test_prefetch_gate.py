@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeinf.offload.policy.base import Wish
-from moeinf.offload.store.prefetch_gate import Judge, Throttle, Times
+from moeinf.offload.store.prefetch_gate import Calls, Judge, Throttle, Times
 
 
 def test_open_until_a_token_has_shown_that_nothing_waits() -> None:
@@ -108,16 +108,35 @@ def test_the_times_are_measured() -> None:
     """Until a read has ended, all is worth it. A slow drive then needs surer wishes."""
     judge = Judge(4, 4)
     assert accepted(judge, 0.01)
-    judge.measured(computing=4.0, reads=0, reading=0.0, pieces=5)
+    judge.measured(4.0, Calls(), 5)
     assert judge.times is None
-    judge.measured(computing=4.0, reads=2, reading=1.0, pieces=5)
-    assert judge.times == Times(read=0.5, piece=0.1, layer=1.0)
+    judge.measured(4.0, Calls(2, 1.0), 5)
+    assert judge.times == Times(read=0.5, piece=0.1, layer=1.0, pieces=5)
     assert accepted(judge, 0.3)
-    for _ in range(200):
-        judge.measured(computing=4.0, reads=2, reading=80.0, pieces=5)
+    for token in range(200):
+        judge.measured(4.0, Calls(2 * token + 4, 80.0 * token), 5)
     assert judge.times.read == pytest.approx(40, rel=1e-3)
     assert not accepted(judge, 0.3)
     assert accepted(judge, 0.97)
+
+
+def test_pieces_that_wait_as_long_as_whole_reads_are_not_worth_it() -> None:
+    """Another program keeps the drive busy. When it has ended, reads ahead are tried again."""
+    judge, calls = Judge(4, 4), Calls()
+    for _ in range(50):
+        calls = Calls(calls.whole + 4, calls.whole_seconds + 4, calls.pieces + 9,
+                      calls.piece_seconds + 7)  # fmt: skip
+        judge.measured(2.0, calls, 5)
+    assert judge.times is not None
+    assert judge.times.call == pytest.approx((5 * 7 / 9 - 1) / 4, rel=0.03)
+    assert not accepted(judge, 1.0)
+    passes = 0
+    while not accepted(judge, 1.0):
+        calls = Calls(calls.whole + 4, calls.whole_seconds + 4, calls.pieces, calls.piece_seconds)
+        judge.measured(2.0, calls, 5)
+        passes += 1
+        assert passes < 100
+    assert passes > 20
 
 
 def test_a_drive_that_is_slow_for_all_opens_the_throttle() -> None:
