@@ -22,6 +22,7 @@ from moeinf.native import (
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.store.expert_store import ExpertStore
 from moeinf.runtime.config import EngineConfig, Settings, lossy_options
+from moeinf.runtime.dense.cpu_linear import DenseMath
 from moeinf.runtime.eamc.collection_file import EamcState
 from moeinf.runtime.engine.cache_routing import CacheAwareMath, check_route
 from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
@@ -186,7 +187,7 @@ def _past_requests(eamc: EamcState, plan: Plan) -> Eamc | None:
 
 def load_weights(plan: Plan, tiers: Tiers, opened: ExitStack) -> LoadedModel:
     """Read the dense weights. Raises DamagedModel, OutOfDeviceMemory."""
-    inside = None if tiers.gpu is None else tiers.gpu.dense_math
+    inside: DenseMath | None = None if tiers.gpu is None else tiers.gpu.dense_math
     if plan.config.cache_aware:
         inside = CacheAwareMath(tiers.store, plan.config.cache_aware)
     with _room_for("dense weights", tiers.gpu):
