@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.gpu_tier.miss_split import MISSES, Miss
 from moeinf.offload.policy.names import POLICY_NAMES
 from moeinf.runtime.config import (
+    Q2_ON_MISS,
     WANTED,
     EngineConfig,
     Settings,
@@ -71,6 +73,17 @@ def _cache_aware(text: str) -> float:
     except ValueError:
         pass
     raise typer.BadParameter(f"{text!r} is not cache-aware=LAMBDA, as cache-aware=0.2")
+
+
+def _experts(text: str) -> float | None:
+    """Return the share above which copies in q2 are used; None: never."""
+    name, _, share = text.partition("=")
+    if text == "full":
+        return None
+    with suppress(ValueError):
+        if name == "q2-on-miss":
+            return float(share) if share else Q2_ON_MISS
+    raise typer.BadParameter(f"{text!r} is neither full nor q2-on-miss[=SHARE]")
 
 
 def policy_name(text: str) -> str:
@@ -197,6 +210,17 @@ Route = Annotated[
         show_default=False,
     ),
 ]
+Experts = Annotated[
+    float | None,
+    typer.Option(
+        "--experts",
+        parser=_experts,
+        metavar="full|q2-on-miss[=SHARE]",
+        help="Lossy: compute absent experts with the model's tag q2 where those of larger weight "
+        "have more than this share of a token's gate weights. Default share: 0.6.",
+        show_default=False,
+    ),
+]
 KeepAlive = Annotated[
     float | None,
     typer.Option(
@@ -249,6 +273,7 @@ def engine_config(
     prefix_cache: bool = False,
     skip_below: float = 0.0,
     cache_aware: float = 0.0,
+    experts: float | None = None,
 ) -> EngineConfig:
     """Return the configuration: options override the environment, which overrides defaults."""
     return EngineConfig(
@@ -262,6 +287,7 @@ def engine_config(
         miss=miss,
         skip_below=skip_below,
         cache_aware=cache_aware,
+        q2_on_miss=experts,
         libcuda=settings.libcuda,
         reproducible=reproducible,
         prefix=settings.prefix if prefix_cache else None,

@@ -227,6 +227,9 @@ def _memory(text: str) -> MemorySize:
         raise InvalidValue(f"MOEINF_MEMORY: {error}") from error
 
 
+Q2_ON_MISS = 0.6  # the default of --experts q2-on-miss
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The options of one engine. Built once, in a face.
@@ -244,6 +247,8 @@ class EngineConfig:
                weights (offload/store/skipping.py); 0: never
     cache_aware  lossy: a decoded token prefers experts in memory by this part of the range of its
                logits (models/layers/cache_aware.py); 0: never
+    q2_on_miss lossy: a decoded token computes an absent expert with a copy in q2 if the experts of
+               larger weight have more than this share (offload/store/low_copies.py); None: never
     libcuda    the driver's library, if the system does not find it
     window     tokens of a prompt that go through a layer before the next layer, rounded down to
                chunks of PREFILL_CHUNK; None: what a share of the memory holds (placement/plan.py)
@@ -264,6 +269,7 @@ class EngineConfig:
     miss: Miss = "auto"
     skip_below: float = 0.0
     cache_aware: float = 0.0
+    q2_on_miss: float | None = None
     libcuda: str | None = None
     window: int | None = None
     reproducible: bool = False
@@ -284,6 +290,11 @@ class EngineConfig:
             raise InvalidValue(
                 f"--route: cache-aware={self.cache_aware} is invalid (expected from 0 to 1)"
             )
+        if self.q2_on_miss is not None and not 0 <= self.q2_on_miss < 1:
+            raise InvalidValue(
+                f"--experts: q2-on-miss={self.q2_on_miss} is invalid (expected at least 0, less "
+                "than 1)"
+            )
         for option in lossy_options(self.lossy):
             if self.device == "cuda":
                 raise InvalidValue(f"{option} cannot be combined with --device cuda")
@@ -294,13 +305,21 @@ class EngineConfig:
     def lossy(self) -> Mapping[str, float]:
         """The options by which residency chooses the result, by field; empty: none is set."""
         found = {"skip_below": self.skip_below, "cache_aware": self.cache_aware}
+        if self.q2_on_miss is not None:
+            return {**found, "q2_on_miss": self.q2_on_miss}
         return found if any(found.values()) else {}
 
 
 def lossy_options(lossy: Mapping[str, float]) -> list[str]:
     """Return the lossy options that are set, as on the command line."""
-    words = {"skip_below": "--skip-below {:g}", "cache_aware": "--route cache-aware={:g}"}
-    return [words[name].format(value) for name, value in lossy.items() if value]
+    words = {
+        "skip_below": "--skip-below {:g}",
+        "cache_aware": "--route cache-aware={:g}",
+        "q2_on_miss": "--experts q2-on-miss={:g}",
+    }
+    return [
+        words[name].format(value) for name, value in lossy.items() if value or name == "q2_on_miss"
+    ]
 
 
 class LossyReproducible(InvalidInput):

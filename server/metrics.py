@@ -70,6 +70,18 @@ _OF_STORES: tuple[tuple[str, str, list[str], Callable[[StoreStats], float]], ...
         lambda stats: stats.bytes_read,
     ),
     (
+        "expert_low_reads",
+        "Reads of copies of experts in fewer bits (--experts q2-on-miss).",
+        [],
+        lambda stats: stats.low_reads,
+    ),
+    (
+        "expert_low_bytes_spared",
+        "Bytes by which those reads were smaller than reads of the experts.",
+        [],
+        lambda stats: stats.low_bytes_spared,
+    ),
+    (
         "expert_stall_seconds",
         "Time spent only waiting for experts.",
         [],

@@ -23,6 +23,7 @@ from moeinf.cli.options import (
     Context,
     Device,
     DeviceMemory,
+    Experts,
     Json,
     KeepAlive,
     Memory,
@@ -66,6 +67,7 @@ def run(
     policy: PolicyName = DEFAULT_POLICY,
     skip_below: SkipBelow = 0.0,
     route: Route = None,
+    experts: Experts = None,
     ctx: Context = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0: all.")] = None,
@@ -148,6 +150,7 @@ def run(
         prefix_cache=not no_prefix_cache,
         skip_below=skip_below,
         cache_aware=route or 0.0,
+        experts=experts,
     )
     if dry_run:
         print_plan(model, config, settings, out)
@@ -178,6 +181,7 @@ def run(
         "--no-trace": no_trace or None, "--reproducible": reproducible or None,
         "--no-prefix-cache": no_prefix_cache or None,
         "--skip-below": skip_below or None, "--route": route or None,
+        "--experts": experts,
         "--no-server": True if server is False else None,
     }  # fmt: skip
     asked = [name for name, value in own.items() if value is not None]

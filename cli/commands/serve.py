@@ -13,6 +13,7 @@ from moeinf.cli.options import (
     Context,
     Device,
     DeviceMemory,
+    Experts,
     Memory,
     NoPrefixCache,
     OnMiss,
@@ -63,6 +64,7 @@ def serve(
     policy: PolicyName = DEFAULT_POLICY,
     skip_below: SkipBelow = 0.0,
     route: Route = None,
+    experts: Experts = None,
     threads: Threads = None,
     reproducible: Reproducible = False,
     no_prefix_cache: NoPrefixCache = False,
@@ -111,6 +113,7 @@ def serve(
         prefix_cache=not no_prefix_cache,
         skip_below=skip_below,
         cache_aware=route or 0.0,
+        experts=experts,
     )
 
     from moeinf.server.serve import run_server  # imports FastAPI and uvicorn

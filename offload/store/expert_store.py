@@ -1,7 +1,7 @@
 """The expert store: run the routed experts of every layer from a cache smaller than the model.
 
 Does not know families, text or requests. It satisfies the `Experts` protocol of models/base.py
-without importing it. Residency never changes a result, unless `skip_below` is set: each selected
+without importing it. Residency never changes a result, unless a lossy option is set: each selected
 expert fills its own rows, and the K rows of a token are combined in a fixed order.
 
 One layer, in order of time:
@@ -33,22 +33,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moeinf.native import DeviceError
 from moeinf.offload.policy.base import Policy, Wish
-from moeinf.offload.store.host_tier import HostTier
+from moeinf.offload.store.host_tier import CpuWork, HostTier
+from moeinf.offload.store.low_copies import LowCopies
+from moeinf.offload.store.prefetch import expected
 from moeinf.offload.store.prefetch_gate import Throttle
 from moeinf.offload.store.routed import cells_of
 from moeinf.offload.store.skipping import without_light_misses
 from moeinf.offload.store.stats import StoreStats
 from moeinf.offload.store.tier import Pending, Runner, Tier, Upper, Work
-
-_ROWS_PER_SIGN = 64  # a long pass reads ahead what is predicted for one in so many of its rows
 
 
 class Stopped(Exception):
@@ -80,6 +79,7 @@ class ExpertStore:
         choose: Callable[[int], Choice] | None = None,
         worth_share: float = 0.0,
         skip_below: float = 0.0,
+        low: LowCopies | None = None,
     ) -> None:
         """Set up the store.
 
@@ -90,15 +90,16 @@ class ExpertStore:
         worth_share: the least share of decode time spent waiting at which wishes and hints are
         used; 0: always.
         skip_below: the share of a row's weights below which a decoded token does without an absent
-        expert (skipping.py); 0: never. Needs the host's tier alone.
+        expert (skipping.py); 0: never. low: computes light absent experts with copies in fewer
+        bits; None: never. Both need the host's tier alone.
         """
-        assert not (skip_below and len(tiers) > 1), "skipping reads the host's residency alone"
+        assert not ((skip_below or low) and len(tiers) > 1), "lossy: the host's tier alone"
         self.host, self.tiers = tiers[0], cast("tuple[Tier, ...]", tiers)
         self.above = cast("tuple[Upper, ...]", tiers[1:])
         self._runner: Runner = runner or self.host
         self._wishes, self._hints, self._choose = wishes, hints, choose
         self._throttle = Throttle(worth_share)
-        self._skip_below = skip_below
+        self._skip_below, self._low = skip_below, low
         self._began, self._stalled = 0.0, 0.0  # at the pass's start: time, stall_seconds
         self._open: _LayerRun | None = None
         self._hinted: tuple[int, Tensor] | None = None  # given before the layer that is submitted
@@ -242,13 +243,15 @@ class ExpertStore:
         host.policy.routed(layer, routed.ids, routed.weights)
         self._expected = []
         if hint is not None and host.pieces:
-            self._expected = _expected(*hint, host.experts)
+            self._expected = expected(*hint, host.experts)
         elif hint is not None:
             host.policy.hinted(*hint)
         for cell in hits:
             host.table.pin(cell)
         host.used(routed, hits, routed.events_of(hits))
-        run = self._open = _LayerRun(self, layer, work, hits, misses)
+        run = self._open = _LayerRun(self, layer, work, hits, misses, self._low)
+        if misses and self._low is not None and host.decoding:
+            self._low.take(routed, weights, misses)
         host.decided(begin)
         run.ask()
         return run
@@ -280,6 +283,8 @@ class ExpertStore:
                 tier.close()
         finally:
             self.host.close()
+            if self._low is not None:
+                self._low.close()
 
     def wish(self, layer: int) -> None:
         """Queue the host policy's wishes after `layer`, except experts that a tier above has.
@@ -300,14 +305,6 @@ class ExpertStore:
     def ended(self) -> None:
         """Report that no layer is open any more."""
         self._open = None
-
-
-def _expected(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> list[Wish]:
-    """Return the experts that ids [T, H] predict for a layer of a long pass, the surest first."""
-    counts = np.bincount(ids[ids >= 0], minlength=experts)
-    order = np.argsort(-counts, kind="stable")
-    sure = order[counts[order] * _ROWS_PER_SIGN >= len(ids)]
-    return [Wish(layer * experts + expert, True) for expert in sure.tolist()]
 
 
 class _AllThere:
@@ -338,7 +335,9 @@ class _LayerRun:
         work: Work,
         hits: list[int],
         misses: deque[int],
+        low: LowCopies | None,
     ) -> None:
+        self._low = low
         self._store, self._host = store, store.host
         self._layer, self._work = layer, work
         self._ready = deque(hits)  # resident and pinned
@@ -374,6 +373,8 @@ class _LayerRun:
                     self._compute(cells)
                 if self._unasked:
                     self.ask()
+            if self._low is not None:
+                self._low.compute(cast(CpuWork, self._work))
         except BaseException:
             self.abandon()
             raise
@@ -391,6 +392,8 @@ class _LayerRun:
     def abandon(self) -> None:
         """Free pins and slots, after the reads into the slots have ended."""
         self._host.abandon()
+        if self._low is not None:
+            self._low.abandon()
         while self._ready:
             self._host.table.unpin(self._ready.popleft())
         self._unasked.clear()

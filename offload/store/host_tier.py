@@ -345,19 +345,25 @@ class CpuWork:
         self._rows: Tensor | None = None  # [T·K, D]
 
     def compute(self, cells: Iterable[int]) -> None:
-        rows = self._rows
-        if rows is None:  # places without an expert stay 0, so that their rows add nothing
-            rows = self._rows = self._x.new_zeros(self._mix.numel(), self._x.shape[1])
         places, ends = self._places, self._ends
         experts = [(cell, at) for cell in cells for at in _cut(places[cell], ends)]
-        self._host.compute(self._x, experts, self._mix.shape[1], rows)
+        self._host.compute(self._x, experts, self._mix.shape[1], self._filled())
+
+    def compute_in(self, math: SlotMath, cells: Sequence[tuple[int, int]]) -> int:
+        """Compute (cell, slot) of other slots, those of `math`; return how many places."""
+        experts = [(slot, self._places[cell]) for cell, slot in cells]
+        math.run(self._x, experts, self._mix.shape[1], self._filled())
+        return sum(len(places) for _, places in experts)
+
+    def _filled(self) -> Tensor:
+        """Return the rows [T·K, D]; those without an expert stay 0 and add nothing."""
+        if self._rows is None:
+            self._rows = self._x.new_zeros(self._mix.numel(), self._x.shape[1])
+        return self._rows
 
     def result(self) -> Tensor:
         """Return [T, D]."""
-        if self._rows is None:
-            self.compute(())
-        assert self._rows is not None
-        return self._math.combine(self._rows.view(*self._mix.shape, -1), self._mix)
+        return self._math.combine(self._filled().view(*self._mix.shape, -1), self._mix)
 
 
 def _cut(places: list[int], ends: Sequence[int]) -> list[list[int]]:

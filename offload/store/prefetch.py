@@ -21,7 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moeinf.offload.policy.base import Policy, Wish
 from moeinf.offload.store.prefetch_gate import Judge
@@ -31,6 +34,7 @@ from moeinf.offload.store.transfer import Transfer
 
 Cause = Literal["hinted", "predicted"]
 
+_ROWS_PER_SIGN = 64  # a long pass reads ahead what is predicted for one in so many of its rows
 _WISH, _WARM = 0.0, -1.0  # priorities; demand is above, equals are read in the order of asking
 
 
@@ -212,3 +216,11 @@ class ReadAhead:
         if self.decoding and not flight.warm:
             stats.decode_loads += 1
             stats.decode_bytes_read += size
+
+
+def expected(layer: int, ids: NDArray[np.integer[Any]], experts: int) -> list[Wish]:
+    """Return the experts that ids [T, H] predict for a layer of a long pass, the surest first."""
+    counts = np.bincount(ids[ids >= 0], minlength=experts)
+    order = np.argsort(-counts, kind="stable")
+    sure = order[counts[order] * _ROWS_PER_SIGN >= len(ids)]
+    return [Wish(layer * experts + expert, True) for expert in sure.tolist()]

@@ -15,6 +15,10 @@ class StoreStats:
 
     decode_events: int = 0
     decode_hits: int = 0
+    decode_events_low: int = 0  # lossy: of decode_events, computed with copies in fewer bits
+    low_reads: int = 0  # reads of such copies; their bytes are in bytes_read, too
+    low_bytes_read: int = 0
+    low_bytes_spared: int = 0  # what those reads would have moved more for the experts themselves
     decode_events_skipped: int = 0  # lossy: absent and light, so not computed; not in decode_events
     decode_events_rerouted: int = 0  # lossy: of an expert that is not among the router's best
     prefill_events: int = 0
@@ -65,6 +69,11 @@ class StoreStats:
         """Share of decode events of experts that a lossy option chose; None before the first."""
         events = self.decode_events + self.decode_events_skipped
         return self.decode_events_rerouted / events if events else None
+
+    @property
+    def low_share(self) -> float | None:
+        """Share of decode events computed with copies in fewer bits; None before the first."""
+        return self.decode_events_low / self.decode_events if self.decode_events else None
 
     @property
     def decode_hits_cached(self) -> int:

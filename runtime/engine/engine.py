@@ -169,7 +169,8 @@ class Engine:
         """
         budget, slots = self.info.manifest.slots, self.memory.first_slots
         if size is not None:
-            slots = budget.slots(min(size.of(budget.max_bytes), budget.max_bytes))
+            given = min(size.of(budget.max_bytes), budget.max_bytes)
+            slots = budget.slots(given - self.info.placement.low_bytes)
         self.memory.watched_by(None)
         self.memory.move(slots, "as asked")
         if size is None:
@@ -187,7 +188,7 @@ class Engine:
         self.store.resize(slots)
         used, info = self.store.host.slots, self.info
         size = used * info.slot_bytes
-        place = replace(info.placement, slots=used, memory_bytes=size)
+        place = replace(info.placement, slots=used, memory_bytes=size + info.placement.low_bytes)
         more = (used - info.slots) * info.slot_bytes
         self.info = replace(info, placement=place, peak_bytes=info.peak_bytes + more)
         return used

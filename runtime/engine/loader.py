@@ -26,6 +26,7 @@ from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.trace import RoutingShape
 from moeinf.offload.store.expert_store import Choice, ExpertStore
 from moeinf.offload.store.host_tier import HostTier
+from moeinf.offload.store.low_copies import LowCopies
 from moeinf.offload.store.transfer import Transfer
 from moeinf.runtime.checkpoints.checkpoint import (
     CONFIG,
@@ -175,28 +176,18 @@ def open_store(
     reading: Reading,
     past: Eamc | None = None,
     gpu: OpenGpu | None = None,
+    low: tuple[Path, Manifest] | None = None,
 ) -> ExpertStore:
     """Open an empty expert cache of the placement's size, with its readers running.
 
     It has device slots above, where the placement has a GPU. Then it raises DeviceError too.
 
     `reading`: the best way to read the drive, unless the config sets one. `past`: the EAMC for
-    policies that predict from it.
+    policies that predict from it. `low`: folder and manifest of the copies in fewer bits.
     """
     layouts = manifest.expert_layouts
     pool = _slot_pool(placement, manifest, movable=gpu is None)
-    shards = manifest.shards()
-    sample = [folder / shard.path for shard in shards[:: max(1, len(shards) // _SAMPLED_SHARDS)]]
-    transfer = Transfer(
-        folder,
-        shards,
-        pool,
-        readers=config.readers or reading.readers,
-        direct_io=_past_the_cache(config, reading, sample),
-        block_bytes=reading.block_bytes,
-        busy=reading.in_flight,
-        model=str(manifest.model),
-    )
+    transfer = _transfer(folder, manifest, pool, config, reading)
     cells = manifest.layers * manifest.experts
     shape = RoutingShape(manifest.layers, manifest.experts, manifest.top_k, manifest.encoder_layers)
 
@@ -223,6 +214,47 @@ def open_store(
         choose=choose,
         worth_share=_WORTH_SHARE,
         skip_below=config.skip_below,
+        low=_low_copies(host, placement, config, reading, math, low),
+    )
+
+
+def _transfer(
+    folder: Path, manifest: Manifest, pool: SlotPool, config: EngineConfig, reading: Reading
+) -> Transfer:
+    shards = manifest.shards()
+    sample = [folder / shard.path for shard in shards[:: max(1, len(shards) // _SAMPLED_SHARDS)]]
+    return Transfer(
+        folder,
+        shards,
+        pool,
+        readers=config.readers or reading.readers,
+        direct_io=_past_the_cache(config, reading, sample),
+        block_bytes=reading.block_bytes,
+        busy=reading.in_flight,
+        model=str(manifest.model),
+    )
+
+
+def _low_copies(
+    host: HostTier,
+    placement: Placement,
+    config: EngineConfig,
+    reading: Reading,
+    math: TorchMath,
+    low: tuple[Path, Manifest] | None,
+) -> LowCopies | None:
+    """Open the copies of experts in fewer bits; None without, and where all experts fit."""
+    if low is None or config.q2_on_miss is None or not placement.low_slots:
+        return None
+    folder, manifest = low
+    pool = SlotPool(placement.low_slots, placement.low_slot_bytes)
+    return LowCopies(
+        host,
+        manifest.expert_layouts,
+        pool,
+        _transfer(folder, manifest, pool, config, reading),
+        math,
+        config.q2_on_miss,
     )
 
 

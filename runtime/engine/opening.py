@@ -29,7 +29,8 @@ from moeinf.runtime.engine.gpu_tier import OpenGpu, open_gpu
 from moeinf.runtime.engine.info import EngineInfo
 from moeinf.runtime.engine.loader import LoadedModel, check_small_files, load_model, open_store
 from moeinf.runtime.engine.notes import Notes
-from moeinf.runtime.library.library import NoSuchModel
+from moeinf.runtime.library.library import Library, NoSuchModel
+from moeinf.runtime.library.low_copy import find_low_copy
 from moeinf.runtime.library.manifest import MANIFEST, Manifest
 from moeinf.runtime.library.processes import Figures, Registration, Registry
 from moeinf.runtime.machine.disk_bench import Reading
@@ -68,6 +69,7 @@ class Plan:
     registration: Registration
     notes: Notes
     peak_bytes: int  # of the whole process
+    low: tuple[Path, Manifest] | None = None  # the model with copies of the experts in fewer bits
 
     @property
     def traced(self) -> bool:
@@ -80,11 +82,15 @@ def plan_engine(
 ) -> Plan:
     """Place the model beside the live engines and register it among them, in one step.
 
-    Raises DoesNotFit, BadContext, CannotRoute and DamagedModel, and NoSuchModel if the model
-    disappears meanwhile.
+    Raises DoesNotFit, BadContext, CannotRoute, NoLowCopy and DamagedModel, and NoSuchModel if the
+    model disappears meanwhile.
     """
     if config.cache_aware:
         check_route(manifest)
+    low = None
+    if config.q2_on_miss is not None:
+        low = find_low_copy(manifest, Library(settings))
+    folders = [folder] if low is None else [folder, low[0]]
     keep_code_caches_small()
     keep_heap_small()
     placements: list[Placement] = []
@@ -93,10 +99,11 @@ def plan_engine(
     def peak_bytes(claimed_bytes: int) -> int | None:
         free = available_bytes() - claimed_bytes
         placements.append(place(manifest, config, free, core_count(), total_bytes()))
-        there = (folder / MANIFEST).is_file()
+        there = all((each / MANIFEST).is_file() for each in folders)
         return before_bytes + placements[-1].peak_bytes if there else None
 
-    registration = Registry(settings.run).register(str(manifest.model), peak_bytes)
+    reads = "" if low is None else str(low[1].model)
+    registration = Registry(settings.run).register(str(manifest.model), peak_bytes, reads)
     if registration is None:
         raise NoSuchModel(str(manifest.model), [])
     opened.callback(registration.close)
@@ -113,7 +120,7 @@ def plan_engine(
     for fallback in placement.fallbacks:
         notes.append(fallback)
     peak = before_bytes + placement.peak_bytes
-    return Plan(manifest, folder, config, settings, placement, registration, notes, peak)
+    return Plan(manifest, folder, config, settings, placement, registration, notes, peak, low)
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ def open_tiers(plan: Plan, opened: ExitStack) -> Tiers:
     eamc = EamcState(plan.settings, manifest, plan.notes.append) if plan.traced else None
     past = None if eamc is None else _past_requests(eamc, plan)
     with _room_for("experts", gpu):
-        store = open_store(folder, manifest, placement, config, reading, past, gpu)
+        store = open_store(folder, manifest, placement, config, reading, past, gpu, plan.low)
     opened.callback(store.close)
     how = drive or f"{reading.readers} readers: `moeinf devices` would measure the drive"
     choices = (f"disk: {how}", *_kernels(manifest), *(() if gpu is None else gpu.notes))

@@ -37,11 +37,20 @@ def statistics(engine: Engine, generation: Generation) -> dict[str, Any]:
 
 def lossy(engine: Engine, store: StoreStats) -> dict[str, Any] | None:
     """Return the lossy options and the shares of decode events that they changed; None: exact."""
-    if not engine.info.lossy:
+    options = engine.info.lossy
+    if not options:
         return None
     shares = {"skipped_share": store.skipped_share, "rerouted_share": store.rerouted_share}
+    low: dict[str, Any] = {}
+    if "q2_on_miss" in options:
+        shares["low_share"] = store.low_share
+        low = {
+            "low_reads": store.low_reads,
+            "low_bytes_read": store.low_bytes_read,
+            "low_bytes_spared": store.low_bytes_spared,
+        }
     rounded = {name: None if share is None else round(share, 4) for name, share in shares.items()}
-    return {**engine.info.lossy, **rounded}
+    return {**options, **rounded, **low}
 
 
 def on_device(engine: Engine, store: StoreStats, steps: int) -> dict[str, Any] | None:

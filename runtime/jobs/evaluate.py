@@ -47,12 +47,14 @@ class Speed:
     hit_rate: float | None
     skipped_share: float | None
     rerouted_share: float | None
+    low_share: float | None
 
     @classmethod
     def of(cls, store: StoreStats, seconds: float, tokens: int) -> Speed:
         """Return the speed of `tokens` tokens, one per pass, that took `seconds`."""
         read, hits = store.bytes_read // tokens, store.hit_rate
-        return cls(tokens / seconds, read, hits, store.skipped_share, store.rerouted_share)
+        shares = (store.skipped_share, store.rerouted_share, store.low_share)
+        return cls(tokens / seconds, read, hits, *shares)
 
 
 @dataclass(frozen=True)

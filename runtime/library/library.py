@@ -256,7 +256,7 @@ class Library:
     @staticmethod
     def _check(name: ModelName, engines: list[LiveEngine]) -> None:
         for engine in engines:
-            if engine.model == str(name):
+            if str(name) in (engine.model, engine.reads):
                 raise ModelInUse(f"{name} is in use by process {engine.pid}")
 
     @staticmethod

@@ -66,13 +66,14 @@ class Figures(Struct, frozen=True, forbid_unknown_fields=True):
     peak_bytes: int = 0
 
 
-class _EngineEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class _EngineEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The content of a LiveEngine's entry file."""
 
     pid: int
     model: str
     peak_bytes: int
     started_ticks: int = 0
+    reads: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class LiveEngine:
     peak_bytes     the RSS of its process once all tiers and caches are full
     started_ticks  tells its process from another with the same pid: a later one, or one in another
                    pid namespace
+    reads          another model whose files it reads, for copies of experts; "": none
     """
 
     pid: int
@@ -89,6 +91,7 @@ class LiveEngine:
     peak_bytes: int
     started_ticks: int = field(default=0, compare=False)
     figures: Figures | None = field(default=None, compare=False)
+    reads: str = ""
 
     def unfilled_bytes(self) -> int:
         """Return the promised memory that the process does not hold yet, in bytes."""
@@ -163,13 +166,15 @@ class Registry:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def register(self, model: str, peak_bytes: Callable[[int], int | None]) -> Registration | None:
+    def register(
+        self, model: str, peak_bytes: Callable[[int], int | None], reads: str = ""
+    ) -> Registration | None:
         """Plan the memory of this process and register it, under one lock.
 
         `peak_bytes` gets the bytes that other engines are promised but do not hold yet. It returns
         the peak of this process in bytes, or None if the model was removed. In that case this
         method also returns None. If the home is not writable, no entry is written, and the
-        registration is not `seen`.
+        registration is not `seen`. reads: see LiveEngine.
         """
         with ExitStack() as locked:
             try:
@@ -181,7 +186,7 @@ class Registry:
             peak = peak_bytes(sum(engine.unfilled_bytes() for engine in self._engines()))
             if peak is None:
                 return None
-            about = _EngineEntry(os.getpid(), model, peak, started_ticks(os.getpid()))
+            about = _EngineEntry(os.getpid(), model, peak, started_ticks(os.getpid()), reads)
             return Registration(Entry(self._folder, _ENGINE, about))
 
     def register_server(self, address: str) -> Entry:
@@ -264,7 +269,7 @@ class Registry:
                 e = msgspec.json.decode(data, type=_EngineEntry)
                 figures = _read_figures(path)
                 peak = e.peak_bytes if figures is None else figures.peak_bytes or e.peak_bytes
-                found.append(LiveEngine(e.pid, e.model, peak, e.started_ticks, figures))
+                found.append(LiveEngine(e.pid, e.model, peak, e.started_ticks, figures, e.reads))
         return found
 
     def _servers(self) -> list[LiveServer]:

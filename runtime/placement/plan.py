@@ -11,6 +11,7 @@ from moeinf.errors import Unavailable
 from moeinf.native import MAX_COMPUTE_THREADS
 from moeinf.offload.store.budget import DoesNotFit, SlotBudget
 from moeinf.runtime.config import MOST_WINDOW, PREFILL_CHUNK, EngineConfig, PrefixBudget
+from moeinf.runtime.library.low_copy import low_layout
 from moeinf.runtime.library.manifest import Manifest
 from moeinf.runtime.machine.device_choice import choose_processor
 from moeinf.runtime.placement.gpu_plan import DeviceBudget, DevicePlacement, most_tokens
@@ -23,6 +24,7 @@ _CONTEXT_STEP = 256
 _LEAST_CONTEXT = 16  # the minimum for --ctx
 _WINDOW_SHARE, _WINDOW_BYTES = 1 / 8, 64 << 20  # of the experts' memory, and at least
 _PREFIX_SHARE, _SCARCE_SHARE = 1 / 2, 1 / 32  # of the RAM that experts leave; else of theirs
+_LOW_SHARE = 1 / 8  # of the experts' memory: copies in fewer bits, where these are asked for
 _MOST_PREFIX_BYTES = 4 << 30
 _CONTEXT_SHARE = 0.25  # of the memory that --memory leaves: the KV cache, unless --ctx is given
 
@@ -52,6 +54,8 @@ class Placement:
     threads: int
     window: int = PREFILL_CHUNK  # tokens of a prompt that go through a layer before the next
     prefix_bytes: int = 0  # for the KV of ended requests
+    low_slots: int = 0  # for copies of experts in fewer bits, a part of memory_bytes
+    low_slot_bytes: int = 0
     device: str = "cpu"
     on_device: DevicePlacement | None = None
     notes: tuple[str, ...] = field(default=())
@@ -59,7 +63,11 @@ class Placement:
 
     @property
     def experts_bytes(self) -> int:
-        return self.slots * self.slot_bytes
+        return self.slots * self.slot_bytes + self.low_bytes
+
+    @property
+    def low_bytes(self) -> int:
+        return self.low_slots * self.low_slot_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -115,13 +123,17 @@ def place(
     if budget is None:
         budget, why = _free_budget(slots, available_bytes - fixed - kv - prefix)
         notes.append(why)
-    count = slots.slots(budget)
+    low_slots, low_slot_bytes = _low_slots(manifest, config, budget)
+    low_bytes = low_slots * low_slot_bytes
+    if low_bytes and budget - low_bytes < slots.min_bytes:
+        raise DoesNotFit(budget, slots.min_bytes + low_bytes)
+    count = slots.slots(budget - low_bytes)
     window = PREFILL_CHUNK
     if device is None and count < slots.experts:
         window = _window(manifest, config, context, count * slots.slot_bytes)
     extra = (window - PREFILL_CHUNK) * _window_bytes(manifest)
     scratch, fixed = scratch + extra, fixed + extra
-    total = count * slots.slot_bytes + fixed - headroom + kv + prefix
+    total = count * slots.slot_bytes + low_bytes + fixed - headroom + kv + prefix
     notes += _warnings(manifest, count, total, available_bytes)
     return Placement(
         memory_bytes=budget,
@@ -135,6 +147,8 @@ def place(
         threads=config.threads or min(cores, MAX_COMPUTE_THREADS, threads_worth_having(manifest)),
         window=window,
         prefix_bytes=prefix,
+        low_slots=low_slots,
+        low_slot_bytes=low_slot_bytes,
         device=processor.name,
         on_device=on_device,
         notes=tuple(notes),
@@ -149,6 +163,21 @@ def _free_budget(slots: SlotBudget, free_bytes: int) -> tuple[int, str]:
         raise DoesNotFit(max(0, budget), slots.min_bytes)
     why = "all experts" if budget == slots.max_bytes else "what is free"
     return budget, f"memory for experts {format_bytes(budget)} ({why})"
+
+
+def _low_slots(manifest: Manifest, config: EngineConfig, budget: int) -> tuple[int, int]:
+    """Return how many slots copies of experts in fewer bits get, and the bytes of one.
+
+    None if all experts fit: nothing is absent then. Else a share of the budget, and at least what
+    one token needs in a layer. Raises NoLowCopy.
+    """
+    if config.q2_on_miss is None:
+        return 0, 0
+    size = low_layout(manifest).slot_bytes
+    if budget >= manifest.slots.max_bytes:
+        return 0, size
+    count = max(manifest.top_k, int(budget * _LOW_SHARE) // size)
+    return min(count, manifest.slots.experts), size
 
 
 def _prefix_bytes(

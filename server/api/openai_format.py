@@ -134,5 +134,5 @@ def usage_of(ended: Ended) -> dict[str, Any]:
 
 
 def lossy_of(ended: Ended) -> dict[str, Any]:
-    """Return the field of both APIs that names a lossy option; empty for exact answers."""
+    """Return the field of both APIs that names the lossy options; empty for exact answers."""
     return {"lossy": dict(ended.lossy)} if ended.lossy else {}

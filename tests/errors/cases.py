@@ -52,6 +52,7 @@ CASES: dict[str, Case] = {
     "hub": lambda _: ["pull", "Org/Model"],
     "model_exists": lambda _: ["cp", "demo:bf16", "demo:bf16"],
     "not_running": lambda _: ["stop", "demo"],
+    "no_low_copy": lambda _: [*RUN, "--experts", "q2-on-miss"],
     "no_model_used": lambda _: ["trace", "--dataset", "demo"],
     "no_such_dataset": lambda _: ["trace", "demo", "--dataset", "demo", "--subset", "sums"],
     "dataset_unavailable": lambda _: ["trace", "demo", "--dataset", "bbh"],

@@ -14,6 +14,7 @@ from moeinf.cli.options import (
     AllColumns,
     Device,
     DeviceMemory,
+    Experts,
     Json,
     Memory,
     Model,
@@ -80,6 +81,7 @@ def bench(
     policies: Policies = DEFAULT_POLICY,
     skip_below: SkipBelow = 0.0,
     route: Route = None,
+    experts: Experts = None,
     prompt_tokens: PromptTokens = 128,
     new_tokens: NewTokens = 64,
     rounds: Rounds = None,
@@ -115,6 +117,7 @@ def bench(
         miss=miss,
         skip_below=skip_below,
         cache_aware=route or 0.0,
+        experts=experts,
     )
     configs = [replace(config, policy=name) for name in names]
     runs = [_run(manifest, folder, one, settings, load, out) for one in configs]

@@ -11,6 +11,7 @@ import typer
 
 from moeinf.cli.commands.models.pull import ensure
 from moeinf.cli.options import (
+    Experts,
     Json,
     Memory,
     Model,
@@ -46,6 +47,7 @@ def evaluate_text(
     ] = False,
     skip_below: SkipBelow = 0.0,
     route: Route = None,
+    experts: Experts = None,
     memory: Memory = None,
     threads: Threads = None,
     json: Json = False,
@@ -66,7 +68,7 @@ def evaluate_text(
     out, settings = Output(json=json, quiet=quiet), read_environment()
     text = _text(file)
     config = engine_config(settings, memory, WINDOW, DEFAULT_POLICY, threads)
-    lossy = replace(config, skip_below=skip_below, cache_aware=route or 0.0)
+    lossy = replace(config, skip_below=skip_below, cache_aware=route or 0.0, q2_on_miss=experts)
     if lossy.lossy:
         decode, against = True, against or model
     with ExitStack() as opened:
@@ -106,17 +108,24 @@ def evaluate_text(
         out.table(("", _title(model, lossy), _title(against, config)), rows)
 
 
-_SPEEDS = ("decode rate", "hit rate", "read", "experts skipped", "experts rerouted")
+_SPEEDS = (
+    "decode rate",
+    "hit rate",
+    "read",
+    "experts skipped",
+    "experts rerouted",
+    "experts in q2",
+)
 
 
 def _speed_words(speed: Speed | None) -> list[str]:
     """Return what is shown for each of _SPEEDS."""
     if speed is None:
         return [""] * len(_SPEEDS)
-    shares = (speed.hit_rate, speed.skipped_share, speed.rerouted_share)
-    hits, skipped, rerouted = ("-" if share is None else f"{share:.2%}" for share in shares)
+    shares = (speed.hit_rate, speed.skipped_share, speed.rerouted_share, speed.low_share)
+    hits, *others = ("-" if share is None else f"{share:.2%}" for share in shares)
     read = f"{format_bytes(speed.bytes_read_per_token)} per token"
-    return [f"{speed.tokens_per_s:.2f} tokens/s", hits, read, skipped, rerouted]
+    return [f"{speed.tokens_per_s:.2f} tokens/s", hits, read, *others]
 
 
 def _title(model: str, config: EngineConfig) -> str:
