@@ -57,11 +57,11 @@ class LowCopies:
     ) -> None:
         """Set up. transfer: reads copies into `pool`; closed by `close`.
 
-        layouts: of the copies of each layer. above: see `light`.
+        layouts: of the copies, by cell. above: see `light`.
         """
         self._host, self._transfer, self._above = host, transfer, above
         distinct = {layout: SlotMath(layout, pool, math) for layout in dict.fromkeys(layouts)}
-        self._math = [distinct[layout] for layout in layouts]  # by layer
+        self._math = [distinct[layout] for layout in layouts]  # by cell
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # the cell used last is the last
         self._free = list(range(pool.slots))
         self._asked: list[_Asked] = []  # of the open layer
@@ -123,13 +123,11 @@ class LowCopies:
                 stats.decode_stall_seconds += waited
                 stats.low_reads += 1
                 stats.low_bytes_read += size
-                stats.low_bytes_spared += (
-                    self._host.layouts[cell // self._host.experts].data_bytes - size
-                )
+                stats.low_bytes_spared += self._host.layouts[cell].data_bytes - size
             self._asked.pop(0)
             experts.append((cell, self._slot_of[cell]))
         if experts:
-            math = self._math[experts[0][0] // self._host.experts]
+            math = self._math[experts[0][0]]
             stats.decode_events_low += work.compute_in(math, experts)
 
     def abandon(self) -> None:

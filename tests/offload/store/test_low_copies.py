@@ -57,7 +57,7 @@ def make_low(full: Shards, folder: Path) -> Shards:
         data[key] = whole
         header = shard_header(key, LOW)
         records.append(write_file(folder, shard_path(key), header, [tiles.numpy().data]))
-    return Shards(folder, records, Kernels([LOW] * L, data), [LOW] * L)
+    return Shards(folder, records, Kernels([LOW] * (L * E), data), [LOW] * (L * E))
 
 
 @pytest.fixture(scope="module")
