@@ -6,9 +6,12 @@ Run: python -m benchmarks.ours HOME MODEL --threads 2 --context 1024
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as cli/entry.py does, before torch is loaded
 
 from benchmarks.worker import forced_turn, serve
 from moeinf.models.base import State

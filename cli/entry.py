@@ -22,6 +22,9 @@ _AGAIN_S = 0.01
 def main() -> NoReturn:
     """Run the command line of this process and exit with its code."""
     ours = False
+    # Torch's threads would spin for milliseconds after each small step of a prompt, on the cores
+    # that the native kernels need. GCC's OpenMP reads this while torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         # If SIGINT was ignored at the start (nohup, a shell's background job), it stays ignored.
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -67,3 +67,18 @@ def test_a_reader_that_has_left(tmp_path: Path) -> None:
         env=environment(tmp_path), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stderr in ("0\n", "1\n")  # 0: it wrote before the reader left
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_of_torch_wait_asleep(given: str | None, tmp_path: Path) -> None:
+    """The user's own choice stays."""
+    show = (
+        "import os\nfrom moeinf.cli import main as command\nfrom moeinf.cli.entry import main\n"
+        "command.answer = lambda _: print(os.environ['OMP_WAIT_POLICY']) or 0\nmain()\n"
+    )
+    outer = {} if given is None else {"OMP_WAIT_POLICY": given}
+    done = subprocess.run(
+        [sys.executable, "-c", show],
+        env={**environment(tmp_path), **outer}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() == [given or "PASSIVE"]
