@@ -38,7 +38,7 @@ class Both:
         assert isinstance(host, HostTier)
         pool = SlotPool(low_slots, LOW.slot_bytes)
         transfer = Transfer(self.low.folder, self.low.records, pool, readers=1, direct_io=False)
-        low = LowCopies(host, [LOW] * L, pool, transfer, TorchMath(), above)
+        low = LowCopies(host, [LOW] * (L * E), pool, transfer, TorchMath(), above)
         return ExpertStore((host,), low=low)
 
 
