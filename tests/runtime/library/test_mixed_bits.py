@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from moeinf.runtime.config import EngineConfig, Settings
 from moeinf.runtime.eamc.collection_file import recorded_use
@@ -58,6 +59,7 @@ def divergence(settings: Settings, tag: str, words: str) -> float:
     return found
 
 
+@pytest.mark.full
 def test_less_is_lost_than_by_one_format_of_as_many_bytes(tmp_path: Path) -> None:
     """4.5 bits without records against q4; then 3.5 bits, which is below q3, with records."""
     settings, moeinf = Settings(tmp_path), command_in(tmp_path)
