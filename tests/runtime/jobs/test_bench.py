@@ -56,7 +56,7 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e6, "", ""))
     run = report(engine, settings, measured)
     read = measured.decode.decode_bytes_read / 6
-    assert run["policy"] == "adaptive"
+    assert run["policy"] == "learned"
     assert run["bytes_read_per_token"] == round(read) > 0
     # the disk is the bottleneck
     assert run["floor_ms"] == pytest.approx(read / 1e6 * 1e3, abs=1e-3)
