@@ -78,7 +78,7 @@ class Side:
             busy=IN_FLIGHT,
         )
         policy = POLICIES[name](Setup(shape, slots, Eamc(64, shape.layers, shape.experts)))
-        layouts = [ExpertLayout(1, 1, "F32")] * shape.layers
+        layouts = [ExpertLayout(1, 1, "F32")] * cells
         host = HostTier(layouts, shape.experts, pool, transfer, policy, NoMath())  # type: ignore[arg-type]
         host._pieces = EXPERT_BYTES / (512 << 10)
         hints = ahead and name in USE_HINTS

@@ -81,17 +81,16 @@ def measured(lossy: Fields, memory: str, per_kind: int) -> dict[str, Any]:
     }
 
 
-def on_slow_drive(lossy: Fields, options: argparse.Namespace, memory: str, shim: Path) -> Any:
-    """Measure in a process of its own, whose reads are slow."""
-    chosen = json.dumps([lossy, memory, options.per_kind])
-    made = {"LD_PRELOAD": str(shim), "MOEINF_FAKE_READ_US": str(options.read_us)}
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.lossy", "--one", chosen],
-        env={**os.environ, **made},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return json.loads(done.stdout)
+def run_on_slow_drive(command: list[str], read_us: int, folder: Path) -> str:
+    """Return a process's output; each of its reads takes `read_us` longer. Builds into `folder`."""
+    shim = folder / "slow_drive.so"
+    if not shim.exists():
+        build = ["gcc", "-shared", "-fPIC", "-O2", str(_SLOW), "-o", str(shim), "-ldl"]
+        subprocess.run(build, check=True)
+    made = {"LD_PRELOAD": str(shim), "MOEINF_FAKE_READ_US": str(read_us)}
+    environment = {**os.environ, **made}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
 
 
 def row(found: dict[str, Any]) -> str:
@@ -117,12 +116,11 @@ def main() -> None:
         print(json.dumps(measured(lossy, memory, per_kind)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        shim = Path(folder) / "slow_drive.so"
-        command = ["gcc", "-shared", "-fPIC", "-O2", str(_SLOW), "-o", str(shim), "-ldl"]
-        subprocess.run(command, check=True)
         for memory in options.memory.split(","):
             for lossy in MODES:
-                found = on_slow_drive(lossy, options, memory, shim)
+                chosen = json.dumps([lossy, memory, options.per_kind])
+                command = [sys.executable, "-m", "scripts.lossy", "--one", chosen]
+                found = json.loads(run_on_slow_drive(command, options.read_us, Path(folder)))
                 print(json.dumps(found) if options.json else row(found), flush=True)
 
 
