@@ -12,7 +12,7 @@ Ours differs in two points. The average has the tokens that miss an expert, beca
 misses none is routed as usual: the bonus cannot change its choice. Where a family chooses by other
 scores than logits, the bonus and the range are of those scores.
 
-Does not know what makes an expert cheap.
+The caller decides which experts are cheap.
 """
 
 from __future__ import annotations

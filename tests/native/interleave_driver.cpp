@@ -326,7 +326,7 @@ int main(int count, char** arguments) {
     on_failure = tell_where;
     the_world.choose = choose;
     the_world.timeouts = false;
-    the_world.stuck = [] { CHECK(!"everybody waits, for ever"); };
+    the_world.stuck = [] { CHECK(!"every thread waits, for ever"); };
     const std::string only = count > 1 ? arguments[1] : "";
     for (const Named& scene : kScenes) {
         if (!only.empty() && only != scene.name) continue;

@@ -353,7 +353,7 @@ void name_the_seed() {
 int main(int, char** arguments) {
     on_failure = name_the_seed;
     the_world.choose = [](std::size_t n) { return dice() % n; };
-    the_world.stuck = [] { CHECK(!"everybody waits, for ever"); };
+    the_world.stuck = [] { CHECK(!"every thread waits, for ever"); };
     const std::uint64_t first = std::strtoull(arguments[1], nullptr, 10);
     const std::uint64_t count = std::strtoull(arguments[2], nullptr, 10);
     for (std::uint64_t i = 0; i < count; ++i) play(first + i);

@@ -128,7 +128,7 @@ def test_the_checker_finds_faults(drivers: Drivers, fault: Fault, scene: str):
     """A mutated core deadlocks or fails a check in some interleaving, which the driver prints."""
     ended = drivers.run(Program("interleave_driver", fault=fault), scene)
     assert ended.returncode != 0
-    checks = "everybody waits|order.size|most_at_once|!demand_queued"
+    checks = "every thread waits|order.size|most_at_once|!demand_queued"
     assert re.search(rf"not true: .*({checks})", ended.stderr)
     assert re.search(rf"^scene {scene}, choices( \d+)+$", ended.stderr, re.MULTILINE)
 
