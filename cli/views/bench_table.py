@@ -40,6 +40,7 @@ _MORE = [
     Column("HINTED", _of_hits("hinted"), "share of hits prefetched from a hint of the next layer"),
     Column("PREDICTED", _of_hits("predicted"), "share of hits prefetched from past requests"),
     Column("AHEAD USED", percent("prefetch_accuracy"), "share of prefetched bytes that were used"),
+    Column("PER CPU S", number("tokens_per_cpu_s", 1), "tokens per second of processor time"),
     Column("DECIDING", number("policy_us_per_token", 0, unit=" us"), "the policy's time per token"),
     Column("MEMORY", size("memory_bytes"), "RAM for experts"),
     Column("PEAK RSS", size("peak_rss_bytes"), "most RAM of the whole process"),

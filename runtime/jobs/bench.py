@@ -56,6 +56,7 @@ class Measured:
     step_seconds: list[float] = field(default_factory=list)
     decode: StoreStats = field(default_factory=StoreStats)  # of the last round
     steps: int = 0  # passes of one token in the last round
+    cpu_seconds: float = 0.0  # of all threads of the process in those passes
 
 
 def prompt_of(engine: Engine, tokens: int) -> list[int]:
@@ -117,8 +118,9 @@ def bench(
         logits, seconds = prefill(engine, state, prompt)
         measured.prefill_seconds.append(seconds)
         advance()
-        before = engine.store.stats.copy()
+        before, cpu = engine.store.stats.copy(), time.process_time()
         _, steps = decode(engine, state, logits, new_tokens, advance=advance)
+        measured.cpu_seconds = time.process_time() - cpu
         measured.step_seconds += steps
         measured.steps = len(steps)
         measured.decode = engine.store.stats.since(before)
@@ -140,7 +142,7 @@ def bench_replay(
     measured = Measured(max(request.prompt_tokens for request in requests))
     with engine.routed_through(lambda experts: ForcedRouting(experts, hints)) as forced:
         for _ in range(rounds):
-            measured.steps, measured.decode = 0, StoreStats()
+            measured.steps, measured.decode, measured.cpu_seconds = 0, StoreStats(), 0.0
             for request in requests:
                 steps = _replay(engine, forced, request, measured, advance)
                 measured.step_seconds += steps
@@ -161,9 +163,11 @@ def _replay(
     before, prefilled, steps = engine.store.stats.copy(), 0.0, list[float]()
     for done in request.passes:
         forced.play(done)
+        cpu = time.process_time()
         _, seconds = prefill(engine, state, list(islice(ids, len(done.rows))))
         if done.phase == "decode":
             steps.append(seconds)
+            measured.cpu_seconds += time.process_time() - cpu
         else:
             prefilled += seconds
         advance()
@@ -239,6 +243,7 @@ def report(engine: Engine, settings: Settings, measured: Measured) -> dict[str, 
         "tpot_ms_p95": _ms(float(np.quantile(seconds, 0.95))),
         "tokens_per_s": round(1 / tpot, 3),
         "tokens_per_s_mean": round(steps / last_round, 3),
+        "tokens_per_cpu_s": round(steps / measured.cpu_seconds, 3),
         "hit_rate": round(decoded.hit_rate, 4) if decoded.hit_rate is not None else None,
         "bytes_read_per_token": round(disk_bytes),
         "stall_share": round(decoded.decode_stall_seconds / last_round, 4),

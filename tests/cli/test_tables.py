@@ -64,7 +64,7 @@ def test_bench(demo_home: Path) -> None:
     names = [name for header in headers(lines, "POLICY") for name in header if name != "POLICY"]
     assert names == (
         "TTFT|TPOT|TOKENS/S|HIT|READ/TOKEN|P95|FIRST TTFT|STALL|FLOOR|HINTED|PREDICTED|AHEAD USED|"
-        "DECIDING|MEMORY|PEAK RSS"
+        "PER CPU S|DECIDING|MEMORY|PEAK RSS"
     ).split("|")
     assert all(any(line.startswith(f"{name}: ") for line in lines) for name in names)
 

@@ -7,6 +7,7 @@ import pytest
 
 from moeinf.runtime.config import Settings
 from moeinf.runtime.jobs.bench import bench, decode, prefill, prompt_of, report, token_bytes
+from moeinf.runtime.machine.memory import core_count
 from moeinf.runtime.placement.bandwidth import Speeds
 from tests.conftest import Open
 
@@ -55,6 +56,8 @@ def test_report(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = "moeinf.runtime.jobs.bench.measure"
     monkeypatch.setattr(disk, lambda *_: Speeds(0.0, 1e6, "", ""))
     run = report(engine, settings, measured)
+    assert 0 < measured.cpu_seconds <= 2 * core_count() * sum(measured.step_seconds[-6:])
+    assert run["tokens_per_cpu_s"] == round(6 / measured.cpu_seconds, 3)
     read = measured.decode.decode_bytes_read / 6
     assert run["policy"] == "learned"
     assert run["bytes_read_per_token"] == round(read) > 0

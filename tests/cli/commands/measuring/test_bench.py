@@ -31,6 +31,7 @@ def test_json(moeinf: Command) -> None:
         assert run["hits"]["cached"] == round(run["hit_rate"] * 8 * 6 * 4)
         assert run["ahead_bytes"] == {"read": 0, "used": 0, "wasted": 0}
         assert run["prefetch_accuracy"] is None
+        assert 0 < run["tokens_per_cpu_s"] < 50_000
         assert 0 < run["policy_us_per_token"] < 1e3 * run["tpot_ms_p95"]
     assert result.err == ""
 
