@@ -10,8 +10,9 @@ from moeinf.runtime.config import PREFILL_CHUNK
 from moeinf.runtime.engine.engine import Engine
 from tests.conftest import Open
 
-# The number of rows of a product decides its rounding.
-TOLERANCE = {"demo:f32": 1e-5, "demo:bf16": 3e-2, "demo": 3e-2}  # of the largest logit
+# The number of rows of a product decides its rounding. Seen with bf16: 0.036 on a processor without
+# AVX-512, where both ways are 0.012 and 0.028 from float32.
+TOLERANCE = {"demo:f32": 1e-5, "demo:bf16": 6e-2, "demo": 6e-2}  # of the largest logit
 IDS = [16 + (37 * place + place // 7) % 200 for place in range(PREFILL_CHUNK + 90)]
 
 
