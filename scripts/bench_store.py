@@ -1,10 +1,11 @@
 """Measure the store's bookkeeping per decoded token, without reads and arithmetic.
 
-Run: python scripts/bench_store.py [--tokens 60] [--rounds 5]
+Run: python scripts/bench_store.py [--tokens 60] [--rounds 5] [--bank 4096]
 
 Routing is recorded, and folded into OLMoE's shape: 16 layers of 64 experts, 8 per token. Reads
-have ended when they are asked for, experts compute nothing. Prints CPU µs of the decoding thread
-per token: all of the store, and the part that the store itself counts as the policy's.
+have ended when they are asked for, experts compute nothing. A prompt of --bank tokens fills the
+bank of `learned` first. Prints CPU µs of the decoding thread per token: all of the store, and the
+part that the store itself counts as the policy's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from moeinf.native import SlotPool
 from moeinf.offload.format.layout import ExpertLayout
 from moeinf.offload.policy.base import Setup
-from moeinf.offload.policy.table import POLICIES
+from moeinf.offload.policy.table import POLICIES, PREFETCH
 from moeinf.offload.routing.eamc import Eamc
 from moeinf.offload.routing.route_csv import read_route_csv
 from moeinf.offload.routing.trace import RoutingShape
@@ -40,7 +41,7 @@ from tests.fakes import AtOnce, NoMath
 
 TRACE = Path(__file__).parents[1] / "tests/data/traces/qwen3-30b-a3b.route.csv.gz"
 SHAPE = RoutingShape(16, 64, 8)
-CASES = (("lru", 1.0), ("lru", 0.35), ("adaptive", 0.35))
+CASES = (("lru", 1.0), ("lru", 0.35), ("adaptive", 0.35), ("learned", 0.35))
 ROW = torch.zeros(1, dtype=torch.int64)
 
 
@@ -70,7 +71,7 @@ def build(name: str, share: float) -> ExpertStore:
     host = HostTier(
         [layout] * (SHAPE.layers * SHAPE.experts), SHAPE.experts, pool, transfer, policy, NoMath()
     )  # type: ignore[arg-type]
-    ahead = name == "adaptive"
+    ahead = name in PREFETCH
     return ExpertStore((host,), wishes=2 * SHAPE.top_k if ahead else 0, hints=ahead)
 
 
@@ -89,6 +90,16 @@ def run(store: ExpertStore, tokens: Sequence[Sequence[Tensor]]) -> list[float]:
     return spent
 
 
+def fill_bank(store: ExpertStore, count: int, piece: int = 1024) -> None:
+    """Tell the policy of a prompt of `count` random tokens."""
+    random, policy = np.random.default_rng(0), store.host.policy
+    for _ in range(0, count, piece):
+        policy.begin_pass(np.zeros(piece, np.int64), "prefill")
+        for layer in range(SHAPE.layers):
+            policy.routed(layer, random.integers(SHAPE.experts, size=(piece, SHAPE.top_k)))
+        policy.end_pass(None)
+
+
 def nothing(*_: Any) -> None:
     """Compute no expert."""
 
@@ -97,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bank", type=int, default=4096)
     options = parser.parse_args()
     SlotMath.run = nothing  # type: ignore[method-assign]
     time.perf_counter = time.thread_time
@@ -104,6 +116,7 @@ def main() -> None:
     tokens = [[torch.from_numpy(ids) for ids in token] for token in routing(options.tokens)]
     for name, share in CASES:
         store = build(name, share)
+        fill_bank(store, options.bank)
         run(store, tokens)  # warm-up
         for _ in range(options.rounds):
             before = store.stats.copy()

@@ -130,7 +130,7 @@ void Forecast::end(std::span<const char> accepted) {
         if (!held(request.last)) continue;
         std::fill(request.overlap.begin(), request.overlap.end(), 0.0F);
         for (std::size_t i = 0; i < layers_ * words_; ++i)
-            request.chosen[i] = bits_[(i / words_ * kForecastPlaces + place(request.last)) * words_ + i % words_];
+            request.chosen[i] = bits_[i * kForecastPlaces + place(request.last)];
         for (std::size_t layer = 0; layer < layers_; ++layer) observe(request, layer);
         request.overlap[place(request.last)] = 0;
         vote(request);
@@ -149,7 +149,7 @@ void Forecast::observe(Request& request, std::size_t layer) {
     const std::uint64_t* bits = bits_.data() + layer * kForecastPlaces * words_;
     const std::uint64_t* chosen = request.chosen.data() + layer * words_;
     const auto count = static_cast<std::size_t>(std::min<std::int64_t>(size_, std::ssize(after_)));
-    add_overlap(bits, chosen, words_, count, request.overlap.data());
+    add_overlap(bits, chosen, words_, kForecastPlaces, count, request.overlap.data());
 }
 
 void Forecast::vote(Request& request) {
@@ -161,8 +161,8 @@ void Forecast::vote(Request& request) {
     const float best = add_similar(request.overlap.data(), request.before.data(), after_.data(),
                                    last, count, similar_.data());
     count_steps(similar_.data(), best, count, steps_.data());
-    std::array<std::size_t, static_cast<std::size_t>(kTooFar) + 1> counts{};
-    for (const std::uint16_t step : steps_) ++counts[step];
+    std::array<std::uint32_t, static_cast<std::size_t>(kTooFar) + 1> counts;
+    count_each(steps_, counts);
     std::size_t limit = 0;  // the least number of steps that has kNearest positions
     for (std::size_t found = counts[0]; found < kNearest && limit + 2 < counts.size();)
         found += counts[++limit];
@@ -218,11 +218,11 @@ void Forecast::append(Request& request, std::span<const std::int16_t> token) {
     const std::size_t at = place(size_);
     std::copy(token.begin(), token.end(), tokens_.begin() + static_cast<std::ptrdiff_t>(at * token.size()));
     for (std::size_t layer = 0; layer < layers_; ++layer) {
-        std::uint64_t* bits = bits_.data() + (layer * kForecastPlaces + at) * words_;
-        std::fill_n(bits, words_, 0);
+        std::uint64_t* bits = bits_.data() + layer * words_ * kForecastPlaces + at;
+        for (std::size_t w = 0; w < words_; ++w) bits[w * kForecastPlaces] = 0;
         for (std::size_t k = 0; k < top_k_; ++k)
             if (const int id = token[layer * top_k_ + k]; id >= 0)
-                bits[id / 64] |= std::uint64_t{1} << (id % 64);
+                bits[static_cast<std::size_t>(id / 64) * kForecastPlaces] |= std::uint64_t{1} << (id % 64);
     }
     for (auto& [name, other] : requests_) {  // the place had another token
         if (!other.overlap.empty()) other.overlap[at] = 0;
@@ -296,16 +296,14 @@ void Forecast::score(std::size_t first, std::size_t last) {
         std::array<float, kForecastSpans> discount;
         for (std::size_t s = 0; s < kForecastSpans; ++s)
             discount[s] = exp2_of(-1.442695F * kDiscount * (kWait[s] + start));
-        for (std::size_t e = 0; e < experts_; ++e) {
-            const std::size_t c = layer * experts_ + e;
-            next_[c] = p_[e];
-            float sum = p_[e] * discount[0];
-            for (std::size_t s = 1; s < kForecastSpans; ++s)
-                sum += std::max(0.0F, p_[s * experts_ + e] - p_[(s - 1) * experts_ + e]) * discount[s];
-            sum += kMixture * usage_.score()[c];
-            keep_[c] = c < silent_ ? kOver : sum;
-            if (c < silent_) next_[c] = kOver;
-        }
+        const std::size_t cell = layer * experts_;
+        float *keep = keep_.data() + cell, *next = next_.data() + cell;
+        std::copy_n(p_.data(), experts_, next);
+        keep_row(p_.data(), discount, usage_.score().data() + cell, kMixture, experts_, keep);
+        if (cell >= silent_) continue;
+        const std::size_t over = std::min(experts_, silent_ - cell);
+        std::fill_n(keep, over, kOver);
+        std::fill_n(next, over, kOver);
     }
 }
 

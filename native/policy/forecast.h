@@ -108,7 +108,7 @@ class Forecast {
     std::vector<Request*> active_;           // of the running pass
     std::vector<std::int16_t> pass_;         // [T, L, K]
     std::int64_t size_ = 0;                  // positions ever
-    std::vector<std::uint64_t> bits_;        // [L, places, W]
+    std::vector<std::uint64_t> bits_;        // [L, W, places]
     std::vector<std::int16_t> tokens_;       // [places, L, K]
     std::vector<std::int64_t> after_, prior_;  // [places] positions; -1: none
     std::vector<float> votes_, later_;       // [L·E]

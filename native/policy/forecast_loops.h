@@ -11,6 +11,7 @@
 #include <span>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
 #define MOEINF_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define MOEINF_COUNTS_BITS  // target_clones has no name for processors that count bits in vectors
 #else
@@ -32,7 +33,8 @@ inline float log2_of(float x) {
 }
 
 inline float exp2_of(float x) {
-    x = std::min(std::max(x, -60.0F), 60.0F) + 64;  // above 0, so that a cast truncates downwards
+    x = x < -60 ? -60 : x;  // not std::min and std::max: their references keep loops scalar
+    x = (x > 60 ? 60 : x) + 64;  // above 0, so that a cast truncates downwards
     const auto whole = static_cast<int>(x);
     const float r = x - static_cast<float>(whole);
     const float m = 1 + r * (0.6951F + r * (0.2276F + r * 0.0773F));
@@ -107,44 +109,104 @@ MOEINF_WIDE void logistic(float* x, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) x[i] = 1 / (1 + exp2_of(-1.442695F * x[i]));
 }
 
-// overlap [count] <- kFade · overlap + bits of [count, words] in common with `chosen`
-inline void overlaps(const std::uint64_t* bits, const std::uint64_t* chosen, std::size_t words,
-                     std::size_t count, float* overlap) {
-    if (words == 1) {
-        const std::uint64_t mask = *chosen;
-        for (std::size_t n = 0; n < count; ++n)
-            overlap[n] = overlap[n] * kFade + static_cast<float>(static_cast<int>(std::popcount(bits[n] & mask)));
-        return;
+// keep [count] <- p [spans, count] · discount, of each span what the one before has not; + mixture · score
+MOEINF_WIDE void keep_row(const float* p, std::span<const float> discount, const float* score,
+                          float mixture, std::size_t count, float* keep) {
+    for (std::size_t e = 0; e < count; ++e) keep[e] = p[e] * discount[0];
+    for (std::size_t s = 1; s < discount.size(); ++s) {
+        const float *now = p + s * count, *before = now - count, wait = discount[s];
+        for (std::size_t e = 0; e < count; ++e) {
+            const float more = now[e] - before[e];
+            keep[e] += (more > 0 ? more : 0) * wait;
+        }
     }
-    for (std::size_t n = 0; n < count; ++n) {
-        int common = 0;
-        for (std::size_t w = 0; w < words; ++w) common += std::popcount(bits[n * words + w] & chosen[w]);
-        overlap[n] = overlap[n] * kFade + static_cast<float>(common);
+    for (std::size_t e = 0; e < count; ++e) keep[e] += mixture * score[e];
+}
+
+// overlap [count] <- kFade · overlap + bits of [words, stride] in common with `chosen`
+inline void overlaps(const std::uint64_t* bits, const std::uint64_t* chosen, std::size_t words,
+                     std::size_t stride, std::size_t first, std::size_t count, float* overlap) {
+    constexpr std::size_t kBlock = 64;
+    for (; first < count; first += kBlock) {
+        const std::size_t width = std::min(kBlock, count - first);
+        std::uint64_t common[kBlock]{};
+        for (std::size_t w = 0; w < words; ++w) {
+            const std::uint64_t *from = bits + w * stride + first, mask = chosen[w];
+            for (std::size_t n = 0; n < width; ++n)
+                common[n] += static_cast<std::uint64_t>(std::popcount(from[n] & mask));
+        }
+        for (std::size_t n = 0; n < width; ++n)
+            overlap[first + n] =
+                overlap[first + n] * kFade + static_cast<float>(static_cast<int>(common[n]));
     }
 }
 
 #ifdef MOEINF_COUNTS_BITS
 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx512vpopcntdq"), flatten)) void
 overlaps_wide(const std::uint64_t* bits, const std::uint64_t* chosen, std::size_t words,
-              std::size_t count, float* overlap) {
-    overlaps(bits, chosen, words, count, overlap);
+              std::size_t stride, std::size_t count, float* overlap) {
+    overlaps(bits, chosen, words, stride, 0, count, overlap);
+}
+
+// The same: 4 · 64 bits of `from` and `mask` are counted by halves of bytes.
+__attribute__((target("avx2"))) inline __m256i bits_in_common(const std::uint64_t* from,
+                                                              __m256i mask) {
+    const __m256i counts = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4));
+    const __m256i half = _mm256_set1_epi8(15);
+    const __m256i same = _mm256_and_si256(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), mask);
+    const __m256i low = _mm256_shuffle_epi8(counts, _mm256_and_si256(same, half));
+    const __m256i high =
+        _mm256_shuffle_epi8(counts, _mm256_and_si256(_mm256_srli_epi16(same, 4), half));
+    return _mm256_sad_epu8(_mm256_add_epi8(low, high), _mm256_setzero_si256());
+}
+
+__attribute__((target("avx2"))) void overlaps_by_bytes(const std::uint64_t* bits,
+                                                       const std::uint64_t* chosen,
+                                                       std::size_t words, std::size_t stride,
+                                                       std::size_t count, float* overlap) {
+    const __m256i in_order = _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
+    std::size_t n = 0;
+    for (; n + 8 <= count; n += 8) {
+        __m256i first = _mm256_setzero_si256(), last = first;
+        for (std::size_t w = 0; w < words; ++w) {
+            const __m256i mask = _mm256_set1_epi64x(static_cast<long long>(chosen[w]));
+            first = _mm256_add_epi64(first, bits_in_common(bits + w * stride + n, mask));
+            last = _mm256_add_epi64(last, bits_in_common(bits + w * stride + n + 4, mask));
+        }
+        const __m256 both = _mm256_shuffle_ps(_mm256_castsi256_ps(first),
+                                              _mm256_castsi256_ps(last), 0x88);  // the lower halves
+        const __m256i common = _mm256_permutevar8x32_epi32(_mm256_castps_si256(both), in_order);
+        const __m256 faded = _mm256_mul_ps(_mm256_loadu_ps(overlap + n), _mm256_set1_ps(kFade));
+        _mm256_storeu_ps(overlap + n, _mm256_add_ps(faded, _mm256_cvtepi32_ps(common)));
+    }
+    overlaps(bits, chosen, words, stride, n, count, overlap);
 }
 #endif
 
-MOEINF_WIDE void overlaps_any(const std::uint64_t* bits, const std::uint64_t* chosen,
-                              std::size_t words, std::size_t count, float* overlap) {
-    overlaps(bits, chosen, words, count, overlap);
-}
-
 void add_overlap(const std::uint64_t* bits, const std::uint64_t* chosen, std::size_t words,
-                 std::size_t count, float* overlap) {
+                 std::size_t stride, std::size_t count, float* overlap) {
 #ifdef MOEINF_COUNTS_BITS
     static const bool wide =
         __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    if (wide) return overlaps_wide(bits, chosen, words, count, overlap);
+    static const bool bytes = __builtin_cpu_supports("avx2");
+    if (wide) return overlaps_wide(bits, chosen, words, stride, count, overlap);
+    if (bytes) return overlaps_by_bytes(bits, chosen, words, stride, count, overlap);
 #endif
-    overlaps_any(bits, chosen, words, count, overlap);
+    overlaps(bits, chosen, words, stride, 0, count, overlap);
+}
+
+// counts [kTooFar + 1] of each number of steps. Four tables: equal numbers follow each other.
+inline void count_each(std::span<const std::uint16_t> steps, std::span<std::uint32_t> counts) {
+    std::uint32_t found[4][static_cast<std::size_t>(kTooFar) + 1]{};
+    std::size_t at = 0;
+    for (; at + 4 <= steps.size(); at += 4)
+        for (std::size_t i = 0; i < 4; ++i) ++found[i][steps[at + i]];
+    for (; at < steps.size(); ++at) ++found[0][steps[at]];
+    for (std::size_t s = 0; s < counts.size(); ++s)
+        counts[s] = found[0][s] + found[1][s] + found[2][s] + found[3][s];
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from moeinf.offload.simulator.clock import TimeModel
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 SHAPE = RoutingShape(layers=24, experts=32, top_k=4)
+QUALITY = 16  # the input with the similarity of the nearest past token
 VOTES = 11  # the input of native/policy/forecast.h that has the votes of past tokens
 
 
@@ -101,6 +103,20 @@ def test_a_full_bank_drops_the_oldest_token() -> None:
     assert (expected(policy) == np.sort(tokens[4001][:, 0], axis=1)).all()
     run(policy, tokens[3], request=2)
     assert (expected(policy) != np.sort(tokens[4][:, 0], axis=1)).any()
+
+
+def test_votes_do_not_depend_on_the_numbers_of_experts() -> None:
+    """Experts spread over three words of bits are counted like those of one word."""
+    wide = Learned(Setup(replace(SHAPE, experts=5 * SHAPE.experts), 16), votes_alone())
+    narrow, votes = learned(), [VOTES, VOTES + 1, QUALITY]
+    for seed in range(29):  # a vector counts eight tokens
+        ids = np.concatenate([token(seed)[:12], token(seed % 7)[12:]])
+        run(narrow, ids)
+        run(wide, 5 * ids)
+    of = range(SHAPE.layers)
+    found = np.stack([narrow.core.inputs(layer)[:, votes] for layer in of])
+    assert (np.stack([wide.core.inputs(layer)[::5][:, votes] for layer in of]) == found).all()
+    assert len(np.unique(found[..., 0])) > 2
 
 
 @pytest.mark.parametrize("broken", ["short", "missing"])
